@@ -1,0 +1,1 @@
+"""A multimodal serving worker."""

@@ -1,0 +1,111 @@
+"""Every exception that mindie_mm raises on purpose.
+
+    MindieMMError
+    |-- InputError                  the caller's mistake: mend the call and it works
+    |   |-- MediaError              media that cannot be read, fetched or decoded
+    |   |-- LimitExceeded           too many, too large, too long
+    |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
+    |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
+    |   |-- ModelNotFound           a request names another model than the served one
+    |   `-- UnsupportedCheckpoint   no family serves this checkpoint, or not this option of it
+    `-- WorldError                  the world's failure: the same call may work later, or elsewhere
+        |-- BadReference            words that no longer lead to data; one request fails
+        |   |-- CorruptReference    a damaged word
+        |   |-- StaleReference      the block was freed, or freed and used again
+        |   `-- SegmentMissing      the arena is gone, truncated or replaced
+        |-- FeatureCountMismatch    a tower's features do not fill the item's slots
+        |-- ArenaFull               no room for a block within the deadline
+        |-- SharedMemoryError       shared memory could not be reserved or used at all
+        |-- DeviceError             the accelerator is absent, or failed
+        |-- QueueFull               more requests wait than the service holds
+        |-- RequestTimeout          the request outlived its deadline
+        |-- RequestAborted          the request was aborted before it finished
+        `-- ProcessDied             a tokenizer or engine process is gone
+
+Messages name the value and the limit. The service maps each class to one HTTP status, by the nearest class in
+one table (service/errors.py).
+"""
+
+
+class MindieMMError(Exception):
+    """Base of all of them."""
+
+
+class InputError(MindieMMError):
+    """The caller's mistake."""
+
+
+class MediaError(InputError):
+    """Media that cannot be read, fetched or decoded."""
+
+
+class LimitExceeded(InputError):
+    """Too many, too large or too long; the message holds the value and the limit."""
+
+
+class ContextLengthExceeded(LimitExceeded):
+    """The prompt, with the tokens asked for, does not fit the model's context."""
+
+
+class TokenOutOfRange(InputError):
+    """A token id outside [0, vocabulary)."""
+
+
+class ModelNotFound(InputError):
+    """A request names another model than the served one."""
+
+
+class UnsupportedCheckpoint(InputError):
+    """No family serves this checkpoint, or it uses an option that the family refuses."""
+
+
+class WorldError(MindieMMError):
+    """The world's failure, not the caller's."""
+
+
+class BadReference(WorldError):
+    """Words that no longer lead to data."""
+
+
+class CorruptReference(BadReference):
+    """A damaged word: its check does not hold, or it is none of ours."""
+
+
+class StaleReference(BadReference):
+    """The block that the words name was freed, or freed and used again."""
+
+
+class SegmentMissing(BadReference):
+    """The arena that the words name is gone, truncated or replaced."""
+
+
+class FeatureCountMismatch(WorldError):
+    """A tower gave another number of features than the item has slots."""
+
+
+class ArenaFull(WorldError):
+    """No room for a block within the deadline."""
+
+
+class SharedMemoryError(WorldError):
+    """Shared memory could not be reserved or used."""
+
+
+class DeviceError(WorldError):
+    """The accelerator is absent, or failed."""
+
+
+class QueueFull(WorldError):
+    """More requests wait than the service holds."""
+
+
+class RequestTimeout(WorldError):
+    """The request outlived its deadline."""
+
+
+class RequestAborted(WorldError):
+    """The request was aborted before it finished."""
+
+
+class ProcessDied(WorldError):
+    """A tokenizer or engine process is gone."""

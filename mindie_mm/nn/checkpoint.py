@@ -1,0 +1,49 @@
+"""A checkpoint directory in Hugging Face layout, read once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindie_mm.errors import UnsupportedCheckpoint
+
+EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
+"""The checkpoint that comes with the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint directory and its parsed config.json."""
+
+    path: Path
+    """The directory."""
+    config: Mapping[str, Any]
+    """config.json."""
+
+    @classmethod
+    def open(cls, path: str | Path | None = None) -> Checkpoint:
+        """Reads config.json of `path` (None: the embedded checkpoint); UnsupportedCheckpoint if there is none."""
+        root = Path(path) if path is not None else EMBEDDED
+        file = root / "config.json"
+        if not file.is_file():
+            raise UnsupportedCheckpoint(f"{root} is no checkpoint directory: it has no config.json")
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
+        if not isinstance(config, dict) or "model_type" not in config:
+            raise UnsupportedCheckpoint(f"{file} names no model_type")
+        return cls(root, config)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The file `name` parsed, or {} where the checkpoint has none."""
+        file = self.path / name
+        if not file.is_file():
+            return {}
+        value = json.loads(file.read_text())
+        if not isinstance(value, dict):
+            raise UnsupportedCheckpoint(f"{file} holds no JSON object")
+        return value
