@@ -1,0 +1,88 @@
+"""Settings, frozen; this module alone reads the environment.
+
+Every field can be set by the variable MINDIE_MM_<FIELD> and by a flag of `mindie-mm serve`; the flag wins.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mindie_mm.errors import InputError
+
+MiB = 2**20
+GiB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine process."""
+
+    device: str = "auto"
+    """auto, npu, cuda or cpu."""
+    dtype: str = "auto"
+    """auto (float32 on the CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one step; longer prompts are prefilled in chunks."""
+    max_tower_tokens: int = 16384
+    """Most patch features that the towers compute in one step, unless a single item has more."""
+    kv_cache_bytes: int = 1 * GiB
+    """Memory for the KV cache; capped by what max_num_seqs full contexts need."""
+    kv_block_size: int = 16
+    """Tokens in one block of the KV cache."""
+    encoder_cache_bytes: int = 256 * MiB
+    """Memory for the towers' features, kept by content."""
+    num_threads: int = 0
+    """Threads of the engine process on the CPU; 0 is torch's own choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Tokenizer processes and an engine over one checkpoint."""
+
+    model: Path | None = None
+    """Checkpoint directory; None is the embedded one."""
+    num_tokenizers: int = 1
+    """Tokenizer processes."""
+    arena_bytes: int = 256 * MiB
+    """Shared memory of each tokenizer process."""
+    truncate: bool = False
+    """Drop the oldest text and whole media items of a prompt that is too long, instead of refusing it."""
+    engine: EngineConfig = EngineConfig()
+
+
+def default_spool() -> Path:
+    """Where requests spool their media: MINDIE_MM_SPOOL, or a folder of this user in the temporary directory."""
+    if folder := os.environ.get("MINDIE_MM_SPOOL"):
+        return Path(folder)
+    return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
+
+
+def environment(cls: type[Any]) -> dict[str, Any]:
+    """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
+    hints = get_type_hints(cls)
+    return {
+        field.name: _parse(variable, text, hints[field.name])
+        for field in fields(cls)
+        if (text := os.environ.get(variable := f"MINDIE_MM_{field.name.upper()}")) is not None
+    }
+
+
+def _parse(variable: str, text: str, hint: Any) -> Any:
+    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None)]
+    kind = kinds[0]
+    if kind is bool:
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise InputError(f"{variable} is {text!r}, it must be true or false")
+        return text.lower() in ("1", "true")
+    try:
+        return kind(text)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{variable} is {text!r}, it must be of type {kind.__name__}") from error

@@ -1,0 +1,108 @@
+"""What crosses between the engine's client and the engine process: msgpack, one union a direction."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mindie_mm.engine.sampling_params import SamplingParams
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Start a request."""
+
+    request_id: str
+    input_ids: bytes
+    """int64 [T], native byte order, with words in their slots: all that the engine learns of the request's media."""
+    params: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request; unknown and finished ones are ignored."""
+
+    request_id: str
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One position's log-probabilities."""
+
+    token_id: int
+    """The token at this position."""
+    logprob: float
+    """Its natural log-probability."""
+    top: list[tuple[int, float]]
+    """The likeliest tokens with theirs, likeliest first."""
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in seconds."""
+
+    queue_s: float
+    """Waiting to be scheduled."""
+    prefill_s: float
+    """From the first scheduled chunk to the first token; the tower's time is in it."""
+    tower_s: float
+    """In the vision tower."""
+    decode_s: float
+    """From the first token to the last."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: list[int] = []
+    """Tokens drawn by this step."""
+    logprobs: list[TokenLogprob] | None = None
+    """One per token, where asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Positions 1.. of the prompt, with the first token, where asked for."""
+    finish_reason: str | None = None
+    """`stop`, `length`; None while it runs."""
+    stop_token_id: int | None = None
+    """The id of `stop_token_ids` that ended it."""
+    error: tuple[str, str] | None = None
+    """Class (of mindie_mm.errors) and message of what ended it; nothing follows."""
+    timings: Timings | None = None
+    """With the last one."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine takes requests."""
+
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    max_items_tokens: int
+    """Most placeholder tokens that one media item may take."""
+    device: str
+    kv_cache_tokens: int
+    """Tokens that the KV cache holds."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not start."""
+
+    error: tuple[str, str]
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's gauges after a step."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Used share of the KV cache's blocks, in [0, 1]."""
+    encoder_cache_queries: int
+    encoder_cache_hits: int
+    preemptions: int
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """One step's news."""
+
+    progress: list[Progress]
+    stats: Stats
+
+
+ToEngine = Add | Abort
+FromEngine = Ready | Failed | Stepped
