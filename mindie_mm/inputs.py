@@ -1,16 +1,25 @@
 """The `List[Dict]` contract: what a caller may hand in, checked once, at the border.
 
 Each dict has exactly one of `text`, `image`, `video`, `audio`, plus per-item options. A media value is a path,
-bytes, a PIL image or an array, or a `data:`, `http(s):` or `file:` URL.
+bytes, a PIL image or an array, or a `data:`, `http(s):` or `file:` URL. The parts of OpenAI and Hugging Face chat
+messages (`{"type": "image_url", "image_url": {"url": ...}}`, `{"type": "image", "image": ...}`) mean the same items.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mindie_mm.errors import InputError
+
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of chat messages. A closed set: some templates build special tokens out of the role's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +34,19 @@ class MediaOptions:
     """Per-item preprocessing options; None means the checkpoint's own value."""
 
     min_pixels: int | None = None
+    """Least pixels of the resized image or frame."""
     max_pixels: int | None = None
+    """Most pixels of the resized image or frame."""
     fps: float | None = None
+    """Frames sampled per second of video; excludes `num_frames`."""
     num_frames: int | None = None
+    """Frames sampled, evenly over the video."""
     min_frames: int | None = None
+    """Least frames that `fps` may come to."""
     max_frames: int | None = None
+    """Most frames that `fps` may come to."""
     detail: str | None = None
+    """OpenAI's `auto`, `low` or `high`; `low` bounds the image to 512 x 512 pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +60,213 @@ class Media:
 
 
 Item = Text | Media
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message."""
+
+    role: str
+    """One of `ROLES`."""
+    content: str | tuple[Item, ...] | None
+    """A text, or items in order; None where the message has none (an assistant's tool calls)."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the message holds (`name`, `tool_calls`...), handed to the chat template."""
+
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "image": ("min_pixels", "max_pixels", "detail"),
+    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "detail"),
+    "audio": (),
+}
+_SOURCES: Mapping[str, Kind] = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+_BARE_SOURCES = ("url", "path", "base64")
+_DETAILS = ("auto", "low", "high")
+_MAX_PIXELS = 2**31
+_MAX_FRAMES = 2**20
+_MAX_FPS = 1000.0
+
+
+def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """The items of a `List[Dict]`, in order. InputError names the index, the key and the limit."""
+    return list(_parse_parts(inputs, "inputs"))
+
+
+def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit."""
+    _require_list(messages, "messages")
+    return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def from_tagged_prompt(prompt: str) -> list[Item]:
+    """The items of a prompt with pictures in it as `<img>path or URL</img>`."""
+    items: list[Item] = []
+    for index, piece in enumerate(re.split(r"<img>(.*?)</img>", prompt, flags=re.DOTALL)):
+        if index % 2:
+            if not piece.strip():
+                raise InputError(f"picture {index // 2} of the prompt: <img></img> names no path")
+            items.append(Media("image", piece.strip()))
+        elif piece:
+            items.append(Text(piece))
+    if not items:
+        raise InputError("the prompt is empty")
+    return items
+
+
+def _parse_message(message: Mapping[str, Any], where: str) -> Message:
+    _require_dict(message, where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, str):
+        _require_unicode(content, f"{where}.content")
+    elif content is not None:
+        content = _parse_parts(content, f"{where}.content")
+    if content is None and role != "assistant":
+        raise InputError(f"{where} has no content")
+    extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
+    return Message(role, content, extra)
+
+
+def _parse_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[Item, ...]:
+    _require_list(parts, where)
+    return tuple(_parse_part(part, f"{where}[{index}]") for index, part in enumerate(parts))
+
+
+def _parse_part(part: Mapping[str, Any], where: str) -> Item:
+    _require_dict(part, where)
+    declared = part.get("type")
+    if declared is not None and not isinstance(declared, str):
+        raise InputError(f"{where}.type is {_type(declared)}; it must be a string")
+    keys = [key for key in part if key == "text" or key in _SOURCES]
+    if not keys and declared in KINDS:
+        keys = [key for key in part if key in _BARE_SOURCES]
+    if len(keys) != 1:
+        found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
+        raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
+    key = keys[0]
+    if key == "text":
+        return _parse_text(part, where)
+    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
+    if declared is not None and _SOURCES.get(declared) != kind:
+        raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
+    options = {name: value for name, value in part.items() if name not in {"type", key}}
+    source, nested = _parse_source(part[key], key, f"{where}.{key}")
+    if both := options.keys() & nested.keys():
+        raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
+    return Media(kind, source, _parse_options(kind, options | nested, where))
+
+
+def _parse_text(part: Mapping[str, Any], where: str) -> Text:
+    if part.get("type", "text") != "text":
+        raise InputError(f"{where}.type is {part['type']!r}, but the item holds 'text'")
+    if unknown := part.keys() - {"type", "text"}:
+        raise InputError(f"{where} has the unknown key {min(map(str, unknown))!r}; a text takes no options")
+    if not isinstance(part["text"], str):
+        raise InputError(f"{where}.text is {_type(part['text'])}; it must be a string")
+    return Text(_require_unicode(part["text"], f"{where}.text"))
+
+
+def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]]:
+    """The source under `key`, and the options given inside it, as OpenAI's `image_url` has `detail`."""
+    nested: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        inner = "data" if key == "input_audio" else "url"
+        if not isinstance(value.get(inner), str):
+            raise InputError(f"{where}.{inner} is {_type(value.get(inner))}; it must be a string")
+        nested = {name: option for name, option in value.items() if name != inner}
+        value = value[inner]
+        if key == "input_audio":
+            nested.pop("format", None)
+            value = f"data:;base64,{value}"
+    if key == "base64":
+        value = f"data:;base64,{value}"
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, (bytearray, memoryview)):
+        value = bytes(value)
+    if not isinstance(value, (str, bytes)) and not hasattr(value, "__array__") and not hasattr(value, "getexif"):
+        raise InputError(f"{where} is {_type(value)}; it must be a path, bytes, a PIL image, an array or a URL")
+    if isinstance(value, (str, bytes)) and not value:
+        raise InputError(f"{where} is empty")
+    return value, nested
+
+
+def _parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOptions:
+    allowed = _OPTIONS[kind]
+    if unknown := [name for name in given if name not in allowed]:
+        known = f"it takes {', '.join(allowed)}" if allowed else "it takes no options"
+        raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: {known}")
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name == "detail":
+            if value not in _DETAILS:
+                raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")
+            values[name] = value
+        elif name == "fps":
+            values[name] = _number(value, 0.0, _MAX_FPS, f"{where}.fps")
+        else:
+            limit = _MAX_PIXELS if name.endswith("pixels") else _MAX_FRAMES
+            values[name] = _integer(value, 1, limit, f"{where}.{name}")
+    options = MediaOptions(**values)
+    _require_order(options.min_pixels, options.max_pixels, "pixels", where)
+    _require_order(options.min_frames, options.max_frames, "frames", where)
+    if options.fps is not None and options.num_frames is not None:
+        raise InputError(f"{where} gives both fps and num_frames; one excludes the other")
+    return options
+
+
+def _integer(value: Any, low: int, high: int, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{where} is {value!r}; it must be an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise InputError(f"{where} is {value}; it must be from {low} to {high}")
+    return value
+
+
+def _number(value: Any, above: float, high: float, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{where} is {value!r}; it must be a number")
+    if not math.isfinite(value) or not above < value <= high:
+        raise InputError(f"{where} is {value}; it must be above {above:g} and at most {high:g}")
+    return float(value)
+
+
+def _require_order(low: int | None, high: int | None, unit: str, where: str) -> None:
+    if low is not None and high is not None and low > high:
+        raise InputError(f"{where}: min_{unit} {low} is above max_{unit} {high}")
+
+
+def _require_list(value: Any, where: str) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise InputError(f"{where} is {_type(value)}; it must be a list of dicts")
+    if not value:
+        raise InputError(f"{where} is an empty list; it must hold at least one dict")
+
+
+def _require_dict(value: Any, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where} is {_type(value)}; it must be a dict")
+
+
+def _require_unicode(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds a lone surrogate at character {error.start}") from None
+    return text
+
+
+def _type(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,91 @@
+"""What travels between the tokenizer pool and its processes, as msgpack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mindie_mm import errors
+from mindie_mm.inputs import Kind
+from mindie_mm.tokenize.prompt import Prompt, Span
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to tokenise, given as exactly one of `messages`, `items` and `text`."""
+
+    messages: list[dict[str, Any]] | None = None
+    """Chat messages; media sources are paths, `data:` URLs or bytes."""
+    items: list[dict[str, Any]] | None = None
+    """A `List[Dict]`."""
+    text: str | None = None
+    """Plain text, no template."""
+    chat: bool = True
+    """`items` as one user turn through the chat template where the checkpoint has one; else one after another."""
+    path_file: str = ""
+    """The request's path file; only a prompt without media can go without."""
+    add_generation_prompt: bool = True
+    """End the chat with the head of the assistant's turn."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as `tools`."""
+    max_tokens: int = 0
+    """Most tokens of the prompt, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
+    truncate: bool = False
+    """Rather than refuse a longer prompt, drop its oldest text and whole media items."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """Pool to process."""
+
+    id: int
+    request: TokenizeRequest
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Process to pool, once: the checkpoint is read."""
+
+
+class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
+    """Process to pool: the prompt of request `id`."""
+
+    id: int
+    ids: bytes
+    """int64, native byte order."""
+    spans: list[tuple[int, int, Kind, int, int, int]]
+    """The fields of each Span."""
+
+    def prompt(self) -> Prompt:
+        """The prompt that was tokenised."""
+        ids = np.frombuffer(self.ids, np.int64)
+        return Prompt(ids, tuple(Span(*span) for span in self.spans))
+
+    @classmethod
+    def of(cls, request_id: int, prompt: Prompt) -> Tokenized:
+        """The reply that carries `prompt`."""
+        spans = [(s.start, s.stop, s.kind, s.token, s.lead, s.tail) for s in prompt.spans]
+        return cls(request_id, prompt.ids.tobytes(), spans)
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Process to pool: request `id` failed; -1 is the process's own start."""
+
+    id: int
+    error: str
+    """Name of a class of mindie_mm.errors."""
+    message: str
+
+    def exception(self) -> errors.MindieMMError:
+        """The exception that was raised in the process."""
+        kind = getattr(errors, self.error, errors.WorldError)
+        assert issubclass(kind, errors.MindieMMError), kind
+        return kind(self.message)
+
+    @classmethod
+    def of(cls, request_id: int, error: errors.MindieMMError) -> Failed:
+        """The reply that carries `error`, as the nearest class that mindie_mm.errors defines."""
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        return cls(request_id, kind.__name__, str(error))
+
+
+Reply = Ready | Tokenized | Failed

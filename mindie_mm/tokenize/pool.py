@@ -1,0 +1,178 @@
+"""N tokenizer processes behind one awaitable call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from mindie_mm.errors import MindieMMError, ProcessDied
+from mindie_mm.ipc import Channel, open_channel, spawn
+from mindie_mm.shm import Ref, collect, free
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, TokenizeRequest, Tokenized
+from mindie_mm.tokenize.prompt import Prompt
+
+_log = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.5
+_LAST_RETRY_S = 30.0
+
+
+@dataclass(slots=True)
+class _Process:
+    """One tokenizer process, from its readiness to its death."""
+
+    popen: subprocess.Popen[bytes]
+    channel: Channel
+    pending: dict[int, asyncio.Future[Prompt]] = field(default_factory=dict)
+    """Requests that it has not answered, by id."""
+
+
+class TokenizerPool:
+    """Tokenizer processes, each with an arena of its own; a dead one fails its requests and is started again."""
+
+    def __init__(self, model_path: Path, arena_bytes: int) -> None:
+        self._model_path = model_path
+        self._arena_bytes = arena_bytes
+        self._processes: list[_Process] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next_id = 0
+
+    @classmethod
+    async def start(cls, model_path: Path, num_processes: int, arena_bytes: int) -> Self:
+        """Starts `num_processes` processes that read `model_path`, each reserving `arena_bytes` of shared memory.
+
+        Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
+        """
+        pool = cls(model_path, arena_bytes)
+        starts = [asyncio.create_task(pool._start_process()) for _ in range(num_processes)]
+        try:
+            for start in starts:
+                pool._keepers.append(asyncio.create_task(pool._keep(await start)))
+        except BaseException:
+            started = await asyncio.gather(*starts, return_exceptions=True)
+            for process in started:
+                if isinstance(process, _Process):
+                    await _stop(process)
+            await pool.close()
+            raise
+        return pool
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live processes."""
+        return [process.popen.pid for process in self._processes]
+
+    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+        """The prompt of `request`, from the least busy process.
+
+        Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
+        blocks of the abandoned prompt are freed when it arrives.
+        """
+        if not self._processes:
+            raise ProcessDied("no tokenizer process is alive")
+        process = min(self._processes, key=lambda process: len(process.pending))
+        self._next_id += 1
+        future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
+        message = self._encoder.encode(Request(self._next_id, request))
+        process.pending[self._next_id] = future
+        process.channel.send(message)
+        return await future
+
+    async def close(self) -> None:
+        """Stops every process; what is pending fails with ProcessDied."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers.clear()
+
+    async def _start_process(self) -> _Process:
+        popen, sock = spawn("mindie_mm.tokenize.process", str(self._model_path), str(self._arena_bytes))
+        process = _Process(popen, await open_channel(sock))
+        try:
+            reply = self._decoder.decode(await process.channel.recv())
+        except EOFError:
+            await _stop(process)
+            raise ProcessDied(f"a tokenizer process exited with {popen.returncode} before it was ready") from None
+        except BaseException:
+            await _stop(process)
+            raise
+        if isinstance(reply, Failed):
+            await _stop(process)
+            raise reply.exception()
+        assert isinstance(reply, Ready), reply
+        return process
+
+    async def _keep(self, process: _Process) -> None:
+        """Serves `process`, and its successors, until cancelled."""
+        while True:
+            self._processes.append(process)
+            try:
+                await self._receive(process)
+            finally:
+                self._processes.remove(process)
+                await _stop(process)
+                self._fail_pending(process)
+            _log.warning("tokenizer process %d died; starting another", process.popen.pid)
+            collect()
+            process = await self._restart()
+
+    async def _restart(self) -> _Process:
+        delay_s = _FIRST_RETRY_S
+        while True:
+            try:
+                return await self._start_process()
+            except MindieMMError as error:
+                _log.error("a tokenizer process did not start, next try in %.1f s: %s", delay_s, error)  # noqa: TRY400
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LAST_RETRY_S)
+
+    async def _receive(self, process: _Process) -> None:
+        """Hands replies to their callers until the process dies."""
+        while True:
+            try:
+                reply = self._decoder.decode(await process.channel.recv())
+            except EOFError:
+                return
+            assert not isinstance(reply, Ready), reply
+            future = process.pending.pop(reply.id)
+            if isinstance(reply, Failed):
+                if not future.cancelled():
+                    future.set_exception(reply.exception())
+            elif future.cancelled():
+                _free_words(reply.prompt())
+            else:
+                future.set_result(reply.prompt())
+
+    def _fail_pending(self, process: _Process) -> None:
+        for future in process.pending.values():
+            if not future.done():
+                future.set_exception(
+                    ProcessDied(f"tokenizer process {process.popen.pid} died with status {process.popen.returncode}")
+                )
+        process.pending.clear()
+
+
+def _free_words(prompt: Prompt) -> None:
+    for span in prompt.spans:
+        words = prompt.ids[span.start : min(span.stop, span.start + 2)].tolist()
+        free(Ref.from_words(words[0], words[1] if len(words) > 1 else None))
+
+
+async def _stop(process: _Process) -> None:
+    """Closes the channel, which ends the process, and reaps it."""
+    await process.channel.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.popen.terminate()
+    await asyncio.to_thread(process.popen.wait)
+
+
+__all__ = ["TokenizeRequest", "Tokenized", "TokenizerPool"]
