@@ -1,0 +1,30 @@
+"""Where a model runs. The only package that names a device or imports an accelerator's library."""
+
+from __future__ import annotations
+
+from mindie_mm.device.base import Device
+from mindie_mm.device.cpu import CPU
+from mindie_mm.device.cuda import CUDA
+from mindie_mm.device.npu import NPU
+from mindie_mm.errors import DeviceError, InputError
+
+KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
+"""Every kind, the one that auto prefers first."""
+
+
+def open_device(name: str = "auto") -> Device:
+    """The device `name`; auto is the first of the accelerators that is there, else the CPU.
+
+    InputError for an unknown name, DeviceError with the reason for one that can't be used.
+    """
+    if name == "auto":
+        return next(kind for kind in KINDS if kind.missing() is None)()
+    for kind in KINDS:
+        if kind.name == name:
+            if reason := kind.missing():
+                raise DeviceError(f"the device {name} can't be used: {reason}")
+            return kind()
+    raise InputError(f"device is {name!r}, it must be auto, {', '.join(kind.name for kind in KINDS)}")
+
+
+__all__ = ["KINDS", "Device", "open_device"]

@@ -1,0 +1,94 @@
+"""The families, one file each: `ls` of this folder is the support matrix.
+
+A checkpoint's family is found by its model_type: the file of that name first, then every other file, then the
+entry points of the group `mindie_mm.models`, which name `Family` classes of other packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import torch
+
+from mindie_mm.device import Device, open_device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family
+from mindie_mm.nn.model import Model
+
+GROUP = "mindie_mm.models"
+
+
+def family_names() -> list[str]:
+    """Every family's name, sorted; imports none of them."""
+    return sorted(
+        {module.name for module in pkgutil.iter_modules(__path__)} | {e.name for e in entry_points(group=GROUP)}
+    )
+
+
+def family_named(name: str) -> type[Family]:
+    """The family `name`: the one Family class that its module defines, or what its entry point loads."""
+    for entry in entry_points(group=GROUP, name=name):
+        return _checked(name, entry.load())
+    if name not in family_names():
+        raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    (family,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Family) and value.__module__ == module.__name__
+    )
+    return family
+
+
+def family_of(checkpoint: Checkpoint) -> type[Family]:
+    """The family that serves a checkpoint; UnsupportedCheckpoint names its model_type and what there is."""
+    model_type = checkpoint.config["model_type"]
+    for family in _candidates(str(model_type)):
+        if family.serves(checkpoint.config):
+            return family
+    raise UnsupportedCheckpoint(
+        f"{checkpoint.path} has model_type {model_type!r}; the families are {', '.join(family_names())}"
+    )
+
+
+def _candidates(model_type: str) -> Iterator[type[Family]]:
+    names = family_names()
+    for name in sorted(names, key=lambda name: name != model_type):
+        yield family_named(name)
+
+
+def _checked(name: str, value: object) -> type[Family]:
+    if isinstance(value, type) and issubclass(value, Family):
+        return value
+    raise InputError(f"the entry point {name!r} of {GROUP} gives {value!r}, not a Family")
+
+
+def load_model(path: str | Path | None = None, device: str = "auto", dtype: str | torch.dtype = "auto") -> Model:
+    """The model of a checkpoint directory (None: the embedded one), its weights on the device.
+
+    `dtype` is auto, the name of a torch dtype, or one. UnsupportedCheckpoint, DeviceError, InputError.
+    """
+    checkpoint = Checkpoint.open(path)
+    opened = open_device(device)
+    return family_of(checkpoint).model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+
+
+def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    config = checkpoint.config
+    if dtype == "auto":
+        return device.default_dtype(_named(str(config.get("dtype") or config.get("torch_dtype") or "float32")))
+    return _named(dtype)
+
+
+def _named(name: str) -> torch.dtype:
+    if name not in ("float32", "bfloat16", "float16"):
+        raise InputError(f"dtype is {name!r}, it must be float32, bfloat16 or float16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
+from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.model import Model
@@ -85,7 +87,7 @@ class Family(ABC):
 
     @classmethod
     @abstractmethod
-    def model(cls, checkpoint: Checkpoint, device: Any, dtype: Any) -> Model:
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Model:
         """The model's half, weights loaded on `device` as `dtype`."""
 
 

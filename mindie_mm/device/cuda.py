@@ -1,0 +1,31 @@
+"""NVIDIA GPUs through torch's own build for them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from mindie_mm.device.base import Device
+
+
+class CUDA(Device):
+    """The current CUDA device, in the checkpoint's own dtype."""
+
+    name: ClassVar[str] = "cuda"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if torch.version.cuda is None:
+            return "this torch is built without CUDA"
+        return None if torch.cuda.is_available() else "no CUDA device is visible, see nvidia-smi"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        return checkpoint_dtype
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]

@@ -1,0 +1,40 @@
+"""Ascend NPUs through torch_npu. Plain torch operators so far; the fused ones belong here."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, ClassVar
+
+import torch
+
+from mindie_mm.device.base import Device
+
+
+class NPU(Device):
+    """The current NPU, in the checkpoint's own dtype."""
+
+    name: ClassVar[str] = "npu"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed: pip install 'mindie_mm[npu]' beside CANN"
+        try:
+            importlib.import_module("torch_npu")
+        except (ImportError, RuntimeError, OSError) as error:
+            return f"torch_npu does not load ({error}); source CANN's set_env.sh first"
+        return None if _npu().is_available() else "no NPU is visible, see npu-smi info"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("npu", _npu().current_device())
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        return checkpoint_dtype
+
+    def free_bytes(self) -> int:
+        return int(_npu().mem_get_info()[0])
+
+
+def _npu() -> Any:
+    return torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there

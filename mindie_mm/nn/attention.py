@@ -1,0 +1,214 @@
+"""Attention of a flat batch of sequences over a paged KV cache, plugged into transformers' own layers.
+
+(nn/weights.py registers it there.) A flat batch lays the tokens of all its sequences in one row: transformers' decoder sees a batch of one, [1, T].
+`PagedBatch` says which rows belong together and where their keys and values are kept. It reaches `attend` as the
+keyword argument `paged`, through the decoder's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "mindie_mm_paged"
+"""The name under which transformers knows `attend`; give it to the text config alone, the towers keep sdpa."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """Keys and values of every layer, in blocks that sequences hold in any order."""
+
+    keys: tuple[Tensor, ...]
+    """Per layer: [blocks, block_size, kv_heads, head_dim]."""
+    values: tuple[Tensor, ...]
+    """The same for the values."""
+    block_size: int
+    """Tokens in a block."""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PagedCache:
+        """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers."""
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        keys, values = (
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)) for _ in range(2)
+        )
+        return cls(keys, values, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence in a flat batch."""
+
+    start: int
+    """Position of the first token in its sequence: as many tokens are in the cache already."""
+    stop: int
+    """Position behind the last one."""
+    blocks: Sequence[int]
+    """Blocks of the sequence, enough for `stop` tokens; empty where no cache is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """Rows of a chunk of several tokens."""
+
+    rows: slice
+    context: int
+    """Tokens before the chunk, to be read from the pages."""
+    blocks: Tensor | None
+    """int64 [blocks] of the sequence; None without a context."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Rows of sequences with one new token each and contexts of similar length, attended to in one call."""
+
+    rows: Tensor
+    """int64 [S]."""
+    blocks: Tensor
+    """int64 [S * blocks], padded with block 0."""
+    lengths: Tensor
+    """int64 [S, 1, 1, 1]: tokens of each, the new one counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Which rows of a flat batch attend to what. Built once a step, read by every layer."""
+
+    cache: PagedCache | None
+    """None: nothing is kept, every chunk is a whole sequence."""
+    slots: Tensor | None
+    """int64 [T]: the token's place in the flattened cache."""
+    prefills: tuple[_Prefill, ...]
+    decodes: tuple[_Decode, ...]
+
+    @classmethod
+    def build(cls, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> PagedBatch:
+        """The batch of `chunks`, whose tokens lie one behind another in the flat row."""
+        prefills: list[_Prefill] = []
+        decodes: dict[int, list[tuple[int, Chunk]]] = {}
+        slots: list[Tensor] = []
+        row = 0
+        for chunk in chunks:
+            size = chunk.stop - chunk.start
+            blocks = torch.tensor(chunk.blocks, dtype=torch.int64)
+            if cache is not None:
+                positions = torch.arange(chunk.start, chunk.stop)
+                slots.append(blocks[positions // cache.block_size] * cache.block_size + positions % cache.block_size)
+            if cache is not None and size == 1 and chunk.start > 0:
+                # Powers of two bound what padding to the longest of a group costs to a factor of two.
+                decodes.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
+            else:
+                prefills.append(
+                    _Prefill(slice(row, row + size), chunk.start, blocks.to(device) if chunk.start else None)
+                )
+            row += size
+        return cls(
+            cache,
+            torch.cat(slots).to(device) if slots else None,
+            tuple(prefills),
+            tuple(_decode_group(group, device) for group in decodes.values()),
+        )
+
+
+def _decode_group(group: Sequence[tuple[int, Chunk]], device: torch.device) -> _Decode:
+    width = max(len(chunk.blocks) for _, chunk in group)
+    tables = [[*chunk.blocks, *[0] * (width - len(chunk.blocks))] for _, chunk in group]
+    return _Decode(
+        torch.tensor([row for row, _ in group], device=device),
+        torch.tensor(tables, device=device).flatten(),
+        torch.tensor([chunk.stop for _, chunk in group], device=device).view(-1, 1, 1, 1),
+    )
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    paged: PagedBatch,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each row to its own sequence; transformers' AttentionInterface gives the signature.
+
+    query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns [1, T, heads, head_dim].
+    `sliding_window` limits a token to itself and that many - 1 before it.
+    """
+    del attention_mask  # causality is in `paged`
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    query, key, value = query[0], key[0], value[0]  # (heads, T, head_dim)
+    out = torch.empty_like(query.transpose(0, 1))  # (T, heads, head_dim)
+    cached = None
+    if paged.cache is not None and paged.slots is not None:
+        cached = paged.cache.keys[layer], paged.cache.values[layer]
+        for pages, new in zip(cached, (key, value), strict=True):
+            pages.flatten(0, 1).index_copy_(0, paged.slots, new.transpose(0, 1))
+    for prefill in paged.prefills:
+        rows = prefill.rows
+        k, v = key[:, rows], value[:, rows]
+        if prefill.context:
+            assert cached is not None
+            length = prefill.context + rows.stop - rows.start
+            k, v = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
+        out[rows] = _prefill(query[:, rows], k, v, prefill.context, scaling, sliding_window).transpose(0, 1)
+    for decode in paged.decodes:
+        assert cached is not None
+        out[decode.rows] = _decode(query[:, decode.rows], *cached, decode, scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _prefill(
+    query: Tensor, key: Tensor, value: Tensor, context: int, scaling: float, sliding_window: int | None
+) -> Tensor:
+    """query (heads, n, head_dim) over key and value (kv_heads, context + n, head_dim)."""
+    mask = None
+    if context or sliding_window is not None:
+        at = torch.arange(context, key.shape[1], device=query.device).unsqueeze(1)
+        to = torch.arange(key.shape[1], device=query.device)
+        mask = to <= at if sliding_window is None else (to <= at) & (to > at - sliding_window)
+    return scaled_dot_product_attention(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[0] != key.shape[0],
+    )[0]
+
+
+def _decode(
+    query: Tensor, keys: Tensor, values: Tensor, decode: _Decode, scaling: float, sliding_window: int | None
+) -> Tensor:
+    """query (heads, S, head_dim) over the pages keys and values; returns (S, heads, head_dim)."""
+    count, (kv_heads, head_dim) = query.shape[1], keys.shape[2:]
+    # The heads that share a key-value head go in as its queries: no key is copied for a head.
+    query = query.transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
+    k, v = (
+        pages.index_select(0, decode.blocks).view(count, -1, kv_heads, head_dim).transpose(1, 2)
+        for pages in (keys, values)
+    )
+    to = torch.arange(k.shape[2], device=query.device)
+    mask = to < decode.lengths
+    if sliding_window is not None:
+        mask &= to >= decode.lengths - sliding_window
+    out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scaling)
+    return out.reshape(count, -1, head_dim)
