@@ -58,6 +58,42 @@ class WorkerConfig:
     engine: EngineConfig = EngineConfig()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """The HTTP service over one worker."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """0 takes a free port; the line printed when ready names it."""
+    served_model_name: str | None = None
+    """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
+    spool: Path | None = None
+    """Folder in which requests keep their path files and media; None: `default_spool()`."""
+    max_concurrent_requests: int = 256
+    """Most requests being answered; further ones are refused."""
+    request_timeout_s: float = 600.0
+    """Longest that one request may take, media fetching included."""
+    grace_s: float = 5.0
+    """How long running requests may go on after a stop was asked for, before they are aborted."""
+    max_request_bytes: int = 64 * MiB
+    """Longest request body."""
+    max_item_bytes: int = 64 * MiB
+    """Longest media item, decoded from base64, before it is decoded as media."""
+    max_media_bytes: int = 256 * MiB
+    """Longest sum of a request's media items."""
+    max_media_items: int = 32
+    """Most media items in one request."""
+    fetch_timeout_s: float = 30.0
+    """Longest that fetching one item over HTTP may take."""
+    allowed_media_dir: Path | None = None
+    """Files named by a request must lie under this folder; None: no file is read."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts, with their subdomains, that media may be fetched from; empty: every host."""
+    allow_private_media: bool = False
+    """Fetch from addresses that are not public, too."""
+
+
 def default_spool() -> Path:
     """Where requests spool their media: MINDIE_MM_SPOOL, or a folder of this user in the temporary directory."""
     if folder := os.environ.get("MINDIE_MM_SPOOL"):
@@ -82,6 +118,8 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
         if text.lower() not in ("0", "1", "true", "false"):
             raise InputError(f"{variable} is {text!r}, it must be true or false")
         return text.lower() in ("1", "true")
+    if kind is str and len(kinds) > 1:  # tuple[str, ...]
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         return kind(text)
     except (TypeError, ValueError) as error:

@@ -20,6 +20,7 @@
         |-- QueueFull               more requests wait than the service holds
         |-- RequestTimeout          the request outlived its deadline
         |-- RequestAborted          the request was aborted before it finished
+        |-- ServiceStopping         the service was asked to stop
         `-- ProcessDied             a tokenizer or engine process is gone
 
 Messages name the value and the limit. The service maps each class to one HTTP status, by the nearest class in
@@ -107,5 +108,21 @@ class RequestAborted(WorldError):
     """The request was aborted before it finished."""
 
 
+class ServiceStopping(WorldError):
+    """The service was asked to stop; it takes no more requests, and ends those that outlive the grace time."""
+
+
 class ProcessDied(WorldError):
     """A tokenizer or engine process is gone."""
+
+
+def error_name(error: MindieMMError) -> str:
+    """The nearest class of this module, by name: how an error crosses to another process."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+
+
+def error_named(name: str, message: str) -> MindieMMError:
+    """The error again, on the other side."""
+    kind = globals()[name]
+    assert issubclass(kind, MindieMMError), kind
+    return kind(message)

@@ -1,0 +1,190 @@
+"""Fetching media over HTTP, fenced: public addresses only, checked against the address really connected to.
+
+A name is resolved once per connection; every address that it resolves to must be public, and the socket is opened
+only to such an address, so that a name which changes between check and connection gains nothing. Each redirect is
+judged as the first URL was. yarl is the one URL parser throughout: what is checked is what is connected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+from yarl import URL
+
+from mindie_mm.errors import LimitExceeded, MediaError
+
+MAX_URL_LENGTH = 4096
+MAX_REDIRECTS = 3
+CONNECT_TIMEOUT_S = 5.0
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CHUNK_BYTES = 1 << 16
+
+# Networks that Python's is_global calls global though they lead (or may lead) to an IPv4 address of any kind.
+_EMBEDDING = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "::/96",  # IPv4-compatible
+        "64:ff9b::/96",  # NAT64
+        "64:ff9b:1::/48",  # NAT64, local use
+        "2001::/32",  # Teredo
+        "2002::/16",  # 6to4
+        "fec0::/10",  # site-local
+        "192.88.99.0/24",  # 6to4 relays
+    )
+)
+
+
+def is_public(address: str) -> bool:
+    """Whether the IP `address` (a zone is ignored) is one of the public internet, and of no other kind."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return (
+        ip.is_global
+        and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+        and not any(ip in network for network in _EMBEDDING if network.version == ip.version)
+    )
+
+
+async def fetch(
+    url: str,
+    *,
+    max_bytes: int,
+    timeout_s: float,
+    allowed_domains: Sequence[str] = (),
+    allow_private: bool = False,
+) -> bytes:
+    """The body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
+
+    `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. `allow_private` lets
+    through addresses that are not public. Raises MediaError, and LimitExceeded for a body that is too long.
+    """
+    target = _checked(url, allowed_domains)
+    connector = aiohttp.TCPConnector(
+        resolver=_Resolver(allow_private), socket_factory=_socket_factory(allow_private), force_close=True
+    )
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(
+                connector=connector,
+                trust_env=False,  # a proxy from the environment would connect in our stead, past the fence
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity", "User-Agent": "mindie_mm"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            ) as session,
+        ):
+            for _ in range(1 + MAX_REDIRECTS):
+                async with session.get(target, allow_redirects=False) as response:
+                    if response.status not in _REDIRECTS:
+                        return await _body(response, max_bytes)
+                    target = _checked(_location(response, target), allowed_domains)
+            raise MediaError(f"{target.host} redirects more than {MAX_REDIRECTS} times")
+    except TimeoutError as error:
+        raise MediaError(f"fetching from {target.host} took longer than the limit of {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise MediaError(f"could not fetch from {target.host}: {_reason(error)}") from error
+
+
+def _checked(url: str, allowed_domains: Sequence[str]) -> URL:
+    if len(url) > MAX_URL_LENGTH:
+        raise LimitExceeded(f"a URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+    if "\\" in url or any(ord(c) <= 32 or ord(c) == 127 for c in url):
+        raise MediaError("a URL with a backslash, white space or a control character")
+    try:
+        target = URL(url)
+        port = target.port
+    except ValueError as error:
+        raise MediaError("a URL that cannot be parsed") from error
+    if target.scheme not in ("http", "https"):
+        raise MediaError(f"a URL of scheme {target.scheme!r}, http and https are fetched")
+    if not target.host or port == 0:
+        raise MediaError("a URL without a host or with port 0")
+    if target.user is not None or target.password is not None:
+        raise MediaError("a URL with a user name or password")
+    host = target.host.rstrip(".").lower()
+    if allowed_domains and not any(host == d.lower() or host.endswith(f".{d.lower()}") for d in allowed_domains):
+        raise MediaError(f"{host} is none of the allowed media domains")
+    return target.with_fragment(None)
+
+
+def _location(response: aiohttp.ClientResponse, base: URL) -> str:
+    location = response.headers.get("Location", "")
+    if not location or len(location) > MAX_URL_LENGTH:
+        raise MediaError(f"{base.host} redirects without a usable location")
+    try:
+        return str(base.join(URL(location)))
+    except ValueError as error:
+        raise MediaError(f"{base.host} redirects to a URL that cannot be parsed") from error
+
+
+async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    host = response.url.host
+    if response.status != 200:
+        raise MediaError(f"{host} answered with status {response.status}")
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise MediaError(f"{host} answered with a content encoding that was not asked for")
+    if (length := response.content_length) is not None and length > max_bytes:
+        raise LimitExceeded(f"{host} announces {length} bytes, the limit for one item is {max_bytes}")
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        body += chunk
+        if len(body) > max_bytes:
+            raise LimitExceeded(f"{host} sends more than {max_bytes} bytes, the limit for one item")
+    return bytes(body)
+
+
+class _Resolver(AbstractResolver):
+    """The system's resolver; a name is refused if any of its addresses is not public."""
+
+    def __init__(self, allow_private: bool) -> None:
+        self._allow_private = allow_private
+        self._system = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        results = await self._system.resolve(host, port, family)
+        if not self._allow_private and not all(is_public(result["host"]) for result in results):
+            raise _NotPublic
+        return results
+
+    async def close(self) -> None:
+        await self._system.close()
+
+
+class _NotPublic(OSError):
+    """An address outside the public internet; an OSError, as the connector expects from a failed connection."""
+
+
+def _socket_factory(allow_private: bool) -> Callable[[aiohttp.AddrInfoType], socket.socket]:
+    def create(info: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, _, address = info
+        if not allow_private and not is_public(str(address[0])):
+            raise _NotPublic
+        return socket.socket(family=family, type=kind, proto=protocol)
+
+    return create
+
+
+def _reason(error: BaseException) -> str:
+    """Our words for a failure; the library's own name addresses and may be of any length."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, _NotPublic):
+            return "its address is not public"
+        cause = getattr(cause, "os_error", None) or cause.__cause__
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "its name cannot be resolved"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "no trustworthy TLS connection"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "no connection"
+    return "the answer broke off or is not HTTP"
