@@ -125,4 +125,5 @@ def error_named(name: str, message: str) -> MindieMMError:
     """The error again, on the other side."""
     kind = globals()[name]
     assert issubclass(kind, MindieMMError), kind
-    return kind(message)
+    error: MindieMMError = kind(message)
+    return error

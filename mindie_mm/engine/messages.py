@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from mindie_mm.config import EngineConfig
 from mindie_mm.engine.sampling_params import SamplingParams
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first message: what to serve."""
+
+    model: str | None
+    """Checkpoint directory; None is the embedded one."""
+    config: EngineConfig
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -72,8 +81,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vocab_size: int
     max_model_len: int
     """Most tokens of prompt and output together."""
-    max_items_tokens: int
-    """Most placeholder tokens that one media item may take."""
     device: str
     kv_cache_tokens: int
     """Tokens that the KV cache holds."""
@@ -88,13 +95,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's gauges after a step."""
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
     """Used share of the KV cache's blocks, in [0, 1]."""
-    encoder_cache_queries: int
-    encoder_cache_hits: int
-    preemptions: int
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    preemptions: int = 0
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

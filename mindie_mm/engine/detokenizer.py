@@ -1,0 +1,67 @@
+"""From token ids to text, as they come, up to a stop string."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """One request's output as text. Text that may yet begin a stop string is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._hold = max((len(text) for text in stop), default=1) - 1
+        self._ids: list[int] = []
+        self._text = ""
+        self._emitted = 0
+        self.stopped_by: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, token_ids: list[int]) -> str:
+        """Text that is certain with these further tokens; nothing after a stop string."""
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            if (piece := self._stream.step(self._tokenizer, token_id)) is not None:
+                self._append(piece)
+        return self._emit(max(self._emitted, len(self._text) - self._hold))
+
+    def flush(self) -> str:
+        """The rest, once no token follows: bytes that form no whole character become U+FFFD, as in one decode."""
+        if self.stopped_by is None:
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            if whole.startswith(self._text):
+                self._append(whole[len(self._text) :])
+        return self._emit(len(self._text))
+
+    def _append(self, piece: str) -> None:
+        if self.stopped_by is not None:
+            return
+        searched = max(0, len(self._text) - self._hold)
+        self._text += piece
+        hits = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
+        if hits:
+            at, self.stopped_by = min(hits)
+            self._text = self._text[:at]
+            self._hold = 0
+
+    def _emit(self, stop: int) -> str:
+        text = self._text[self._emitted : stop]
+        self._emitted = max(self._emitted, stop)
+        return text
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint directory, for decoding."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        return Tokenizer.from_file(str(file))
+    # Late: only checkpoints without a tokenizer.json pay for transformers' conversion.
+    from transformers import AutoTokenizer
+
+    converted: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
+    return converted

@@ -1,0 +1,69 @@
+"""The engine process: `python -m mindie_mm.engine.process FD`; the first message on FD says what to serve."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.device import open_device
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Start, Stepped, ToEngine
+from mindie_mm.errors import MindieMMError, error_name
+from mindie_mm.ipc import ChildChannel
+from mindie_mm.models import load_model
+
+_log = logging.getLogger(__name__)
+
+
+def main(fd: int) -> None:
+    """Serves until the parent closes the channel, or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    with ChildChannel(fd) as channel:
+        try:
+            serve(channel)
+        except (EOFError, BrokenPipeError):
+            _log.info("the parent closed the channel")
+
+
+def serve(channel: ChildChannel) -> None:
+    """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
+    start = msgspec.msgpack.decode(channel.recv(), type=Start)
+    try:
+        engine = _load(start.model, start.config)
+    except MindieMMError as error:
+        return _send(channel, Failed((error_name(error), str(error))))
+    _send(channel, engine.ready)
+    decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
+    while True:
+        failures = []
+        while not engine.has_work() or channel.poll():
+            match decoder.decode(channel.recv()):
+                case Add() as message:
+                    if failure := engine.add(message):
+                        failures.append(failure)
+                        break
+                case Abort() as message:
+                    engine.abort(message)
+        if failures:
+            _send(channel, Stepped(failures, engine.stats))
+        else:
+            _send(channel, engine.step())
+
+
+def _load(model: str | None, config: EngineConfig) -> Engine:
+    open_device(config.device).set_num_threads(config.num_threads)
+    return Engine(load_model(Path(model) if model else None, config.device, config.dtype), config)
+
+
+def _send(channel: ChildChannel, message: FromEngine) -> None:
+    channel.send(msgspec.msgpack.encode(message))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    main(int(sys.argv[1]))

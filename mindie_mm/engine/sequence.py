@@ -1,0 +1,90 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mindie_mm.engine.messages import Timings, TokenLogprob
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.nn.splice import MediaItem
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens, media and pages; the scheduler alone moves `num_computed` and `blocks`."""
+
+    request_id: str
+    params: SamplingParams
+    token_ids: list[int]
+    """Plain ids of the prompt, then of the output."""
+    num_prompt: int
+    items: Items[MediaItem]
+    """Media of the prompt, in order."""
+    prompt_positions: Tensor
+    """int64 [axes, num_prompt]."""
+    position_delta: int
+    """Position of a later token less its index."""
+    max_tokens: int
+    """Most tokens of output, from the request or from what the context holds."""
+    generator: torch.Generator | None
+    """Draws this sequence's tokens; None for a greedy one."""
+    blocks: list[int] = field(default_factory=list)
+    """Blocks of the KV cache, in order."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in the cache."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of positions 1.. of the prompt, as far as they are computed."""
+    added_s: float = field(default_factory=time.monotonic)
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    tower_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of output."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens drawn so far."""
+        return self.token_ids[self.num_prompt :]
+
+    def ids(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Plain ids of tokens [start, stop), int64."""
+        return np.array(self.token_ids[start:stop], dtype=np.int64)
+
+    def positions(self, start: int, stop: int) -> Tensor:
+        """Positions of tokens [start, stop): int64 [axes, stop - start]."""
+        prompt = self.prompt_positions[:, start : min(stop, self.num_prompt)]
+        if stop <= self.num_prompt:
+            return prompt
+        later = torch.arange(max(start, self.num_prompt), stop) + self.position_delta
+        return torch.cat([prompt, later.expand(prompt.shape[0], -1)], dim=1)
+
+    def items_in(self, start: int, stop: int) -> list[MediaItem]:
+        """The media items with slots in [start, stop)."""
+        return [item for item in self.items if item.start < stop and item.stop > start]
+
+    def timings(self) -> Timings:
+        """Where the time went, up to now."""
+        now = time.monotonic()
+        scheduled = self.scheduled_s or now
+        first = self.first_token_s or now
+        return Timings(
+            queue_s=scheduled - self.added_s,
+            prefill_s=first - scheduled,
+            tower_s=self.tower_s,
+            decode_s=now - first,
+        )

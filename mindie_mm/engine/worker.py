@@ -1,0 +1,111 @@
+"""The whole line: inputs -> tokenize -> int64 ids -> engine -> text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Self
+
+from tokenizers import Tokenizer
+
+from mindie_mm.config import WorkerConfig
+from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
+from mindie_mm.engine.messages import Timings, TokenLogprob
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.pool import TokenizerPool
+from mindie_mm.tokenize.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a request's output grew by."""
+
+    text: str
+    """New text; stop strings are cut, and what may begin one is held back."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    """One per token, where asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """With the first delta, where asked for."""
+    finish_reason: str | None = None
+    """`stop` or `length`, with the last delta."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    timings: Timings | None = None
+    """With the last delta."""
+
+
+class Worker:
+    """Tokenizer processes and an engine process over one checkpoint.
+
+    The caller owns each request's path file: `with request_directory(root) as directory:` around `answer`.
+    """
+
+    def __init__(self, config: WorkerConfig, pool: TokenizerPool, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.tokenizers = pool
+        self.engine = engine
+        self.tokenizer = tokenizer
+
+    @classmethod
+    async def start(cls, config: WorkerConfig) -> Self:
+        """Starts every process; what one of them fails with is raised, and none is left."""
+        checkpoint = Checkpoint.open(config.model)
+        starting = (
+            asyncio.create_task(
+                TokenizerPool.start(checkpoint.path, config.num_tokenizers, config.arena_bytes),
+            ),
+            asyncio.create_task(AsyncEngine.start(checkpoint.path, config.engine)),
+        )
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        pool, engine = started
+        if isinstance(pool, BaseException) or isinstance(engine, BaseException):
+            for part in started:
+                if isinstance(part, TokenizerPool | AsyncEngine):
+                    await part.close()
+            raise next(part for part in started if isinstance(part, BaseException))
+        return cls(config, pool, engine, load_tokenizer(checkpoint.path))
+
+    async def answer(
+        self, request: TokenizeRequest, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Delta, None]:
+        """The line as one function."""
+        prompt = await self.tokenize(request)
+        async with aclosing(self.generate(prompt, params, request_id)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+        """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
+        return await self.tokenizers.tokenize(request)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
+        """The output for a prompt, as it comes; leaving early aborts it. Errors as AsyncEngine.generate."""
+        detokenizer = Detokenizer(self.tokenizer, params.stop)
+        async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
+            async for step in steps:
+                text = detokenizer.push(step.token_ids)
+                stopped = detokenizer.stopped_by is not None
+                reason = "stop" if stopped else step.finish_reason
+                if reason is not None:
+                    text += detokenizer.flush()
+                yield Delta(
+                    text=text,
+                    token_ids=step.token_ids,
+                    logprobs=step.logprobs,
+                    prompt_logprobs=step.prompt_logprobs,
+                    finish_reason=reason,
+                    stop_reason=detokenizer.stopped_by if stopped else step.stop_token_id,
+                    timings=step.timings,
+                )
+                if stopped:
+                    return
+
+    async def close(self) -> None:
+        """Ends every process; the arenas go with the tokenizers."""
+        await asyncio.gather(self.engine.close(), self.tokenizers.close())
