@@ -45,16 +45,19 @@ class AsyncEngine:
         engine = cls(process, await open_channel(sock))
         try:
             engine._send(Start(None if model is None else str(model), config))
-            match await engine._receive():
-                case Ready() as ready:
-                    engine.info = ready
-                case Failed(error=(name, message)):
-                    raise error_named(name, message)
+            engine.info = await engine._started()
         except BaseException:
             await engine.close()
             raise
         engine._receiver = asyncio.create_task(engine._dispatch())
         return engine
+
+    async def _started(self) -> Ready:
+        reply = await self._receive()
+        if isinstance(reply, Failed):
+            raise error_named(*reply.error)
+        assert isinstance(reply, Ready), reply
+        return reply
 
     @property
     def alive(self) -> bool:
@@ -124,9 +127,10 @@ class AsyncEngine:
 
     async def _receive(self) -> FromEngine:
         try:
-            return self._decoder.decode(await self._channel.recv())
+            message: FromEngine = self._decoder.decode(await self._channel.recv())
         except EOFError:
             raise self._death() from None
+        return message
 
     def _send(self, message: ToEngine | Start) -> None:
         self._channel.send(msgspec.msgpack.encode(message))

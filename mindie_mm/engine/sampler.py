@@ -47,23 +47,25 @@ def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> No
 
 def _draw(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
     """Tokens drawn from logits float32 [rows, vocabulary] by temperature, top_k, top_p and min_p, in that order."""
-    column = lambda name: torch.tensor([[getattr(s.params, name)] for s in sequences], device=logits.device)  # noqa: E731
-    logits = logits / column("temperature")
+    device = logits.device
+    logits = logits / torch.tensor([[s.params.temperature] for s in sequences], device=device)
     if any(_filters(sequence.params) for sequence in sequences):
+        top_k = torch.tensor([[s.params.top_k] for s in sequences], device=device)
+        top_p = torch.tensor([[s.params.top_p] for s in sequences], device=device)
+        min_p = torch.tensor([[s.params.min_p] for s in sequences], device=device)
         scores, order = logits.sort(dim=-1, descending=True)
-        top_k = column("top_k")
-        rank = torch.arange(scores.shape[-1], device=logits.device)
+        rank = torch.arange(scores.shape[-1], device=device)
         scores = scores.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
         probabilities = scores.softmax(dim=-1)
         # A token stays while the ones before it have not reached top_p: the likeliest always does.
         before = probabilities.cumsum(dim=-1) - probabilities
-        dropped = (before >= column("top_p")) & (column("top_p") < 1)
-        dropped |= probabilities < column("min_p") * probabilities[:, :1]
+        dropped = (before >= top_p) & (top_p < 1)
+        dropped |= probabilities < min_p * probabilities[:, :1]
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)
     # argmax of p / Exponential(1) is a draw from p, one noise vector a row from its own generator.
     noise = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in sequences])
-    drawn: list[int] = (probabilities / noise.to(logits.device)).argmax(dim=-1).tolist()
+    drawn: list[int] = (probabilities / noise.to(device)).argmax(dim=-1).tolist()
     return drawn
 
 
