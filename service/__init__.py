@@ -1,0 +1,1 @@
+"""The HTTP service: OpenAI's and MindIE's interfaces over a worker."""

@@ -1,0 +1,50 @@
+"""The FastAPI application over a worker."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from mindie_mm.config import ServiceConfig, default_spool
+from mindie_mm.engine.worker import Worker
+from service import chat, completions, errors, health, infer, models, tokens
+from service.admission import Admission
+from service.border import Border
+from service.media import MediaPolicy
+from service.metrics import Metrics
+from service.spool import open_spool
+from service.state import Service
+
+
+def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
+    """The application; the worker stays the caller's, who starts and closes it."""
+    model_name = config.served_model_name or (worker.config.model.name if worker.config.model else "tiny")
+    metrics = Metrics(model_name)
+    metrics.watch(lambda: worker.engine.stats)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with open_spool(config.spool or default_spool()) as spool:
+            app.state.service = service = Service(
+                worker=worker,
+                config=config,
+                model_name=model_name,
+                spool=spool,
+                media=MediaPolicy(config),
+                admission=Admission(config.max_concurrent_requests, config.request_timeout_s),
+                metrics=metrics,
+                created=int(time.time()),
+            )
+            yield
+            await service.admission.stop(grace_s=0)
+
+    app = FastAPI(title="mindie_mm", version=version("mindie_mm"), lifespan=lifespan)
+    app.add_middleware(Border, max_body_bytes=config.max_request_bytes, metrics=metrics)
+    errors.install(app)
+    for module in (chat, completions, infer, models, tokens, health):
+        app.include_router(module.router)
+    return app

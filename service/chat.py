@@ -1,0 +1,117 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Delta
+from mindie_mm.tokenize.messages import TokenizeRequest
+from service.json_response import JSONResponse
+from service.line import Choice, collect, generate, limited, tokenized, usage
+from service.openai_types import ChatBody
+from service.sse import EventStream
+from service.state import RequestId, Service, ServiceDep
+from service.token_text import chat_logprobs
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request, service: ServiceDep, request_id: RequestId) -> Response:
+    """Answers a chat, with images and videos in it; streamed on request."""
+    service.check_model(body.model)
+    chat = _Chat(service, body, _sampling_params(service, body), f"chatcmpl-{request_id}", int(time.time()))
+    if body.stream:
+        return EventStream(chat.events, service.admission)
+    async with service.admission.admit(request.receive):
+        return JSONResponse(await chat.answer())
+
+
+def _sampling_params(service: Service, body: ChatBody) -> SamplingParams:
+    return body.chat_sampling_params().check(service.worker.engine.info.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """One chat request."""
+
+    service: Service
+    body: ChatBody
+    params: SamplingParams
+    id: str
+    created: int
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    def request(self) -> TokenizeRequest:
+        request = TokenizeRequest(
+            messages=self.body.messages,
+            add_generation_prompt=self.body.add_generation_prompt,
+            chat_template_kwargs=self.body.chat_template_kwargs or {},
+        )
+        return limited(self.service, request, self.params)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        async with tokenized(self.service, self.request()) as prompt:
+            choices = await collect(generate(self.service, [prompt], self.params, self.n, self.id), self.n)
+        num_generated = sum(len(choice.token_ids) for choice in choices)
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": usage([prompt], num_generated),
+        }
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
+        begun: set[int] = set()
+        num_generated = 0
+        async with (
+            tokenized(self.service, self.request()) as prompt,
+            aclosing(generate(self.service, [prompt], self.params, self.n, self.id)) as deltas,
+        ):
+            async for index, delta in deltas:
+                num_generated += len(delta.token_ids)
+                if index not in begun:
+                    begun.add(index)
+                    yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}}])
+                if delta.text or delta.logprobs or delta.finish_reason:
+                    yield self._chunk([self._delta(index, delta)])
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield {**self._chunk([]), "usage": usage([prompt], num_generated)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model_name}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        tokenizer = self.service.worker.tokenizer
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": chat_logprobs(tokenizer, choice.logprobs) if self.body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+        tokenizer = self.service.worker.tokenizer
+        return {
+            "index": index,
+            "delta": {"content": delta.text},
+            "logprobs": chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk"), "choices": choices}

@@ -1,0 +1,121 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.prompt import Prompt
+from service.json_response import JSONResponse
+from service.line import Choice, collect, generate, limited, prompt_of_ids, tokenized, usage
+from service.media import gather
+from service.openai_types import MAX_CHOICES, CompletionBody
+from service.sse import EventStream
+from service.state import RequestId, Service, ServiceDep
+from service.token_text import completion_logprobs
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionBody, request: Request, service: ServiceDep, request_id: RequestId) -> Response:
+    """Continues texts or token ids; streamed on request."""
+    service.check_model(body.model)
+    params = body.completion_sampling_params().check(service.worker.engine.info.vocab_size)
+    completion = _Completion(service, body, params, f"cmpl-{request_id}", int(time.time()))
+    if body.stream:
+        return EventStream(completion.events, service.admission)
+    async with service.admission.admit(request.receive):
+        return JSONResponse(await completion.answer())
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """One completion request."""
+
+    service: Service
+    body: CompletionBody
+    params: SamplingParams
+    id: str
+    created: int
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    async def prompts(self) -> list[Prompt]:
+        """The prompts' ids; texts never name media."""
+        given = self.body.prompts()
+        if not given or not all(given):
+            raise InputError("prompt is empty")
+        if len(given) * self.n > MAX_CHOICES:
+            raise LimitExceeded(f"{len(given)} prompts of {self.n} choices each, the limit is {MAX_CHOICES} choices")
+        return await gather([self._prompt(prompt) for prompt in given])
+
+    async def _prompt(self, given: str | list[int]) -> Prompt:
+        if isinstance(given, list):
+            return prompt_of_ids(self.service, given)
+        request = limited(self.service, TokenizeRequest(text=given), self.params)
+        async with tokenized(self.service, request) as prompt:
+            return prompt
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        prompts = await self.prompts()
+        deltas = generate(self.service, prompts, self.params, self.n, self.id)
+        choices = await collect(deltas, len(prompts) * self.n)
+        num_generated = sum(len(choice.token_ids) for choice in choices)
+        return {
+            **self._head(),
+            "choices": [self._choice(choice, prompts[choice.index // self.n]) for choice in choices],
+            "usage": usage(prompts, num_generated),
+        }
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer's chunks, and the usage if it was asked for."""
+        prompts = await self.prompts()
+        choices = [Choice(index) for index in range(len(prompts) * self.n)]
+        lengths = [0] * len(choices)
+        async with aclosing(generate(self.service, prompts, self.params, self.n, self.id)) as deltas:
+            async for index, delta in deltas:
+                part = Choice(index)
+                part.add(delta)
+                first = not choices[index].texts
+                chunk = self._choice(part, prompts[index // self.n] if first else None, lengths[index])
+                choices[index].add(delta)
+                lengths[index] += len(chunk["text"])
+                if chunk["text"] or delta.logprobs or delta.finish_reason:
+                    yield {**self._head(), "choices": [chunk]}
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            num_generated = sum(len(choice.token_ids) for choice in choices)
+            yield {**self._head(), "choices": [], "usage": usage(prompts, num_generated)}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.model_name}
+
+    def _choice(self, choice: Choice, prompt: Prompt | None, text_offset: int = 0) -> dict[str, Any]:
+        """A choice, or a part of one that starts at `text_offset`; `prompt` is echoed if that was asked for."""
+        tokenizer = self.service.worker.tokenizer
+        echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
+        logprobs = None
+        if self.body.logprobs is not None:
+            positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
+            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *choice.logprobs)]
+            logprobs = completion_logprobs(tokenizer, positions, text_offset=text_offset)
+        return {
+            "index": choice.index,
+            "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }

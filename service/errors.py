@@ -1,0 +1,106 @@
+"""From an exception to an HTTP answer: one table, and OpenAI's error object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mindie_mm import errors
+from service.json_response import JSONResponse
+
+_log = logging.getLogger(__name__)
+
+_MAX_DETAILS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an error leaves the service."""
+
+    status: int
+    """HTTP status; 499 is nginx's `client closed request`, which nobody receives."""
+    kind: str
+    """The error object's `type`."""
+
+
+TABLE: Mapping[type[BaseException], Outcome] = {
+    errors.InputError: Outcome(400, "BadRequestError"),
+    errors.ModelNotFound: Outcome(404, "NotFoundError"),
+    errors.WorldError: Outcome(500, "InternalServerError"),
+    errors.ArenaFull: Outcome(503, "ServiceUnavailableError"),
+    errors.ProcessDied: Outcome(503, "ServiceUnavailableError"),
+    errors.ServiceStopping: Outcome(503, "ServiceUnavailableError"),
+    errors.QueueFull: Outcome(429, "RateLimitError"),
+    errors.RequestTimeout: Outcome(504, "TimeoutError"),
+    errors.RequestAborted: Outcome(499, "RequestAbortedError"),
+    Exception: Outcome(500, "InternalServerError"),
+}
+"""The class nearest to the error's own, over its method resolution order, decides."""
+
+_KINDS = {401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError"}
+
+
+def outcome(error: BaseException) -> Outcome:
+    """How `error` leaves the service."""
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+
+
+def error_object(error: BaseException) -> dict[str, Any]:
+    """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text."""
+    found = outcome(error)
+    message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
+    param = "model" if isinstance(error, errors.ModelNotFound) else None
+    return _object(message, found.kind, param, found.status)
+
+
+def install(app: FastAPI) -> None:
+    """Makes `app` answer every error with an error object."""
+    app.add_exception_handler(errors.MindieMMError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    status = outcome(error).status
+    if status == 500:
+        _log.error("request failed: %s: %s", type(error).__name__, error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(error_object(error), status_code=status, headers=headers)
+
+
+async def _on_invalid_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    details = "; ".join(_detail(detail) for detail in found[:_MAX_DETAILS])
+    if len(found) > _MAX_DETAILS:
+        details += f"; and {len(found) - _MAX_DETAILS} more"
+    location = found[0]["loc"][1:] if found else ()
+    param = str(location[0]) if location and isinstance(location[0], str) else None
+    return JSONResponse(_object(details, "BadRequestError", param, 400), status_code=400)
+
+
+def _detail(detail: Mapping[str, Any]) -> str:
+    """One mistake of the body: where and what, without the value, which may be a picture."""
+    if detail["type"] == "json_invalid":
+        return "the body is not valid JSON"
+    where = ".".join(str(part) for part in detail["loc"][1:]) or "body"
+    return f"{where}: {detail['msg']}"
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = _KINDS.get(error.status_code, "BadRequestError")
+    body = _object(str(error.detail), kind, None, error.status_code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _object(message: str, kind: str, param: str | None, status: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

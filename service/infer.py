@@ -1,0 +1,149 @@
+"""POST /infer: MindIE's own form of request and answer (docs/api.md has both, and where ours differ)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+from mindie_mm.tokenize.messages import TokenizeRequest
+from service.json_response import JSONResponse
+from service.line import Choice, collect, generate, limited, tokenized
+from service.openai_types import Body
+from service.sse import EventStream
+from service.state import RequestId, Service, ServiceDep
+
+router = APIRouter()
+
+DEFAULT_NEW_TOKENS = 20
+
+
+class InferParameters(BaseModel):
+    """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are taken and do nothing, as in MindIE."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    do_sample: bool | None = None
+    """None: sampled if temperature, top_k or top_p is given."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    stop: str | list[str] | None = None
+    details: bool | None = None
+    timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
+    """Seconds."""
+
+    def sampling_params(self) -> SamplingParams:
+        """As the engine takes them."""
+        drawn = self.do_sample
+        if drawn is None:
+            drawn = any(value is not None for value in (self.temperature, self.top_k, self.top_p))
+        given: dict[str, Any] = {
+            "max_tokens": self.max_new_tokens or DEFAULT_NEW_TOKENS,
+            "temperature": self.temperature if drawn else 0.0,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class InferBody(Body):
+    """POST /infer."""
+
+    inputs: str | list[dict[str, Any]]
+    """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
+    stream: bool | None = None
+    parameters: InferParameters | None = None
+    chat_template: bool = True
+    """False: the items of a list follow one another with no template around them."""
+
+
+@router.post("/infer")
+async def infer(body: InferBody, request: Request, service: ServiceDep, request_id: RequestId) -> Response:
+    """Answers a text, or a list of texts, images and videos; streamed on request."""
+    service.check_model(body.model)
+    parameters = body.parameters or InferParameters()
+    params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
+    call = _Infer(service, body, parameters, params, request_id)
+    if body.stream:
+        return EventStream(call.events, service.admission, last=b"", timeout_s=parameters.timeout)
+    async with service.admission.admit(request.receive, parameters.timeout):
+        return JSONResponse(await call.answer())
+
+
+@dataclass(frozen=True, slots=True)
+class _Infer:
+    """One request."""
+
+    service: Service
+    body: InferBody
+    parameters: InferParameters
+    params: SamplingParams
+    id: str
+
+    def request(self) -> TokenizeRequest:
+        inputs = self.body.inputs
+        if isinstance(inputs, str):
+            if not inputs:
+                raise InputError("inputs is empty")
+            request = TokenizeRequest(text=inputs)
+        else:
+            request = TokenizeRequest(items=inputs, chat=self.body.chat_template)
+        return limited(self.service, request, self.params)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        async with tokenized(self.service, self.request()) as prompt:
+            (choice,) = await collect(generate(self.service, [prompt], self.params, 1, self.id), 1)
+        answer: dict[str, Any] = {"generated_text": choice.text}
+        if self.parameters.details:
+            answer["details"] = self._details(choice) | {"generated_token_ids": choice.token_ids}
+        return answer
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """One event a step, the last with the whole text; times in milliseconds."""
+        last = time.perf_counter()
+        choice = Choice(0)
+        async with (
+            tokenized(self.service, self.request()) as prompt,
+            aclosing(generate(self.service, [prompt], self.params, 1, self.id)) as deltas,
+        ):
+            async for _, delta in deltas:
+                now = time.perf_counter()
+                elapsed_ms = round((now - last) * 1000, 3)
+                last = now
+                first = not choice.texts
+                choice.add(delta)
+                event: dict[str, Any] = {
+                    "prefill_time": elapsed_ms if first else None,
+                    "decode_time": None if first else elapsed_ms,
+                }
+                if delta.finish_reason is None:
+                    yield {**event, "token": {"id": delta.token_ids, "text": delta.text}}
+                else:
+                    yield {
+                        **event,
+                        "generated_text": choice.text,
+                        "details": self._details(choice) if self.parameters.details else None,
+                        "token": {"id": delta.token_ids, "text": None},
+                    }
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        reason = "length" if choice.finish_reason == "length" else "stop_sequence"
+        if choice.finish_reason == "stop" and choice.stop_reason is None:
+            reason = "eos_token"
+        return {"finish_reason": reason, "generated_tokens": len(choice.token_ids), "seed": self.params.seed}

@@ -1,0 +1,190 @@
+"""A request's way through the worker: spool, tokenise, generate, free."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Delta
+from mindie_mm.errors import InputError, MindieMMError, TokenOutOfRange
+from mindie_mm.inputs import parse_inputs, parse_messages
+from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.prompt import Prompt
+from service.media import media_of, media_of_messages, messages_with_paths, with_paths
+from service.spool import remove_media
+from service.state import Service
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator[Prompt]:
+    """The prompt of `request`, whose media are as the client gave them; leaving frees its shared memory."""
+    started = time.perf_counter()
+    if request.messages is None and request.items is None:
+        prompt = await service.worker.tokenize(request)
+        service.metrics.tokenize_s.observe(time.perf_counter() - started)
+        yield prompt
+        return
+    with service.spool.request() as directory:
+        changes: dict[str, Any] = {"path_file": str(directory.path_file)}
+        if request.messages is not None:
+            messages = parse_messages(request.messages)
+            paths = await service.media.spool(media_of_messages(messages), directory.path)
+            changes["messages"] = messages_with_paths(messages, iter(paths))
+        elif request.items is not None:
+            items = parse_inputs(request.items)
+            paths = await service.media.spool(media_of(items), directory.path)
+            changes["items"] = with_paths(items, iter(paths))
+        prompt = await service.worker.tokenize(msgspec.structs.replace(request, **changes))
+        remove_media(directory.path)
+        service.metrics.tokenize_s.observe(time.perf_counter() - started)
+        yield prompt
+
+
+async def generate(
+    service: Service, prompts: Sequence[Prompt], params: SamplingParams, n: int, request_id: str
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
+
+    Choices of a seeded request draw from seeds that follow one another.
+    """
+    choices = []
+    for index in range(len(prompts) * n):
+        seeded = params
+        if params.seed is not None and index % n:
+            seeded = msgspec.structs.replace(params, seed=params.seed + index % n)
+        prompt = prompts[index // n]
+        choices.append(_measured(service, prompt, seeded, f"{request_id}-{index}"))
+    for prompt in prompts:
+        service.metrics.count_prompt(len(prompt))
+    async with aclosing(merge(choices)) as deltas:
+        async for index, delta in deltas:
+            yield index, delta
+
+
+async def _measured(
+    service: Service, prompt: Prompt, params: SamplingParams, request_id: str
+) -> AsyncGenerator[Delta, None]:
+    """One choice, counted and timed."""
+    metrics = service.metrics
+    started = last = time.perf_counter()
+    num_tokens = 0
+    reason, timings = "abort", None
+    try:
+        async with aclosing(service.worker.generate(prompt, params, request_id)) as deltas:
+            async for delta in deltas:
+                now = time.perf_counter()
+                (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
+                last = now
+                num_tokens += len(delta.token_ids)
+                reason, timings = delta.finish_reason or reason, delta.timings
+                yield delta
+    except MindieMMError:
+        reason = "error"
+        raise
+    finally:
+        metrics.count_choice(reason, num_tokens, timings)
+        metrics.e2e_s.observe(time.perf_counter() - started)
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What the streams give, as it comes, each with its stream's index; leaving closes them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    waiting = {asyncio.create_task(_next(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                item = task.result()
+                if item is None:
+                    continue
+                waiting[asyncio.create_task(_next(streams[index]))] = index
+                yield index, item
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[T, None]) -> T | None:
+    return await anext(stream, None)
+
+
+def limited(service: Service, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
+    """`request` with room in the context for the tokens that `params` ask for."""
+    room = service.worker.engine.info.max_model_len - (params.max_tokens or 1)
+    if room < 1:
+        raise InputError(
+            f"max_tokens is {params.max_tokens}, the model's context holds {room + (params.max_tokens or 1)} tokens"
+        )
+    return msgspec.structs.replace(request, max_tokens=room, truncate=service.worker.config.truncate)
+
+
+def prompt_of_ids(service: Service, ids: Sequence[int]) -> Prompt:
+    """A prompt of token ids from a client. TokenOutOfRange unless all are in [0, vocabulary)."""
+    vocab_size = service.worker.engine.info.vocab_size
+    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
+        raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})")
+    return Prompt(np.array(ids, np.int64))
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has come to."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Appends `delta`."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs += delta.prompt_logprobs or []
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+async def collect(deltas: AsyncGenerator[tuple[int, Delta], None], num_choices: int) -> list[Choice]:
+    """All choices, once they are finished."""
+    choices = [Choice(index) for index in range(num_choices)]
+    async with aclosing(deltas) as stream:
+        async for index, delta in stream:
+            choices[index].add(delta)
+    return choices
+
+
+def usage(prompts: Sequence[Prompt], num_generated: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    num_prompt = sum(len(prompt) for prompt in prompts)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+    }

@@ -1,0 +1,253 @@
+"""A request's media, brought into its directory as files: from data: URLs, base64, HTTP and files.
+
+The tokenizers read files and nothing else: what a client names is resolved, fetched and bounded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import stat
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import pybase64
+
+from mindie_mm.config import ServiceConfig
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.inputs import Item, Media, Message, Text
+from mindie_mm.media.fetch import fetch
+
+T = TypeVar("T")
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_DATA_URL = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
+_MAX_PATH = 4096
+_SNIFFED_BYTES = 48
+
+# Format by content: (offset, magic, extension). What a name or a content type claims is not asked.
+_MAGIC: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\xff\xd8\xff", "jpg"),
+    (0, b"\x89PNG\r\n\x1a\n", "png"),
+    (0, b"GIF8", "gif"),
+    (8, b"WEBP", "webp"),
+    (0, b"BM", "bmp"),
+    (0, b"II*\x00", "tiff"),
+    (0, b"MM\x00*", "tiff"),
+    (4, b"ftypavif", "avif"),
+    (4, b"ftyp", "mp4"),
+    (0, b"\x1aE\xdf\xa3", "mkv"),
+    (8, b"AVI ", "avi"),
+    (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "wmv"),
+    (8, b"WAVE", "wav"),
+    (0, b"fLaC", "flac"),
+    (0, b"OggS", "ogg"),
+    (0, b"ID3", "mp3"),
+    (0, b"\xff\xfb", "mp3"),
+    (0, b"\xff\xf3", "mp3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Where media may come from, and how much of it."""
+
+    config: ServiceConfig
+
+    async def spool(self, items: Sequence[Media], directory: Path) -> list[Path]:
+        """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
+
+        Raises InputError and below, naming the item.
+        """
+        if len(items) > self.config.max_media_items:
+            raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
+        budget = _Budget(self.config.max_media_bytes)
+        counts: dict[str, int] = {}
+        writes = []
+        for item in items:
+            number = counts[item.kind] = counts.get(item.kind, 0) + 1
+            writes.append(self._spool_one(item, directory / item.kind / str(number), budget))
+        return await gather(writes)
+
+    async def _spool_one(self, item: Media, stem: Path, budget: _Budget) -> Path:
+        try:
+            source = item.source
+            assert isinstance(source, str), "JSON has no bytes"
+            if (path := self._local_path(source)) is not None:
+                return await _in_thread(lambda: self._copy(path, stem, budget))
+            if source[:5].lower() == "http:" or source[:6].lower() == "https:":
+                data = await self._fetch(source)
+            else:
+                data = self._inline(source)
+            budget.spend(len(data))
+            return await _in_thread(lambda: _write(data, stem))
+        except InputError as error:
+            raise type(error)(f"{item.kind} {stem.name}: {error}") from error
+
+    async def _fetch(self, url: str) -> bytes:
+        return await fetch(
+            url,
+            max_bytes=self.config.max_item_bytes,
+            timeout_s=self.config.fetch_timeout_s,
+            allowed_domains=self.config.allowed_media_domains,
+            allow_private=self.config.allow_private_media,
+        )
+
+    def _local_path(self, source: str) -> str | None:
+        """The path that `source` names as a file: URL or by itself; None if it is something else.
+
+        Base64 of a JPEG starts with a slash: what decodes to media is no path.
+        """
+        if source[:5].lower() == "file:":
+            parts = urlsplit(source)
+            if parts.netloc not in ("", "localhost"):
+                raise MediaError("a file: URL with a host")
+            return unquote(parts.path)
+        return source if source.startswith("/") and not _is_base64_media(source) else None
+
+    def _copy(self, path: str, stem: Path, budget: _Budget) -> Path:
+        """Copies a file under the allowed folder; what is checked is the file that was opened."""
+        folder = self.config.allowed_media_dir
+        if folder is None:
+            raise MediaError("files are not read by this service (--allowed-media-dir)")
+        if len(path) > _MAX_PATH or "\0" in path:
+            raise MediaError(f"not a path of at most {_MAX_PATH} characters")
+        refused = MediaError("no such file under the allowed media folder")
+        if not Path(path).is_absolute() or not _is_under(os.path.realpath(path), folder):
+            raise refused
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise refused from error
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not _is_under(str(Path(f"/proc/self/fd/{descriptor}").readlink()), folder):
+                raise refused
+            if not stat.S_ISREG(status.st_mode):
+                raise MediaError("not a regular file")
+            self._check_size(status.st_size)
+            budget.spend(status.st_size)
+            target = _target(stem, file.read(_SNIFFED_BYTES))
+            file.seek(0)
+            with target.open("wb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+        return target
+
+    def _inline(self, source: str) -> bytes:
+        """The bytes of a base64 data: URL, or of bare base64."""
+        if source[:5].lower() == "data:":
+            head = _DATA_URL.match(source)
+            if head is None:
+                raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
+            source = source[head.end() :]
+        elif (scheme := _SCHEME.match(source)) is not None:
+            raise MediaError(f"a URL of scheme {scheme[1][:16]!r}; http, https, data and file are read")
+        self._check_size(len(source) // 4 * 3)
+        try:
+            return pybase64.b64decode(source, validate=True)
+        except ValueError as error:
+            raise MediaError("neither a path, a URL nor valid base64") from error
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self.config.max_item_bytes:
+            raise LimitExceeded(f"{num_bytes} bytes, the limit for one item is {self.config.max_item_bytes}")
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Bytes that a request's media may still take."""
+
+    limit: int
+    spent: int = 0
+
+    def spend(self, num_bytes: int) -> None:
+        self.spent += num_bytes
+        if self.spent > self.limit:
+            raise LimitExceeded(f"the request's media take {self.spent} bytes, the limit is {self.limit}")
+
+
+def media_of(items: Sequence[Item]) -> list[Media]:
+    """The media among `items`, in order."""
+    return [item for item in items if isinstance(item, Media)]
+
+
+def media_of_messages(messages: Sequence[Message]) -> list[Media]:
+    """The media of `messages`, in order."""
+    return [media for m in messages if isinstance(m.content, tuple) for media in media_of(m.content)]
+
+
+def with_paths(items: Sequence[Item], paths: Iterator[Path]) -> list[dict[str, Any]]:
+    """`items` as a `List[Dict]`; each medium takes the next of `paths`."""
+    return [_as_dict(item, paths) for item in items]
+
+
+def messages_with_paths(messages: Sequence[Message], paths: Iterator[Path]) -> list[dict[str, Any]]:
+    """`messages` as dicts; each medium takes the next of `paths`."""
+    return [
+        {
+            **message.extra,
+            "role": message.role,
+            "content": with_paths(message.content, paths) if isinstance(message.content, tuple) else message.content,
+        }
+        for message in messages
+    ]
+
+
+async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """Their results, in order; the first failure ends the others before it is raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """`work()` in a thread; when cancelled, waits for it, so that nothing writes into a directory being removed."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _as_dict(item: Item, paths: Iterator[Path]) -> dict[str, Any]:
+    if isinstance(item, Text):
+        return {"text": item.text}
+    options = {f.name: getattr(item.options, f.name) for f in fields(item.options)}
+    return {item.kind: str(next(paths)), **{name: value for name, value in options.items() if value is not None}}
+
+
+def _write(data: bytes, stem: Path) -> Path:
+    target = _target(stem, data[:_SNIFFED_BYTES])
+    target.write_bytes(data)
+    return target
+
+
+def _target(stem: Path, head: bytes) -> Path:
+    stem.parent.mkdir(mode=0o700, exist_ok=True)
+    return stem.with_name(f"{stem.name}.{_extension(head) or 'bin'}")
+
+
+def _extension(head: bytes) -> str | None:
+    return next((ext for offset, magic, ext in _MAGIC if head.startswith(magic, offset)), None)
+
+
+def _is_base64_media(text: str) -> bool:
+    head = text[: _SNIFFED_BYTES // 3 * 4]
+    try:
+        return len(text) % 4 == 0 and _extension(pybase64.b64decode(head, validate=True)) is not None
+    except ValueError:
+        return False
+
+
+def _is_under(path: str, folder: Path) -> bool:
+    return Path(path).is_relative_to(folder.resolve())

@@ -1,0 +1,98 @@
+"""Prometheus metrics, named as vLLM names its own where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mindie_mm.engine.messages import Stats, Timings
+
+PREFIX = "mindie_mm:"
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_TOKENS = tuple(float(2**power) for power in range(16))
+
+
+class Metrics:
+    """One service's metrics, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, text, ("model_name", *labels), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            whole = Histogram(PREFIX + name, text, ("model_name",), registry=self.registry, buckets=buckets)
+            return whole.labels(model_name)
+
+        self.http_requests = Counter(
+            f"{PREFIX}http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry
+        )
+        self._finished = counter("request_success", "Choices finished, by reason.", "finished_reason")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
+        self.first_token_s = histogram("time_to_first_token_seconds", "From admission to first token.", _LONG_S)
+        self.inter_token_s = histogram("inter_token_latency_seconds", "Between two steps of a choice.", _SHORT_S)
+        self.e2e_s = histogram("e2e_request_latency_seconds", "From admission to last token.", _LONG_S)
+        self.tokenize_s = histogram("request_tokenize_time_seconds", "Media and text to token ids.", _LONG_S)
+        self._queue_s = histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG_S)
+        self._prefill_s = histogram("request_prefill_time_seconds", "Scheduled to first token.", _LONG_S)
+        self._decode_s = histogram("request_decode_time_seconds", "First to last token.", _LONG_S)
+        self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
+        self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
+        self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
+
+    def count_prompt(self, num_tokens: int) -> None:
+        """A prompt of `num_tokens` was tokenised."""
+        self._prompt_tokens.inc(num_tokens)
+        self._request_prompt_tokens.observe(num_tokens)
+
+    def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
+        """A choice ended for `reason` (`stop`, `length`, `abort`, `error`) with `num_tokens` tokens."""
+        self._finished.labels(self._model_name, reason).inc()
+        self._generation_tokens.inc(num_tokens)
+        self._request_generation_tokens.observe(num_tokens)
+        if timings is not None:
+            self._queue_s.observe(timings.queue_s)
+            self._prefill_s.observe(timings.prefill_s)
+            self._decode_s.observe(timings.decode_s)
+            self._tower_s.observe(timings.tower_s)
+
+    def watch(self, stats: Callable[[], Stats | None]) -> None:
+        """Adds the engine's gauges, read by `stats` at each scrape."""
+        self.registry.register(_EngineGauges(stats, self._model_name))
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _EngineGauges(Collector):
+    def __init__(self, stats: Callable[[], Stats | None], model_name: str) -> None:
+        self._stats = stats
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        gauges = (
+            ("num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Requests waiting for the batch.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Used share of the KV cache, 1 is full.", stats.kv_cache_usage),
+        )
+        counters = (
+            ("mm_cache_queries", "Media items looked up in the encoder cache.", stats.encoder_cache_queries),
+            ("mm_cache_hits", "Media items found in the encoder cache.", stats.encoder_cache_hits),
+            ("num_preemptions", "Requests put back to make room.", stats.preemptions),
+        )
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in rows:
+                family = kind(PREFIX + name, text, labels=("model_name",))
+                family.add_metric((self._model_name,), value)
+                yield family

@@ -1,0 +1,171 @@
+"""Request bodies of the OpenAI-compatible endpoints. Numbers are strict; unknown fields are ignored, as others do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+
+MAX_CHOICES = 64
+
+
+class Body(BaseModel):
+    """A request body: no number out of a string, no integer out of `true` or 1.5, nothing infinite."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None
+    """The served model's name; may be left out."""
+
+
+class StreamOptions(BaseModel):
+    """How an answer is streamed."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool = False
+    """One more chunk at the end, with the usage and no choice."""
+
+
+class GenerationBody(Body):
+    """What chat and text completions share."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id, written as a string."""
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    """Ignored."""
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """The settings given here, under `changes`; what is absent or null keeps its default."""
+        given = {
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's word for all
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
+            "seed": self.seed,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+        } | changes
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer; only `text` is served."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: str
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    """Chat messages, checked by mindie_mm.inputs."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def chat_sampling_params(self) -> SamplingParams:
+        """The sampling settings; InputError for what contradicts itself or is not served."""
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise InputError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InputError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise InputError(f"response_format is {self.response_format.type!r}; only 'text' is served")
+        if self.tools:
+            raise InputError("tools are not served")
+        return self.sampling_params(
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """Texts or token ids, one prompt or several."""
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]  # type: ignore[list-item] # a flat list of ints is one prompt
+        return list(given)
+
+    def completion_sampling_params(self) -> SamplingParams:
+        """The sampling settings; InputError for what is not served."""
+        if self.suffix:
+            raise InputError("suffix is not served")
+        if self.best_of not in (None, 1, self.n):
+            raise InputError(f"best_of is {self.best_of}; it is not served")
+        return self.sampling_params(
+            max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    inputs: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+def _by_id(biases: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError as error:
+        raise InputError("logit_bias must map token ids to numbers") from error

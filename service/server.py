@@ -1,0 +1,114 @@
+"""Running the service: from a worker's start to its end, whatever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from mindie_mm.config import ServiceConfig, WorkerConfig
+from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import WorldError
+from mindie_mm.shm import collect
+from service.app import create_app
+from service.state import Service
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
+    """Serves until SIGTERM or SIGINT; then no request is taken, running ones get the grace time, all is freed.
+
+    Prints one line when requests are taken. Raises what kept it from starting.
+    """
+    with contextlib.suppress(asyncio.CancelledError):  # asked to stop before it was ready
+        uvloop.run(_serve(worker_config, config))
+
+
+async def _serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    with _bound(config.host, config.port) as listener:
+        await asyncio.to_thread(collect)
+        async with _started(worker_config) as worker:
+            server = _Server(create_app(worker, config), config)
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, server.ask_to_stop)
+            await server.serve(sockets=[listener])
+
+
+@asynccontextmanager
+async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
+    worker = await Worker.start(config)
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket bound to `host` and `port`, not listening yet; WorldError names an address that cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            yield listener
+    except OSError as error:
+        raise WorldError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to us and ends requests before it waits for their connections."""
+
+    def __init__(self, app: FastAPI, config: ServiceConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, server_header=False, lifespan="on", timeout_keep_alive=75
+            )
+        )
+        self._app = app
+        self._settings = config
+
+    def ask_to_stop(self) -> None:
+        """As uvicorn does on a signal; the exit status stays 0."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: the event loop's handlers are set already."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts, and says where."""
+        await super().startup(sockets)
+        assert sockets is not None
+        host, port = sockets[0].getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        print(f"mindie_mm serves {self._service.model_name} at http://{host}:{port}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuses new requests, gives running ones the grace time, ends the rest, then closes."""
+        for server in self.servers:
+            server.close()
+        await self._service.admission.stop(self._settings.grace_s)
+        await super().shutdown(sockets)
+
+    @property
+    def _service(self) -> Service:
+        service = self._app.state.service
+        assert isinstance(service, Service)
+        return service

@@ -1,0 +1,81 @@
+"""Server-sent events: a response that owns the generator of its events from first to last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mindie_mm.errors import MindieMMError, RequestAborted
+from service.admission import Admission
+from service.errors import error_object
+
+_log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Streams JSON events, then `last`. The generator runs inside `admission` and is closed on every way out.
+
+    An error before the first event is raised, so that it gets its own status; after it, the error is an event.
+    """
+
+    def __init__(
+        self,
+        events: Callable[[], AsyncGenerator[dict[str, Any]]],
+        admission: Admission,
+        *,
+        last: bytes = DONE,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._admission = admission
+        self._last = last
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        started = False
+        try:
+            async with (
+                self._admission.admit(receive, self._timeout_s),
+                aclosing(self._events()) as events,
+            ):
+                async for event in events:
+                    if not started:
+                        started = True
+                        await send(
+                            {
+                                "type": "http.response.start",
+                                "status": self.status_code,
+                                "headers": self.raw_headers,
+                            }
+                        )
+                    await _send(send, _encode(event))
+        except RequestAborted:
+            if not started:
+                raise
+            return
+        except Exception as error:  # a started answer has no other way to tell its client
+            if not started:
+                raise
+            if not isinstance(error, MindieMMError):
+                _log.exception("an answer broke off")
+            await _send(send, _encode(error_object(error)))
+        await _send(send, self._last, more=False)
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def _send(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,57 @@
+"""What the routes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from mindie_mm.config import ServiceConfig
+from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import ModelNotFound
+from service.admission import Admission
+from service.media import MediaPolicy
+from service.metrics import Metrics
+from service.spool import Spool
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One running service."""
+
+    worker: Worker
+    config: ServiceConfig
+    model_name: str
+    spool: Spool
+    media: MediaPolicy
+    admission: Admission
+    metrics: Metrics
+    created: int
+    """When it started, Unix time."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a request would be answered."""
+        return self.worker.engine.alive and bool(self.worker.tokenizers.pids) and not self.admission.stopping
+
+    def check_model(self, name: str | None) -> None:
+        """ModelNotFound unless `name` is the served model's, or none."""
+        if name is not None and name != self.model_name:
+            raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is")
+
+
+def _service(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def _request_id(request: Request) -> str:
+    request_id = request.state.request_id
+    assert isinstance(request_id, str)
+    return request_id
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+RequestId = Annotated[str, Depends(_request_id)]

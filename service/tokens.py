@@ -1,0 +1,52 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mindie_mm.errors import InputError
+from mindie_mm.tokenize.messages import TokenizeRequest
+from service.json_response import JSONResponse
+from service.line import prompt_of_ids, tokenized
+from service.openai_types import DetokenizeBody, TokenizeBody
+from service.state import ServiceDep
+from service.token_text import token_text
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep) -> Response:
+    """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
+    service.check_model(body.model)
+    if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
+        raise InputError("give exactly one of prompt, messages and inputs")
+    wanted = TokenizeRequest(
+        text=body.prompt,
+        messages=body.messages,
+        items=body.inputs,
+        add_generation_prompt=body.add_generation_prompt,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        max_tokens=service.worker.engine.info.max_model_len,
+    )
+    async with service.admission.admit(request.receive), tokenized(service, wanted) as prompt:
+        ids: list[int] = prompt.plain_ids.tolist()
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.worker.engine.info.max_model_len,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [token_text(service.worker.tokenizer, token) for token in ids]
+    return JSONResponse(answer)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
+    """The text of token ids, special tokens spelled out."""
+    service.check_model(body.model)
+    ids: list[int] = prompt_of_ids(service, body.tokens).ids.tolist()
+    return JSONResponse({"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)})
