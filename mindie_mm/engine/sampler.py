@@ -12,6 +12,7 @@ from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.sequence import Sequence
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: tuple[int, ...]) -> list[int]:
     """The next token of each sequence from logits float32 [rows, vocabulary], which are changed in place.
 
@@ -33,7 +34,7 @@ def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> No
     params = sequence.params
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=row.device)
-        row.index_add_(0, ids, torch.tensor(list(params.logit_bias.values()), device=row.device))
+        row.index_add_(0, ids, torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device))
     if params.repetition_penalty != 1:
         seen = torch.tensor(sequence.token_ids, device=row.device).unique()
         scores = row[seen]

@@ -1,0 +1,133 @@
+"""Each request's settings, and nothing else, decide its tokens."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from mindie_mm.engine.sampler import sample, token_logprobs
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.sequence import Sequence
+from mindie_mm.errors import InputError
+
+VOCABULARY = 50
+EOS = (2,)
+
+
+def sequence(prompt=(5, 6), output=(), **settings) -> Sequence:
+    params = SamplingParams(**settings)
+    generator = torch.Generator().manual_seed(params.seed or 0) if params.temperature else None
+    return Sequence(
+        request_id="r",
+        params=params,
+        token_ids=[*prompt, *output],
+        num_prompt=len(prompt),
+        items=(),
+        prompt_positions=torch.arange(len(prompt)).expand(3, -1),
+        position_delta=0,
+        max_tokens=10,
+        generator=generator,
+    )
+
+
+def logits(*rows: dict[int, float]) -> torch.Tensor:
+    out = torch.zeros(len(rows), VOCABULARY)
+    for row, values in zip(out, rows, strict=True):
+        for token, value in values.items():
+            row[token] = value
+    return out
+
+
+def draws(row: dict[int, float], count=400, **settings) -> Counter:
+    drawn = sequence(temperature=settings.pop("temperature", 1.0), seed=1, **settings)
+    return Counter(sample(logits(row), [drawn], EOS)[0] for _ in range(count))
+
+
+def test_greedy_takes_the_likeliest():
+    assert sample(logits({7: 1.0}, {9: 3.0}), [sequence(temperature=0)] * 2, EOS) == [7, 9]
+
+
+def test_top_k_keeps_k():
+    assert set(draws({1: 5, 3: 4, 4: 3}, top_k=2, temperature=5.0)) == {1, 3}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    # softmax of these three is 0.67, 0.24, 0.09 of nearly all the mass
+    row = {1: 12.0, 3: 11.0, 4: 10.0}
+    assert set(draws(row, top_p=0.5)) == {1}
+    assert set(draws(row, top_p=0.8)) == {1, 3}
+
+
+def test_min_p_drops_what_is_far_below_the_likeliest():
+    assert set(draws({1: 12.0, 3: 11.5, 4: 9.0}, min_p=0.5)) == {1, 3}
+
+
+def test_frequencies_follow_the_distribution():
+    counts = draws({1: 3.0 + np.log(3), 3: 3.0 + np.log(1)}, count=4000, top_k=2)
+    assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch():
+    row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
+    alone = [sample(row[None].clone(), [s], EOS)[0] for s in [sequence(seed=11)] for _ in range(20)]
+    among, batched = sequence(seed=11), []
+    for i in range(20):
+        others = [sequence(seed=i), sequence(temperature=0), sequence(seed=i + 1, top_p=0.5)]
+        batched.append(sample(row.expand(4, -1).clone(), [*others[:2], among, others[2]], EOS)[2])
+    assert alone == batched
+
+
+def test_logit_bias_and_bans():
+    assert sample(logits({7: 1.0}), [sequence(temperature=0, logit_bias={9: 5.0})], EOS) == [9]
+    assert sample(logits({7: 1.0}), [sequence(temperature=0, logit_bias={7: -100})], EOS) != [7]
+
+
+def test_penalties_match_their_definitions():
+    row = {5: 2.0, 8: 2.1, 9: 2.05}
+    # repetition: tokens of prompt and output; presence and frequency: of the output alone
+    assert sample(logits(row), [sequence(prompt=(8,), temperature=0, repetition_penalty=1.2)], EOS) == [9]
+    assert sample(logits(row), [sequence(prompt=(8,), temperature=0, presence_penalty=2)], EOS) == [8]
+    assert sample(logits(row), [sequence(output=(8,), temperature=0, presence_penalty=0.06)], EOS) == [9]
+    twice = sequence(output=(8, 8, 9), temperature=0, frequency_penalty=0.06)
+    assert sample(logits(row), [twice], EOS) == [5]
+
+
+def test_min_tokens_bans_the_end():
+    early = sequence(temperature=0, min_tokens=2, stop_token_ids=(7,))
+    assert sample(logits({2: 9.0, 7: 8.0, 4: 1.0}), [early], EOS) == [4]
+    late = sequence(output=(4, 4), temperature=0, min_tokens=2)
+    assert sample(logits({2: 9.0}), [late], EOS) == [2]
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    row = logits({7: 3.0, 8: 2.0})
+    (entry,) = token_logprobs(row, [8], 2)
+    reference = row[0].log_softmax(-1)
+    assert entry.token_id == 8
+    assert entry.logprob == pytest.approx(reference[8].item())
+    assert [token for token, _ in entry.top] == [7, 8]
+    assert entry.top[0][1] == pytest.approx(reference[7].item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"stop": ("",)}, "stop string is empty"),
+        ({"stop": ("a",) * 17}, "17 stop strings"),
+        ({"stop_token_ids": (50,)}, "token 50"),
+        ({"logit_bias": {-1: 1.0}}, "token -1"),
+        ({"logit_bias": {1: 101.0}}, "101"),
+        ({"presence_penalty": 3}, "presence_penalty is 3"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, words):
+    with pytest.raises(InputError, match=words):
+        SamplingParams(**settings).check(VOCABULARY)

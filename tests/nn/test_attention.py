@@ -1,0 +1,78 @@
+"""Paged attention of a flat batch against plain attention of each sequence alone."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache, attend
+
+HEADS, HEAD_DIM, BLOCK = 6, 16, 4
+CPU = torch.device("cpu")
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+def reference(query, key, value, window=None):
+    """Attention of one whole sequence: tensors (heads, T, head_dim)."""
+    length = query.shape[1]
+    at, to = torch.arange(length)[:, None], torch.arange(length)
+    mask = (to <= at) if window is None else (to <= at) & (to > at - window)
+    key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (key, value))
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def chunks_of(lengths, generator):
+    """Random ways to cut each sequence into chunks; the last few tokens come one by one, as in decoding."""
+    for length in lengths:
+        cut, cuts = 0, [0]
+        while cut < length - 3:
+            cut = min(length - 3, cut + int(torch.randint(1, 9, (), generator=generator)))
+            cuts.append(cut)
+        yield [*cuts, *range(cut + 1, length + 1)]
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("window", [None, 5])
+def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
+    generator = torch.Generator().manual_seed(kv_heads)
+    lengths = [5, 23, 12, 37, 4]
+    query = [torch.randn(HEADS, n, HEAD_DIM, generator=generator) for n in lengths]
+    key = [torch.randn(kv_heads, n, HEAD_DIM, generator=generator) for n in lengths]
+    value = [torch.randn(kv_heads, n, HEAD_DIM, generator=generator) for n in lengths]
+    expected = [reference(*parts, window) for parts in zip(query, key, value, strict=True)]
+
+    cache = PagedCache.allocate(
+        num_layers=1, num_blocks=64, block_size=BLOCK, num_kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=torch.float32, device=CPU
+    )  # fmt: skip
+    order = torch.randperm(64, generator=generator).tolist()
+    blocks = [[order.pop() for _ in range(-(-n // BLOCK))] for n in lengths]
+    pending = list(chunks_of(lengths, generator))
+    while any(len(cuts) > 1 for cuts in pending):
+        step = [(i, cuts[0], cuts[1]) for i, cuts in enumerate(pending) if len(cuts) > 1]
+        for i, *_ in step:
+            pending[i].pop(0)
+        chunks = [Chunk(start, stop, blocks[i]) for i, start, stop in step]
+        flat = [
+            torch.cat([source[i][:, start:stop] for i, start, stop in step], dim=1)[None]
+            for source in (query, key, value)
+        ]
+        batch = PagedBatch.build(chunks, cache, CPU)
+        out, _ = attend(Layer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)
+        row = 0
+        for i, start, stop in step:
+            torch.testing.assert_close(
+                out[0, row : row + stop - start].transpose(0, 1), expected[i][:, start:stop], rtol=1e-5, atol=1e-5
+            )
+            row += stop - start
+
+
+def test_a_batch_without_a_cache_is_whole_sequences():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 9, 1]
+    query, key, value = (torch.randn(HEADS, sum(lengths), HEAD_DIM, generator=generator) for _ in range(3))
+    batch = PagedBatch.build([Chunk(0, n, ()) for n in lengths], None, CPU)
+    out, _ = attend(Layer(), query[None], key[None], value[None], None, scaling=HEAD_DIM**-0.5, paged=batch)
+    parts = zip(*(x.split(lengths, dim=1) for x in (query, key, value)), strict=True)
+    torch.testing.assert_close(out[0].transpose(0, 1), torch.cat([reference(*p) for p in parts], dim=1))
