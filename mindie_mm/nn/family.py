@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
@@ -55,8 +56,12 @@ class Processor(ABC):
         """The ids of an item of `kind`; InputError for a kind that the family does not take."""
 
     @abstractmethod
-    def plan(self, media: Media, data: bytes) -> Plan:
-        """What the item `media`, with source bytes `data`, becomes. Reads headers only; MediaError, LimitExceeded."""
+    def plan(self, media: Media, data: bytes | NDArray[np.uint8]) -> Plan:
+        """What the item `media` becomes. Reads headers only; MediaError, LimitExceeded.
+
+        `data` is the source's bytes, or RGB pixels handed in as such: uint8 [height, width, 3], of a video
+        [frames, height, width, 3].
+        """
 
     @abstractmethod
     def max_tokens(self, kind: Kind) -> int:

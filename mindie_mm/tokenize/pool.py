@@ -15,7 +15,7 @@ import msgspec
 from mindie_mm.errors import MindieMMError, ProcessDied
 from mindie_mm.ipc import Channel, open_channel, spawn
 from mindie_mm.shm import Ref, collect, free
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, TokenizeRequest, Tokenized
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class TokenizerPool:
             try:
                 return await self._start_process()
             except MindieMMError as error:
-                _log.error("a tokenizer process did not start, next try in %.1f s: %s", delay_s, error)  # noqa: TRY400
+                _log.error("a tokenizer process did not start, next try in %.1f s: %s", delay_s, error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LAST_RETRY_S)
 

@@ -1,0 +1,145 @@
+"""Decoding and resizing of images: RGB as transformers' `load_image` and its torchvision backend make it."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import simplejpeg
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from mindie_mm.errors import LimitExceeded, MediaError
+
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is decoded, told by content; MPO is the JPEG with further pictures behind it that some cameras write."""
+MAX_IMAGE_PIXELS = 178_956_970
+"""Most pixels of an image, where Pillow too sees a decompression bomb."""
+
+Pixels = NDArray[np.uint8]
+"""uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
+Data = bytes | Pixels
+"""What preprocessing starts from: encoded bytes, or pixels."""
+
+_ORIENTATION_TAG = 0x0112
+_SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image whose header was read, and checked against the caps, but that is not decoded yet."""
+
+    height: int
+    """Pixels, upright: after the EXIF orientation."""
+    width: int
+    data: bytes
+    file: Image.Image
+    fast: bool
+    """A plain JPEG, which libjpeg-turbo decodes to the same bits as Pillow in less than half the time."""
+
+    @classmethod
+    def open(cls, data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> EncodedImage:
+        """Reads the header of `data`. MediaError for what is no image, LimitExceeded above `max_pixels`."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                file = Image.open(io.BytesIO(data), formats=FORMATS)
+                width, height = file.size
+                _check_pixels(width, height, max_pixels)
+                orientation = file.getexif().get(_ORIENTATION_TAG, 1)
+        except Image.DecompressionBombError:
+            raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
+        except (LimitExceeded, MemoryError):
+            raise
+        except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
+            raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
+        if orientation in {5, 6, 7, 8}:
+            width, height = height, width
+        upright = orientation not in {2, 3, 4, 5, 6, 7, 8}
+        fast = file.format in {"JPEG", "MPO"} and file.mode in {"RGB", "L"} and upright
+        return cls(height, width, data, file, fast)
+
+    def decode(self) -> Pixels:
+        """uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
+        if self.fast:
+            try:
+                rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
+            except ValueError:
+                pass  # an irregular one: Pillow is the judge of it
+            else:
+                if rgb.shape == (self.height, self.width, 3):
+                    return rgb
+        try:
+            return np.asarray(pil_to_rgb(self.file))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - broken data makes decoders raise anything
+            raise MediaError(
+                f"the {self.file.format} image of {self.width}x{self.height} pixels is broken or truncated"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedImage:
+    """Pixels handed in, behind the face of an EncodedImage."""
+
+    pixels: Pixels
+
+    @property
+    def height(self) -> int:
+        return int(self.pixels.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.pixels.shape[1])
+
+    def decode(self) -> Pixels:
+        """uint8 [height, width, 3], RGB."""
+        return self.pixels
+
+
+def open_image(data: Data, max_pixels: int = MAX_IMAGE_PIXELS) -> EncodedImage | DecodedImage:
+    """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded."""
+    if isinstance(data, bytes):
+        return EncodedImage.open(data, max_pixels)
+    _check_pixels(data.shape[1], data.shape[0], max_pixels)
+    return DecodedImage(data)
+
+
+def pil_to_rgb(image: Image.Image) -> Image.Image:
+    """`image` upright and as RGB, as `transformers.image_utils.load_image` does it.
+
+    The exception is 16-bit grayscale, which is scaled to 8 bits; Pillow would clip it to white.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image = ImageOps.exif_transpose(image)
+        if image.mode in _SIXTEEN_BIT_MODES:
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return image.convert("RGB")
+
+
+def resize(rgb: Pixels, height: int, width: int) -> Pixels:
+    """uint8 [..., H, W, 3] -> uint8 [..., height, width, 3], antialiased bicubic; an unchanged size is not resized.
+
+    The arithmetic is torch's on uint8, which is what torchvision's `resize` runs.
+    """
+    if rgb.shape[-3:-1] == (height, width):
+        return rgb
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of read-only arrays; this one is only read
+        frames = torch.from_numpy(rgb.reshape(-1, *rgb.shape[-3:]))
+    resized = torch.nn.functional.interpolate(
+        frames.permute(0, 3, 1, 2), size=(height, width), mode="bicubic", align_corners=False, antialias=True
+    )
+    # torch hands the planes back one after another: what looks like [H, W, 3] here lies in memory as [3, H, W].
+    array: Pixels = resized.permute(0, 2, 3, 1).numpy()
+    return array.reshape(*rgb.shape[:-3], height, width, 3)
+
+
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise LimitExceeded(f"the image has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")

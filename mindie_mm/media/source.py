@@ -1,0 +1,142 @@
+"""From what a caller names to what a decoder takes: the source's bytes, or pixels that are decoded already."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+
+import numpy as np
+import pybase64
+
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.inputs import Media
+from mindie_mm.media.image import Data, Pixels, pil_to_rgb
+
+MAX_SOURCE_BYTES = 512 * 2**20
+"""Most bytes of one encoded source, unless the caller sets another cap."""
+
+_MIN_BASE64_CHARS = 64
+
+
+def read_source(media: Media, max_bytes: int = MAX_SOURCE_BYTES) -> Data:
+    """The bytes of a path, `data:` or `file:` URL, or bare base64; the pixels of a PIL image, array or tensor.
+
+    `http(s):` is refused: fetching has a policy (addresses, redirects, time), and the service that holds it spools
+    what it fetched to a file. Raises InputError, MediaError, LimitExceeded.
+    """
+    source = media.source
+    if isinstance(source, str):
+        return _read_text(source, max_bytes)
+    if isinstance(source, bytes):
+        return _capped(source, max_bytes)
+    return _pixels(source, media.kind)
+
+
+def source_path(media: Media) -> Path | None:
+    """The file that the media comes from, or None where it comes from none."""
+    if not isinstance(media.source, str):
+        return None
+    scheme = _scheme(media.source)
+    if scheme == "file":
+        return _file_url_path(media.source)
+    if scheme or (_decode_base64(media.source) is not None and not _is_file(media.source)):
+        return None
+    return Path(media.source)
+
+
+def decode_data_url(url: str, max_bytes: int = MAX_SOURCE_BYTES) -> bytes:
+    """The payload of a `data:` URL, base64 checked strictly. MediaError, LimitExceeded."""
+    head, comma, payload = url.partition(",")
+    if not comma:
+        raise MediaError("a data: URL has no comma before its data")
+    if not head.lower().endswith(";base64"):
+        return _capped(unquote_to_bytes(payload), max_bytes)
+    if len(payload) * 3 // 4 > max_bytes + 3:
+        raise LimitExceeded(f"a data: URL holds about {len(payload) * 3 // 4} bytes; the limit is {max_bytes}")
+    try:
+        return _capped(pybase64.b64decode(payload, validate=True), max_bytes)
+    except ValueError:
+        raise MediaError("a data: URL does not hold valid base64") from None
+
+
+def _read_text(source: str, max_bytes: int) -> bytes:
+    scheme = _scheme(source)
+    if scheme == "data":
+        return decode_data_url(source, max_bytes)
+    if scheme in {"http", "https"}:
+        raise InputError(f"{_shortened(source)} is not fetched here; the service fetches URLs, a library caller first")
+    if scheme == "file":
+        return _read_file(_file_url_path(source), max_bytes)
+    if not _is_file(source) and (data := _decode_base64(source)) is not None:
+        return _capped(data, max_bytes)
+    return _read_file(Path(source), max_bytes)
+
+
+def _read_file(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                raise LimitExceeded(f"{path} has {size} bytes; the limit is {max_bytes}")
+            data = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise MediaError(f"there is no file {_shortened(str(path))}") from None
+    except (OSError, ValueError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "not a valid path"
+        raise MediaError(f"{_shortened(str(path))} cannot be read: {reason}") from None
+    return _capped(data, max_bytes)
+
+
+def _pixels(source: Any, kind: str) -> Pixels:
+    if hasattr(source, "getexif"):
+        source = pil_to_rgb(source)
+    array = np.asarray(source)
+    num_dims = 4 if kind == "video" else 3
+    shape = "[frames, height, width, 3]" if kind == "video" else "[height, width, 3]"
+    if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
+        raise InputError(f"{kind} pixels are {array.dtype} of shape {array.shape}; they must be uint8 {shape} in RGB")
+    return np.ascontiguousarray(array)
+
+
+def _scheme(source: str) -> str:
+    """data, file, http or https; empty for everything else, which is a path."""
+    scheme = source[:8].partition(":")[0].lower()
+    return scheme if scheme in {"data", "file", "http", "https"} and ":" in source[:8] else ""
+
+
+def _file_url_path(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in {"", "localhost"}:
+        raise InputError(f"{_shortened(url)} names the host {parts.netloc!r}; file: URLs are of this machine")
+    return Path(os.fsdecode(unquote_to_bytes(parts.path)))
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _decode_base64(text: str) -> bytes | None:
+    """The bytes of bare base64 (as MindIE's clients send); None for text that is none, or too short to tell."""
+    if len(text) < _MIN_BASE64_CHARS:
+        return None
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+
+
+def _capped(data: bytes, max_bytes: int) -> bytes:
+    if len(data) > max_bytes:
+        raise LimitExceeded(f"the source has {len(data)} bytes; the limit is {max_bytes}")
+    if not data:
+        raise MediaError("the source is empty")
+    return data
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -1,0 +1,137 @@
+"""Decoding of videos through PyAV: one pass, and only the sampled frames become RGB."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import av
+import numpy as np
+import torch
+from av.container import InputContainer
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.image import Data, Pixels
+
+CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv")
+"""Containers that are opened, told by content (mov is MP4 too, matroska WebM too). Playlists are none of them: they
+would make the library open files and addresses of the client's choice."""
+MAX_FRAME_PIXELS = 2**25
+"""Most pixels of one frame."""
+MAX_NUM_FRAMES = 2**18
+"""Most frames of the encoded video, sampled or not."""
+MAX_DURATION_S = 4 * 3600.0
+"""Longest video."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedVideo:
+    """A video whose container was read, and checked against the caps, but that is not decoded yet."""
+
+    height: int
+    """Pixels, as coded: as in transformers, a display rotation is not applied."""
+    width: int
+    num_frames: int
+    """Frames of the video, all of them."""
+    fps: float | None
+    """Mean frames per second; None where the container does not say."""
+    data: bytes
+
+    @classmethod
+    def open(
+        cls,
+        data: bytes,
+        max_pixels: int = MAX_FRAME_PIXELS,
+        max_frames: int = MAX_NUM_FRAMES,
+        max_duration_s: float = MAX_DURATION_S,
+    ) -> EncodedVideo:
+        """Reads the container of `data`; decodes nothing. MediaError for what is no video, LimitExceeded."""
+        try:
+            with _open(data) as container:
+                if not container.streams.video:
+                    raise MediaError("the file has no video stream")
+                stream = container.streams.video[0]
+                height, width, rate = stream.height, stream.width, stream.average_rate
+                stated = stream.frames
+                num_frames = sum(1 for packet in container.demux(stream) if packet.size)
+        except (av.FFmpegError, ValueError, OSError):
+            raise MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})") from None
+        if num_frames < stated:
+            raise MediaError(f"the video is truncated: it states {stated} frames and holds {num_frames}")
+        if not (height and width and num_frames):
+            raise MediaError(f"the video has {num_frames} frames of {width}x{height} pixels")
+        if height * width > max_pixels:
+            raise LimitExceeded(f"the video has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
+        if num_frames > max_frames:
+            raise LimitExceeded(f"the video has {num_frames} frames; the limit is {max_frames}")
+        fps = float(rate) if rate else None
+        if fps and num_frames / fps > max_duration_s:
+            raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_duration_s:g} s")
+        # Where the container counts its frames, its count is the one that samplers go by.
+        return cls(height, width, stated or num_frames, fps, data)
+
+    def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """Frames uint8 [height, width, 3], RGB, one per index; `indices` ascend.
+
+        MediaError if the video breaks off before the last of them, or changes its size.
+        """
+        taken = 0
+        try:
+            with _open(self.data) as container:
+                stream = container.streams.video[0]
+                stream.thread_type = "AUTO"
+                stream.codec_context.thread_count = torch.get_num_threads()
+                for index, frame in enumerate(container.decode(stream)):
+                    while taken < len(indices) and index == indices[taken]:
+                        if (frame.height, frame.width) != (self.height, self.width):
+                            raise MediaError(
+                                f"frame {index} of the video is {frame.width}x{frame.height}, "
+                                f"the video {self.width}x{self.height}"
+                            )
+                        yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                        taken += 1
+                    if taken == len(indices):
+                        return
+        except (av.FFmpegError, ValueError, OSError):
+            raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded") from None
+        raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedVideo:
+    """Frames handed in, behind the face of an EncodedVideo."""
+
+    pixels: Pixels
+
+    @property
+    def height(self) -> int:
+        return int(self.pixels.shape[1])
+
+    @property
+    def width(self) -> int:
+        return int(self.pixels.shape[2])
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.pixels.shape[0])
+
+    @property
+    def fps(self) -> float | None:
+        """None: frames handed in come without a rate."""
+        return None
+
+    def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """Frames uint8 [height, width, 3], RGB, one per index."""
+        return (self.pixels[index] for index in indices)
+
+
+def open_video(data: Data) -> EncodedVideo | DecodedVideo:
+    """Frame count and size of `data` now, its frames when asked for. MediaError, LimitExceeded."""
+    return EncodedVideo.open(data) if isinstance(data, bytes) else DecodedVideo(data)
+
+
+def _open(data: bytes) -> InputContainer:
+    options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
+    container: InputContainer = av.open(io.BytesIO(data), options=options)
+    return container

@@ -1,0 +1,244 @@
+"""Qwen2-VL: images and videos of any size, three-axis positions.
+
+Source: arXiv 2409.12191; transformers' qwen2_vl, whose ids, grids and pixels these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.image import Data, open_image, resize
+from mindie_mm.media.patches import patchify
+from mindie_mm.media.video import open_video
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Placeholder, Plan, Processor
+from mindie_mm.shm import ArraySpec
+
+_MAX_ASPECT_RATIO = 200
+_LOW_DETAIL_PIXELS = 512 * 512
+_DEFAULT_FPS = 2.0
+_BICUBIC = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PixelSettings:
+    """How a checkpoint has its images, or its videos, preprocessed."""
+
+    min_pixels: int
+    """Least pixels of a resized image or frame."""
+    max_pixels: int
+    """Most of them."""
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    total_pixels: int | None = None
+    """Most pixels of all frames together, None for no such bound."""
+
+    @property
+    def factor(self) -> int:
+        """Pixels along one side of what becomes one token."""
+        return self.patch_size * self.merge_size
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str, min_pixels: int, max_pixels: int) -> PixelSettings:
+        """From a preprocessor configuration; `min_pixels` and `max_pixels` are the family's own defaults."""
+        for name, needed in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
+            if config.get(name, needed) != needed:
+                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
+        size = config.get("size") or {}
+        settings = cls(
+            min_pixels=config.get("min_pixels") or size.get("shortest_edge") or min_pixels,
+            max_pixels=config.get("max_pixels") or size.get("longest_edge") or max_pixels,
+            patch_size=config.get("patch_size", 14),
+            temporal_patch_size=config.get("temporal_patch_size", 2),
+            merge_size=config.get("merge_size", 2),
+            mean=tuple(config.get("image_mean", (0.48145466, 0.4578275, 0.40821073))),
+            std=tuple(config.get("image_std", (0.26862954, 0.26130258, 0.27577711))),
+            rescale_factor=config.get("rescale_factor", 1 / 255),
+            fps=config.get("fps"),
+            num_frames=config.get("num_frames"),
+            min_frames=config.get("min_frames", 4),
+            max_frames=config.get("max_frames", 768),
+        )
+        if config.get("cap_pixels_per_frame"):
+            budget = int(config.get("max_video_tokens", 128_000) * settings.factor**2 * 0.9)
+            settings = replace(settings, total_pixels=budget * settings.temporal_patch_size)
+        return settings
+
+    def with_options(self, options: MediaOptions) -> PixelSettings:
+        """These settings under an item's options, which cannot exceed the checkpoint's maxima. LimitExceeded."""
+        limits = {"pixels": self.max_pixels, "frames": self.max_frames}
+        for name in ("min_pixels", "max_pixels", "num_frames", "min_frames", "max_frames"):
+            value, limit = getattr(options, name), limits[name.partition("_")[2]]
+            if value is not None and value > limit:
+                raise LimitExceeded(f"{name} is {value}; the checkpoint's limit is {limit}")
+        max_pixels = options.max_pixels or self.max_pixels
+        if options.detail == "low":
+            max_pixels = min(max_pixels, _LOW_DETAIL_PIXELS)
+        sampling: dict[str, Any] = {}
+        if options.num_frames is not None or options.fps is not None:
+            sampling = {"num_frames": options.num_frames, "fps": options.fps}
+        return replace(
+            self,
+            max_pixels=max_pixels,
+            min_pixels=min(options.min_pixels or self.min_pixels, max_pixels),
+            min_frames=options.min_frames or self.min_frames,
+            max_frames=options.max_frames or self.max_frames,
+            **sampling,
+        )
+
+
+class Qwen2VLProcessor(Processor):
+    """The tokenizer's half.
+
+    An image's block holds `pixel_values`, uint8 [h * w, 3 * patch * patch], and `grid_thw`, int64 [3]; a video's
+    `pixel_values_videos`, uint8 [t * h * w, 3 * temporal * patch * patch], and `video_grid_thw`. The frame that an
+    image would repeat is not stored.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        joint = checkpoint.json("processor_config.json")
+        image = joint.get("image_processor") or checkpoint.json("preprocessor_config.json")
+        video = joint.get("video_processor") or checkpoint.json("video_preprocessor_config.json") or image
+        self.image = PixelSettings.read(image, f"{checkpoint.path} (images)", 56 * 56, 28 * 28 * 1280)
+        self.video = PixelSettings.read(video, f"{checkpoint.path} (videos)", 128 * 28 * 28, 28 * 28 * 768)
+        config = checkpoint.config
+        before = (config.get("vision_start_token_id", 151652),)
+        after = (config.get("vision_end_token_id", 151653),)
+        self._placeholders: Mapping[Kind, Placeholder] = {
+            "image": Placeholder(before, config.get("image_token_id", 151655), after),
+            "video": Placeholder(before, config.get("video_token_id", 151656), after),
+        }
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        if kind not in self._placeholders:
+            raise InputError(f"this model takes no {kind}; it takes {', '.join(self._placeholders)}")
+        return self._placeholders[kind]
+
+    def max_tokens(self, kind: Kind) -> int:
+        self.placeholder(kind)
+        if kind == "image":
+            return self.image.max_pixels // self.image.factor**2
+        groups = -(-self.video.max_frames // self.video.temporal_patch_size)
+        return groups * (self.video.max_pixels // self.video.factor**2)
+
+    def plan(self, media: Media, data: Data) -> Plan:
+        self.placeholder(media.kind)
+        if media.kind == "image":
+            return _plan_image(data, self.image.with_options(media.options))
+        return _plan_video(data, self.video.with_options(media.options), media.options.fps)
+
+
+def _plan_image(data: Data, settings: PixelSettings) -> Plan:
+    image = open_image(data)
+    height, width = smart_resize(image.height, image.width, settings)
+    patch, merge = settings.patch_size, settings.merge_size
+    grid = (1, height // patch, width // patch)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        patches = arrays["pixel_values"].reshape(-1, 3, patch, patch)
+        patchify(resize(image.decode(), height, width), patches, patch, merge)
+        arrays["grid_thw"][...] = grid
+
+    return Plan(
+        num_tokens=math.prod(grid) // merge**2,
+        specs={
+            "pixel_values": ArraySpec((math.prod(grid), 3 * patch**2), "uint8"),
+            "grid_thw": ArraySpec((3,), "int64"),
+        },
+        settings=f"image {height}x{width}, patch {patch}, merge {merge}",
+        write=write,
+    )
+
+
+def _plan_video(data: Data, settings: PixelSettings, asked_fps: float | None) -> Plan:
+    video = open_video(data)
+    if asked_fps is not None and video.fps is None:
+        raise InputError(f"fps {asked_fps:g} is asked of a video that states no frame rate; num_frames can be given")
+    indices = sample_frames(video.num_frames, video.fps, settings)
+    height, width = smart_resize(video.height, video.width, settings, num_frames=len(indices))
+    patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    grid = (-(-len(indices) // temporal), height // patch, width // patch)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        groups = arrays["pixel_values_videos"].reshape(grid[0], grid[1] * grid[2], 3, temporal, patch, patch)
+        for index, frame in enumerate(video.decode(indices)):
+            group, place = divmod(index, temporal)
+            patchify(resize(frame, height, width), groups[group, :, :, place], patch, merge)
+        if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
+            groups[-1, :, :, filled:] = groups[-1, :, :, filled - 1 : filled]
+        arrays["video_grid_thw"][...] = grid
+
+    return Plan(
+        num_tokens=math.prod(grid) // merge**2,
+        specs={
+            "pixel_values_videos": ArraySpec((math.prod(grid), 3 * temporal * patch**2), "uint8"),
+            "video_grid_thw": ArraySpec((3,), "int64"),
+        },
+        settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
+        write=write,
+    )
+
+
+def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
+    """The size that an image, or a frame of a video of `num_frames`, is resized to.
+
+    Multiples of `settings.factor`, the proportions kept as far as that allows, the product within min_pixels and
+    max_pixels. LimitExceeded for a picture more than 200 times as long as wide.
+    """
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise LimitExceeded(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT_RATIO} times the other")
+    factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
+    if settings.total_pixels is not None:
+        max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -> list[int]:
+    """Indices of the frames taken from a video of `num_frames` frames at `fps`, ascending, evenly spread.
+
+    As many as `settings.num_frames`, or as `settings.fps` (2.0 where the checkpoint says nothing) comes to within
+    min_frames and max_frames; a whole number of temporal patches, where the video is that long. Frames handed in
+    without a rate are all taken. InputError, LimitExceeded.
+    """
+    temporal = settings.temporal_patch_size
+    if settings.num_frames is not None:
+        wanted = max(round(settings.num_frames / temporal) * temporal, temporal)
+        if wanted > max(num_frames, temporal):
+            raise InputError(f"num_frames {settings.num_frames} is more than the video's {num_frames} frames")
+    elif fps is None:
+        if num_frames > settings.max_frames:
+            raise LimitExceeded(f"the video has {num_frames} frames; the limit is {settings.max_frames}")
+        return list(range(num_frames))
+    else:
+        max_frames = min(settings.max_frames, num_frames) // temporal * temporal
+        expected = num_frames / fps * (settings.fps or _DEFAULT_FPS)
+        wanted = math.floor(min(max(expected, settings.min_frames), max_frames, num_frames) / temporal) * temporal
+    wanted = min(wanted, num_frames) or num_frames
+    # torch's own arange, so that its rounding is the reference's
+    indices: list[int] = torch.arange(0, num_frames, num_frames / wanted).int().tolist()
+    return indices

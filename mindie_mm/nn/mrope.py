@@ -1,0 +1,36 @@
+"""Three-axis rotary positions (M-RoPE): time, height and width of every token.
+
+Source: Qwen2-VL (arXiv 2409.12191, section 2.1). Text has the same position on all axes and goes on by one. The
+tokens of a medium count its grid from one past the largest position before it, and the text behind it starts at one
+past the largest position of all three axes. (transformers 5.23 leaves the time axis out of that maximum.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+Grid = tuple[int, int, int]
+"""Tokens along time, height and width: after merging."""
+
+
+def mrope_positions(num_tokens: int, spans: Iterable[tuple[int, int, Grid]]) -> tuple[torch.Tensor, int]:
+    """Positions int64 [3, num_tokens] on the axes t, h, w, and the delta.
+
+    `spans` are (start, stop, grid) of each media run, ascending. The position of the token generated at index i is
+    i + delta, on all axes.
+    """
+    positions = np.empty((3, num_tokens), np.int64)
+    index = next_position = 0
+    for start, stop, grid in spans:
+        assert index <= start < stop <= num_tokens, (index, start, stop, num_tokens)
+        assert stop - start == grid[0] * grid[1] * grid[2], (start, stop, grid)
+        positions[:, index:start] = np.arange(next_position, next_position + start - index)
+        next_position += start - index
+        positions[:, start:stop] = np.indices(grid).reshape(3, -1) + next_position
+        next_position += max(grid)
+        index = stop
+    positions[:, index:] = np.arange(next_position, next_position + num_tokens - index)
+    return torch.from_numpy(positions), next_position - index

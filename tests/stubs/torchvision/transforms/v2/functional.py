@@ -1,0 +1,32 @@
+import torch
+from torch.nn.functional import interpolate
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import pil_to_tensor
+
+
+def resize(image, size, interpolation=InterpolationMode.BILINEAR, antialias=True):
+    if tuple(image.shape[-2:]) == tuple(size):
+        return image
+    smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+    resized = interpolate(
+        image.reshape(-1, *image.shape[-3:]),
+        size=tuple(size),
+        mode=interpolation.value,
+        align_corners=False if smooth else None,
+        antialias=antialias and smooth,
+    )
+    return resized.reshape(*image.shape[:-2], *size)
+
+
+def normalize(image, mean, std, inplace=False):
+    del inplace
+    mean = torch.as_tensor(mean, dtype=image.dtype, device=image.device).view(-1, 1, 1)
+    std = torch.as_tensor(std, dtype=image.dtype, device=image.device).view(-1, 1, 1)
+    return image.sub(mean).div_(std)
+
+
+def grayscale_to_rgb(image):
+    return image.expand(*image.shape[:-3], 3, *image.shape[-2:]) if image.shape[-3] == 1 else image
+
+
+__all__ = ["grayscale_to_rgb", "normalize", "pil_to_tensor", "resize"]
