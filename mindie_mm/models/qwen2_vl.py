@@ -242,3 +242,98 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
     # torch's own arange, so that its rounding is the reference's
     indices: list[int] = torch.arange(0, num_frames, num_frames / wanted).int().tolist()
     return indices
+
+
+class Qwen2VLModel(Model):
+    """Vision tower and decoder of Qwen2-VL; `module` is transformers' Qwen2VLForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
+        self.spec = spec
+        self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
+        self._module = module
+        self._tokens: dict[Kind, int] = {
+            "image": module.config.image_token_id,
+            "video": module.config.video_token_id,
+        }
+        self._merge: int = module.config.vision_config.spatial_merge_size
+
+    def describe(self, view: View) -> MediaShape:
+        for kind, name in GRID_NAMES.items():
+            if name in view:
+                t, h, w = (int(n) for n in view[name])
+                return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
+        raise CorruptReference(f"the block holds {', '.join(view)}, no grid of an image or a video")
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> tuple[Tensor, int]:
+        merge = self._merge
+        return mrope_positions(
+            length,
+            [
+                (item.start, item.stop, (t, h // merge, w // merge))
+                for item in items
+                for t, h, w in [item.shape.grid]
+            ],
+        )
+
+    def tower(self, views: Sequence[View]) -> list[Tensor]:
+        device, dtype = self.spec.device, self.spec.dtype
+        shapes = [self.describe(view) for view in views]
+        patches = [
+            self._pixels.patches(torch.from_numpy(view[PIXEL_NAMES[shape.kind]]).to(device))
+            for view, shape in zip(views, shapes, strict=True)
+        ]
+        grids = torch.tensor([shape.grid for shape in shapes], device=device)
+        features = self._module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
+        return list(features.split([shape.num_features for shape in shapes]))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self._module.model.language_model.embed_tokens(input_ids)
+        return hidden
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
+        out = self._module.model.language_model(
+            inputs_embeds=hidden.unsqueeze(0),
+            position_ids=positions.unsqueeze(1),
+            attention_mask=NO_MASKS,
+            use_cache=False,
+            paged=paged,
+        )
+        decoded: Tensor = out.last_hidden_state[0]
+        return decoded
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._module.lm_head(hidden)
+        return logits.float()
+
+
+class Qwen2VL(Family):
+    """Qwen2-VL (Wang et al., 2024, arXiv 2409.12191) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Qwen2VLProcessor:
+        return Qwen2VLProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen2VLModel:
+        # Late: the layers take seconds to import, and a tokenizer process never needs them.
+        from transformers import Qwen2VLForConditionalGeneration
+
+        from mindie_mm.nn.weights import eos_token_ids, load_pretrained
+
+        module = load_pretrained(Qwen2VLForConditionalGeneration, checkpoint, device, dtype)
+        text = module.config.text_config
+        spec = ModelSpec(
+            vocab_size=text.vocab_size,
+            max_model_len=text.max_position_embeddings,
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            num_kv_heads=text.num_key_value_heads,
+            head_dim=text.hidden_size // text.num_attention_heads,
+            eos_token_ids=eos_token_ids(checkpoint),
+            device=device.torch_device,
+            dtype=dtype,
+        )
+        return Qwen2VLModel(module, spec, Qwen2VLProcessor(checkpoint))

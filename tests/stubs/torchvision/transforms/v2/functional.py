@@ -1,5 +1,6 @@
 import torch
 from torch.nn.functional import interpolate
+
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import pil_to_tensor
 
