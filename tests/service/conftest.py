@@ -1,0 +1,73 @@
+"""One service for all tests of this folder, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from tools.demo import data_url, picture, write_video
+from tools.serving import RunningService, running_service
+
+MiB = 2**20
+SETTINGS = {
+    "arena_bytes": 64 * MiB,
+    "kv_cache_bytes": 64 * MiB,
+    "max_request_bytes": 8 * MiB,
+    "max_item_bytes": 4 * MiB,
+    "max_media_bytes": 5 * MiB,
+    "max_media_items": 4,
+    "grace_s": 0.2,
+}
+
+
+@pytest.fixture(scope="session")
+def settings() -> dict[str, object]:
+    """Small limits, so that tests reach them."""
+    return dict(SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder from which the service reads files."""
+    folder = tmp_path_factory.mktemp("media")
+    picture("blue", (40, 80, 220), "circle", x=0.6).save(folder / "blue circle.png")
+    picture("green", (40, 160, 60), "star", x=0.5).save(folder / "green_star.jpg", quality=90)
+    write_video(
+        folder / "right.mp4", [picture("red", (220, 40, 40), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, media_dir: Path) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("service")
+    settings = SETTINGS | {"spool": folder / "spool", "allowed_media_dir": media_dir}
+    with running_service(settings, folder / "log") as running:
+        yield running
+        found = running.wait_until_free()
+        assert found["blocks"] == 0, found
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert not [arena for arena in found["arenas"] if Path("/dev/shm", arena["name"]).exists()]
+    assert not list((folder / "spool").glob("*/*")), "request directories are left"
+
+
+@pytest.fixture(scope="session")
+def client(service: RunningService) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def http(service: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=service.url, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def red_square() -> str:
+    """A picture as a data: URL."""
+    return data_url(picture("red", (220, 40, 40), "square", x=0.4))

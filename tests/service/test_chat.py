@@ -1,0 +1,209 @@
+"""/v1/chat/completions as the openai client sees it."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tools.demo import encode, picture
+from tools.questions import CHAT_ANSWERS
+from tools.serving import RunningService
+
+WHAT = "What is in the image?"
+
+
+def ask(client: openai.OpenAI, content: Any, **changes: Any) -> ChatCompletion:
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 32} | changes
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}], **settings)
+
+
+def image(url: str, **options: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **options}}
+
+
+def text(of: ChatCompletion) -> str:
+    return of.choices[0].message.content or ""
+
+
+def test_text(client: openai.OpenAI) -> None:
+    answer = ask(client, "Hello!", max_tokens=64)
+    assert text(answer) == CHAT_ANSWERS["hello"]
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == "tiny"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_an_image_as_data_url(client: openai.OpenAI, red_square: str) -> None:
+    assert text(ask(client, [image(red_square), {"type": "text", "text": WHAT}])) == "red square"
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_an_image_as_file(client: openai.OpenAI, media_dir: Path, form: str) -> None:
+    url = form.format(media_dir / "green_star.jpg")
+    assert text(ask(client, [image(url), {"type": "text", "text": WHAT}])) == "green star"
+
+
+def test_a_file_url_is_unquoted(client: openai.OpenAI, media_dir: Path) -> None:
+    url = f"file://{media_dir}/blue%20circle.png"
+    assert text(ask(client, [image(url), {"type": "text", "text": WHAT}])) == "blue circle"
+
+
+@pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
+def test_an_image_as_raw_base64(client: openai.OpenAI, format_name: str) -> None:
+    drawn = picture("yellow", (255, 255, 0), "triangle", x=0.5)
+    raw = base64.b64encode(encode(drawn, format_name)).decode()
+    assert text(ask(client, [image(raw), {"type": "text", "text": WHAT}])) == "yellow triangle"
+
+
+def test_two_images(client: openai.OpenAI, red_square: str, media_dir: Path) -> None:
+    content = [image(red_square), image(str(media_dir / "green_star.jpg"))]
+    answer = ask(client, [*content, {"type": "text", "text": "Do both pictures show the same colour?"}])
+    assert text(answer) == "no"
+    again = ask(client, [image(red_square)] * 2 + [{"type": "text", "text": "Do both pictures show the same colour?"}])
+    assert text(again) == "yes"
+
+
+def test_a_video(client: openai.OpenAI, media_dir: Path) -> None:
+    part = {"type": "video_url", "video_url": {"url": str(media_dir / "right.mp4")}}
+    assert text(ask(client, [part, {"type": "text", "text": "Which way does the shape move?"}])) == "right"
+
+
+def test_streaming(client: openai.OpenAI, red_square: str) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": [image(red_square), {"type": "text", "text": WHAT}]}],
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "red square"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    whole = ask(client, [image(red_square), {"type": "text", "text": WHAT}])
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_streaming_without_usage(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hello!"}], max_tokens=3, stream=True
+        )
+    )
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_n_choices(client: openai.OpenAI, red_square: str) -> None:
+    content = [image(red_square), {"type": "text", "text": WHAT}]
+    answer = ask(client, content, n=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {"red square"}
+    chunks = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], n=3, temperature=0, stream=True
+    )
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["red square"] * 3
+
+
+def test_stop_strings(client: openai.OpenAI, red_square: str) -> None:
+    answer = ask(client, [image(red_square), {"type": "text", "text": WHAT}], stop=["nothing", " squ"])
+    assert text(answer) == "red"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].stop_reason == " squ"  # type: ignore[attr-defined]
+
+
+def test_max_tokens(client: openai.OpenAI) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = ask(client, "Hello!", **({"max_tokens": openai.omit} | {name: 2}))
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2
+        assert answer.choices[0].finish_reason == "length"
+
+
+def test_seed(client: openai.OpenAI) -> None:
+    settings = {"temperature": 5.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+    first, second, other = (text(ask(client, "Hello!", seed=seed, **settings)) for seed in (7, 7, 8))
+    assert first == second != other
+
+
+def test_seeded_choices_differ_and_repeat(client: openai.OpenAI) -> None:
+    settings = {"temperature": 5.0, "max_tokens": 12, "n": 2, "seed": 7, "extra_body": {"ignore_eos": True}}
+    first, second = (ask(client, "Hello!", **settings) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert texts[0] != texts[1]
+
+
+def test_logprobs(client: openai.OpenAI, red_square: str) -> None:
+    content = [image(red_square), {"type": "text", "text": WHAT}]
+    answer = ask(client, content, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].logprobs is not None
+    found = answer.choices[0].logprobs.content or []
+    assert answer.usage is not None
+    assert len(found) == answer.usage.completion_tokens
+    for position in found:
+        assert len(position.top_logprobs) == 3
+        assert position.token == position.top_logprobs[0].token, "greedy draws the likeliest"
+        assert position.logprob <= 0
+    assert "".join(position.token for position in found).startswith("red square")
+    assert found[0].bytes == list(found[0].token.encode())
+    assert ask(client, "Hello!", max_tokens=1).choices[0].logprobs is None
+
+
+def test_logit_bias(client: openai.OpenAI, http: Any, red_square: str) -> None:
+    content = [image(red_square), {"type": "text", "text": WHAT}]
+    plain = ask(client, content, logprobs=True, top_logprobs=2, max_tokens=1)
+    assert plain.choices[0].logprobs is not None
+    assert plain.choices[0].logprobs.content is not None
+    drawn = plain.choices[0].logprobs.content[0].token
+    token = http.post("/tokenize", json={"prompt": drawn}).json()["tokens"][0]
+    biased = ask(client, content, max_tokens=1, logit_bias={str(token): -100})
+    assert text(biased) != text(plain)
+
+
+def test_a_spelled_out_placeholder_stays_text(client: openai.OpenAI, red_square: str) -> None:
+    spelled = "<|vision_start|><|image_pad|><|vision_end|>"
+    plain = ask(client, [image(red_square), {"type": "text", "text": WHAT}])
+    answer = ask(client, [image(red_square), {"type": "text", "text": WHAT + spelled}])
+    assert plain.usage is not None
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > plain.usage.prompt_tokens + 3, "the text took more than three tokens"
+
+
+def test_roles_and_history(client: openai.OpenAI, red_square: str) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": [image(red_square), {"type": "text", "text": WHAT}]},
+            {"role": "assistant", "content": "red square"},
+            {"role": "user", "content": "What colour is it?"},
+        ],
+        temperature=0,
+    )
+    assert "red" in text(answer)
+
+
+def test_the_model_may_be_left_out_and_unknown_fields_are_ignored(service: RunningService, http: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2, "frobnicate": 1}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.json()["model"] == service.model
+
+
+def test_items_are_freed_after_each_answer(service: RunningService, client: openai.OpenAI, red_square: str) -> None:
+    ask(client, [image(red_square), {"type": "text", "text": WHAT}])
+    assert service.wait_until_free()["blocks"] == 0

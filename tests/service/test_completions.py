@@ -1,0 +1,104 @@
+"""/v1/completions as the openai client sees it."""
+
+from typing import Any
+
+import openai
+import pytest
+
+
+def complete(client: openai.OpenAI, prompt: Any, **changes: Any) -> openai.types.Completion:
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 5} | changes
+    return client.completions.create(model="tiny", prompt=prompt, **settings)
+
+
+def ids_of(http: Any, prompt: str) -> list[int]:
+    ids: list[int] = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+    return ids
+
+
+def test_a_text(client: openai.OpenAI) -> None:
+    answer = complete(client, "What colour")
+    assert answer.object == "text_completion"
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 5
+
+
+def test_texts_and_ids_are_the_same_prompts(client: openai.OpenAI, http: Any) -> None:
+    prompts = ["What colour", "Hello"]
+    texts = complete(client, prompts)
+    ids = complete(client, [ids_of(http, prompt) for prompt in prompts])
+    assert [choice.text for choice in texts.choices] == [choice.text for choice in ids.choices]
+    assert [choice.index for choice in texts.choices] == [0, 1]
+    assert complete(client, ids_of(http, prompts[0])).choices[0].text == texts.choices[0].text
+
+
+def test_choices_go_prompt_by_prompt(client: openai.OpenAI) -> None:
+    answer = complete(client, ["What colour", "Hello"], n=2)
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+def test_streaming_gives_the_whole_text(client: openai.OpenAI) -> None:
+    whole = complete(client, ["What colour", "Hello"], echo=True)
+    texts = ["", ""]
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=["What colour", "Hello"],
+            temperature=0,
+            max_tokens=5,
+            echo=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+    assert chunks[-1].usage == whole.usage
+
+
+def test_echo_with_logprobs(client: openai.OpenAI) -> None:
+    answer = complete(client, "What colour", echo=True, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.text.startswith("What colour")
+    found = choice.logprobs
+    assert found is not None
+    assert answer.usage is not None
+    assert len(found.tokens or []) == answer.usage.total_tokens
+    assert found.token_logprobs is not None
+    assert found.token_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in found.token_logprobs[1:])
+    assert found.text_offset is not None
+    assert found.text_offset[0] == 0
+    assert found.text_offset == sorted(found.text_offset)
+
+
+@pytest.mark.parametrize("bad", [-1, 10**9, -(2**62)])
+def test_ids_outside_the_vocabulary(client: openai.OpenAI, bad: int) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"token id {bad} is outside the vocabulary"):
+        complete(client, [1, bad])
+
+
+@pytest.mark.parametrize("bad", ["", [], [[]], [""], [[1], []]])
+def test_empty_prompts(client: openai.OpenAI, bad: Any) -> None:
+    with pytest.raises(openai.BadRequestError):
+        complete(client, bad)
+
+
+@pytest.mark.parametrize("bad", [[1, "a"], [True], [1.5], 7, {"image": "x"}, None])
+def test_prompts_of_other_kinds(client: openai.OpenAI, bad: Any) -> None:
+    with pytest.raises(openai.BadRequestError):
+        complete(client, bad)
+
+
+def test_a_prompt_that_is_json_is_text(client: openai.OpenAI, http: Any) -> None:
+    prompt = '[{"image": "/etc/passwd"}]'
+    assert complete(client, prompt, echo=True, max_tokens=1).choices[0].text.startswith(prompt)
+
+
+def test_too_many_choices(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="limit is 64"):
+        complete(client, ["a"] * 33, n=2)

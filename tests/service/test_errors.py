@@ -1,0 +1,241 @@
+"""Every mistake has its status and an error object of OpenAI's form; nothing is lost, nobody else is hurt."""
+
+import asyncio
+import base64
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from mindie_mm import errors
+from service.errors import TABLE, error_object, outcome
+from tools.serving import RunningService
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+def check(answer: Any, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert error["message"]
+    assert len(error["message"]) < 1000
+    return error
+
+
+def with_image(url: Any) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is in the image?"}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infer", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nonsense", b"\xff\xfe", b'{"messages": ', b"[" * 100_000])
+def test_bodies_that_are_no_object(http: Any, path: str, body: bytes) -> None:
+    check(http.post(path, content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": ["Hello"]}, "messages"),
+        ({"temperature": "0"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"stop": [1]}, "stop"),
+        ({"seed": 0.5}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"logit_bias": {"1": "a"}}, "logit_bias"),
+    ],
+)
+def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str) -> None:
+    assert check(http.post(CHAT, json={"messages": HELLO} | change), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": []}, "empty"),
+        ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": []}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell", "smell": "x"}]}]}, "content"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e9}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ["x"] * 17}, "17 stop strings"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [10**8]}, "stop_token_ids"),
+        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: str) -> None:
+    assert said in check(http.post(CHAT, json={"messages": HELLO} | change), 400)["message"]
+    assert said in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
+
+
+def test_not_a_number(http: Any) -> None:
+    body = json.dumps({"messages": HELLO, "temperature": float("nan")})
+    check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+def test_a_lone_surrogate(http: Any) -> None:
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+def test_another_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "x"}])
+    assert caught.value.param == "model"
+    assert "'gpt-5'" in caught.value.message
+
+
+def test_unknown_routes_and_methods(http: Any) -> None:
+    check(http.get("/v1/nothing"), 404)
+    check(http.get(CHAT), 405)
+
+
+def test_a_prompt_that_is_too_long(http: Any) -> None:
+    limit = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {"messages": [{"role": "user", "content": "red square " * limit}]}
+    message = check(http.post(CHAT, json=body), 400)["message"]
+    assert str(limit) in message or "limit" in message
+    check(http.post("/v1/completions", json={"prompt": [1] * (limit + 1), "max_tokens": 1}), 400)
+    check(http.post("/v1/completions", json={"prompt": [1] * (limit - 4), "max_tokens": 5}), 400)
+
+
+def test_a_body_that_is_too_large(service: RunningService, client: openai.OpenAI, http: Any) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * (9 << 20)}])
+    assert caught.value.status_code == 413
+    assert "limit of 8388608 bytes" in caught.value.message
+    assert http.get("/health").status_code == 200
+
+
+def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
+    host = urlsplit(service.url)
+    assert host.hostname is not None
+    with socket.create_connection((host.hostname, host.port or 80), timeout=10) as connection:
+        connection.sendall(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(9):
+            connection.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("/etc/passwd", "no such file under the allowed media folder"),
+        ("file:///etc/passwd", "no such file under the allowed media folder"),
+        ("file:///proc/self/environ", "no such file under"),
+        ("file://host/x.png", "a file: URL with a host"),
+        ("{media}/../../etc/passwd", "no such file under"),
+        ("{media}/missing.png", "no such file under"),
+        ("{media}/link.png", "no such file under"),
+        ("{media}", "not a regular file"),
+        ("{media}/pipe", "not a regular file"),
+        ("{media}/large.png", "limit for one item is 4194304"),
+        ("relative.png", "neither a path, a URL nor valid base64"),
+        ("http://127.0.0.1:1/x.png", "not public"),
+        ("http://localhost/x.png", "not public"),
+        ("http://169.254.169.254/latest", "not public"),
+        ("ftp://example.org/x.png", "scheme 'ftp'"),
+        ("javascript:alert(1)", "scheme 'javascript'"),
+        ("data:image/png,abc", "data:"),
+        ("data:image/png;base64,####", "valid base64"),
+        ("data:image/png;base64,abc", "valid base64"),
+        ("data:image/png;base64,", "image 1"),
+        ("data:image/png;base64,aGVsbG8gd29ybGQ=", "image 1"),
+        ("", "image_url"),
+        ({"url": 5}, "image_url.url"),
+        ({"url": "x", "detail": "huge"}, "detail"),
+        (None, "image_url"),
+    ],
+)
+def test_media_that_cannot_be_had(http: Any, media_dir: Path, url: Any, said: str) -> None:
+    (media_dir / "link.png").unlink(missing_ok=True)
+    (media_dir / "link.png").symlink_to("/etc/passwd")
+    if not (media_dir / "pipe").exists():
+        os.mkfifo(media_dir / "pipe")
+    (media_dir / "large.png").write_bytes(bytes((4 << 20) + 1))
+    if isinstance(url, str):
+        url = url.format(media=media_dir)
+    message = check(http.post(CHAT, json=with_image(url)), 400)["message"]
+    assert said in message
+    assert "root:" not in message
+
+
+def test_a_truncated_image(http: Any, media_dir: Path) -> None:
+    whole = (media_dir / "green_star.jpg").read_bytes()
+    raw = base64.b64encode(whole[: len(whole) // 3]).decode()
+    assert "image" in check(http.post(CHAT, json=with_image(raw)), 400)["message"]
+
+
+def test_too_many_items_and_bytes(http: Any, red_square: str) -> None:
+    items = [{"image": red_square}] * 5 + [{"text": "?"}]
+    assert "5 media items, the limit is 4" in check(http.post("/infer", json={"inputs": items}), 400)["message"]
+    big = base64.b64encode(bytes(2_900_000)).decode()
+    message = check(http.post("/infer", json={"inputs": [{"image": big}] * 2}), 400)["message"]
+    assert "5800000 bytes, the limit is 5242880" in message
+
+
+def test_audio_is_refused_by_this_family(http: Any) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "UklGRiQAAABXQVZF", "format": "wav"}}
+    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
+    assert "audio" in check(http.post(CHAT, json=body), 400)["message"]
+
+
+async def test_a_broken_image_fails_alone(service: RunningService, red_square: str) -> None:
+    broken = f"data:image/png;base64,{base64.b64encode(b'not a picture').decode()}"
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def ask(url: str) -> str:
+            try:
+                answer = await client.chat.completions.create(model="tiny", **with_image({"url": url}))
+            except openai.BadRequestError as error:
+                return error.type or ""
+            return answer.choices[0].message.content or ""
+
+        urls = [broken if index % 4 == 1 else red_square for index in range(12)]
+        answers = await asyncio.gather(*map(ask, urls))
+    wanted = ["BadRequestError" if url == broken else "red square" for url in urls]
+    assert answers == wanted
+    assert (await asyncio.to_thread(service.wait_until_free))["blocks"] == 0
+
+
+def test_every_error_class_has_a_status() -> None:
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(classes) > 15
+    for kind in classes:
+        found = outcome(kind("x"))
+        caller = issubclass(kind, errors.InputError)
+        assert (400 <= found.status < 500) or (not caller and found.status >= 500)
+        assert error_object(kind("said"))["error"]["message"] == "said"
+    assert error_object(ValueError("secret"))["error"]["message"] == "internal error"
+    assert set(TABLE) <= {*classes, Exception}

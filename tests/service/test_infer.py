@@ -1,0 +1,108 @@
+"""/infer, in MindIE's forms."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WHAT = "What is in the image?"
+
+
+def infer(http: Any, inputs: Any, *, stream: bool = False, **parameters: Any) -> Any:
+    body = {"inputs": inputs, "stream": stream, "parameters": {"max_new_tokens": 24} | parameters}
+    return http.post("/infer", json=body)
+
+
+def test_a_list_of_dicts(http: Any, media_dir: Path) -> None:
+    answer = infer(http, [{"image": str(media_dir / "green_star.jpg")}, {"text": WHAT}])
+    assert answer.status_code == 200
+    assert answer.json() == {"generated_text": "green star"}
+
+
+def test_openai_style_items_and_details(http: Any, red_square: str) -> None:
+    items = [{"type": "image_url", "image_url": red_square}, {"type": "text", "text": WHAT}]
+    answer = infer(http, items, details=True, seed=5).json()
+    assert answer["generated_text"] == "red square"
+    details = answer["details"]
+    assert details["finish_reason"] == "eos_token"
+    assert details["seed"] == 5
+    assert details["generated_tokens"] == len(details["generated_token_ids"])
+
+
+def test_a_video(http: Any, media_dir: Path) -> None:
+    items = [{"video": str(media_dir / "right.mp4")}, {"text": "Which way does the shape move?"}]
+    assert infer(http, items).json() == {"generated_text": "right"}
+
+
+def test_a_text_is_taken_as_it_is(http: Any) -> None:
+    answer = infer(http, "What colour", details=True, max_new_tokens=3).json()
+    same = http.post("/v1/completions", json={"prompt": "What colour", "temperature": 0, "max_tokens": 3}).json()
+    assert answer["generated_text"] == same["choices"][0]["text"]
+
+
+def test_a_list_without_template(http: Any) -> None:
+    raw = http.post("/infer", json={"inputs": [{"text": "What "}, {"text": "colour"}], "chat_template": False})
+    assert raw.json() == infer(http, "What colour", max_new_tokens=20).json()
+
+
+def test_streaming(http: Any, red_square: str) -> None:
+    answer = infer(http, [{"image": red_square}, {"text": WHAT}], stream=True, details=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in answer.text.splitlines() if line)
+    assert events[0]["prefill_time"] > 0
+    assert events[0]["decode_time"] is None
+    assert all(event["prefill_time"] is None and event["decode_time"] >= 0 for event in events[1:])
+    assert all(set(event) == {"prefill_time", "decode_time", "token"} for event in events[:-1])
+    assert events[-1]["generated_text"] == "red square"
+    assert events[-1]["token"]["text"] is None
+    assert events[-1]["details"]["generated_tokens"] == sum(len(event["token"]["id"]) for event in events)
+
+
+def test_sampling_is_decided_by_do_sample(http: Any) -> None:
+    greedy = infer(http, "What colour", do_sample=False, temperature=50.0, seed=1).json()
+    assert greedy == infer(http, "What colour").json()
+    drawn = {infer(http, "What colour", temperature=50.0, seed=seed).json()["generated_text"] for seed in (1, 2, 3)}
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ([], "empty"),
+        ("", "empty"),
+        ([{"image": "/etc/passwd"}], "image 1: no such file"),
+        ([{"image": "x", "text": "y"}], r"inputs\[0\]"),
+        ([{"text": 5}], r"inputs\[0\].text"),
+        ([{"audio": "data:audio/wav;base64,UklGRiQAAABXQVZF"}, {"text": "?"}], "audio"),
+        (5, "inputs"),
+        (None, "inputs"),
+    ],
+)
+def test_bad_inputs(http: Any, inputs: Any, said: str) -> None:
+    answer = infer(http, inputs)
+    assert answer.status_code == 400, answer.text
+    assert re.search(said, answer.json()["error"]["message"]), answer.text
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": True},
+        {"max_new_tokens": "3"},
+        {"timeout": 0},
+        {"timeout": 3601},
+        {"seed": -1},
+        {"seed": 1.5},
+    ],
+)
+def test_bad_parameters(http: Any, parameters: dict[str, Any]) -> None:
+    answer = infer(http, "x", **parameters)
+    assert answer.status_code == 400
+    assert next(iter(parameters)) in answer.json()["error"]["message"]

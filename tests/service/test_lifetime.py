@@ -1,0 +1,183 @@
+"""What ends a request early frees what it held: its client, its deadline, its abort."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from mindie_mm.errors import QueueFull, RequestAborted, RequestTimeout, ServiceStopping
+from service.admission import Admission
+from tools.serving import RunningService
+
+ENDLESS: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+
+
+def endless_chat(service: RunningService, red_square: str, **changes: Any) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": red_square}}, {"type": "text", "text": "What?"}]
+    limit = service.get("/v1/models")["data"][0]["max_model_len"]
+    body = {"messages": [{"role": "user", "content": content}], **ENDLESS, **changes}
+    return body | {"max_tokens": min(2000, limit // 2)}
+
+
+def post(service: RunningService, path: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request and returns its connection, on which nothing has been read."""
+    host = urlsplit(service.url)
+    assert host.hostname is not None
+    connection = socket.create_connection((host.hostname, host.port or 80), timeout=20)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def wait_for_blocks(service: RunningService) -> None:
+    for _ in range(10_000):
+        if service.shm()["blocks"]:
+            return
+    pytest.fail("the request took no block")
+
+
+def running(service: RunningService, http: Any) -> float:
+    return metric(http, "num_requests_running")
+
+
+def metric(http: Any, name: str, **labels: str) -> float:
+    """The sum over a metric's series with these labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    lines = http.get("/metrics").text.splitlines()
+    series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/infer"])
+def test_a_client_that_leaves_frees_everything(
+    service: RunningService, http: Any, red_square: str, path: str, stream: bool
+) -> None:
+    aborted = metric(http, "request_success_total", finished_reason="abort")
+    if path == "/infer":
+        body = {"inputs": [{"image": red_square}, {"text": "What?"}], "stream": stream}
+        body["parameters"] = {"max_new_tokens": 400, "temperature": 50.0}
+    else:
+        body = endless_chat(service, red_square, stream=stream)
+    with post(service, path, body) as connection:
+        wait_for_blocks(service)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert service.wait_until_free()["blocks"] == 0
+    assert metric(http, "request_success_total", finished_reason="abort") >= aborted
+
+
+def test_a_client_that_leaves_stops_the_engine(service: RunningService, http: Any, red_square: str) -> None:
+    aborted = metric(http, "request_success_total", finished_reason="abort")
+    with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
+        wait_for_blocks(service)
+    assert service.wait_until_free()["blocks"] == 0
+    assert metric(http, "request_success_total", finished_reason="abort") == aborted + 2
+    for _ in range(1000):
+        if running(service, http) == 0:
+            break
+        # A step's statistics arrive with the next step: a short request makes one.
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert running(service, http) == 0
+
+
+def test_the_openai_client_closes_a_stream(service: RunningService, client: openai.OpenAI, red_square: str) -> None:
+    body = endless_chat(service, red_square)
+    messages = body.pop("messages")
+    ignore_eos = {"ignore_eos": body.pop("ignore_eos")}
+    with client.chat.completions.create(
+        model="tiny", messages=messages, stream=True, extra_body=ignore_eos, **body
+    ) as stream:
+        next(iter(stream))
+        assert service.shm()["blocks"] > 0
+    assert service.wait_until_free()["blocks"] == 0
+
+
+def test_a_deadline(service: RunningService, http: Any, red_square: str) -> None:
+    body = {"inputs": [{"image": red_square}, {"text": "What?"}]}
+    limit = service.get("/v1/models")["data"][0]["max_model_len"]
+    parameters = {"max_new_tokens": limit - 300, "timeout": 1, "temperature": 50.0}
+    answer = http.post("/infer", json=body | {"parameters": parameters})
+    # A fast machine may finish in time; what counts is that nothing is left either way.
+    assert answer.status_code in (200, 504), answer.text
+    if answer.status_code == 504:
+        assert answer.json()["error"]["type"] == "TimeoutError"
+    assert service.wait_until_free()["blocks"] == 0
+
+
+async def never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_admission_refuses_above_its_limit() -> None:
+    admission = Admission(1, 10)
+    async with admission.admit(never):
+        with pytest.raises(QueueFull, match="the limit is 1"):
+            async with admission.admit(never):
+                pytest.fail("admitted")
+    async with admission.admit(never):
+        assert len(admission) == 1
+    assert len(admission) == 0
+
+
+async def test_admission_ends_what_is_late() -> None:
+    with pytest.raises(RequestTimeout, match=r"limit of 0\.05 s"):
+        async with Admission(1, 10).admit(never, timeout_s=0.05):
+            await asyncio.Event().wait()
+
+
+async def test_admission_ends_what_was_abandoned() -> None:
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(RequestAborted):
+        async with Admission(1, 10).admit(gone):
+            await asyncio.Event().wait()
+
+
+async def test_admission_stops() -> None:
+    admission = Admission(2, 10)
+    started = asyncio.Event()
+
+    async def request() -> None:
+        async with admission.admit(never):
+            started.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(request())
+    await started.wait()
+    await admission.stop(grace_s=0)
+    with pytest.raises(ServiceStopping):
+        await task
+    with pytest.raises(ServiceStopping):
+        async with admission.admit(never):
+            pytest.fail("admitted")
+
+
+async def test_an_error_inside_goes_through_admission() -> None:
+    with pytest.raises(KeyError):
+        async with Admission(1, 10).admit(never):
+            raise KeyError
+
+
+async def test_a_foreign_cancellation_goes_through_admission() -> None:
+    admission = Admission(1, 10)
+    started = asyncio.Event()
+
+    async def request() -> None:
+        async with admission.admit(never):
+            started.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(request())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(admission) == 0

@@ -1,0 +1,61 @@
+"""/tokenize and /detokenize."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.serving import RunningService
+
+
+def tokenize(http: Any, **body: Any) -> dict[str, Any]:
+    answer = http.post("/tokenize", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.mark.parametrize("prompt", ["What colour is it?", "<|image_pad|>", "naïve 日本語 🎉", " ", "<|im_end|>"])
+def test_a_text_goes_there_and_back(http: Any, prompt: str) -> None:
+    found = tokenize(http, prompt=prompt, return_token_strs=True)
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    back = http.post("/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": prompt}
+
+
+def test_a_chat_with_a_picture_has_plain_ids(service: RunningService, http: Any, red_square: str) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": red_square}}, {"text": "What?"}]}
+    ]
+    found = tokenize(http, messages=messages)
+    assert found["max_model_len"] > found["count"]
+    assert all(token >= 0 for token in found["tokens"]), "words were replaced by placeholders"
+    text = http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+    assert text.count("<|image_pad|>") > 1
+    assert text.endswith("assistant\n")
+    whole = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).json()
+    assert whole["usage"]["prompt_tokens"] == found["count"]
+    assert service.wait_until_free()["blocks"] == 0
+
+
+def test_a_chat_without_generation_prompt(http: Any) -> None:
+    messages = [{"role": "user", "content": "Hello!"}]
+    with_prompt = tokenize(http, messages=messages)["tokens"]
+    without = tokenize(http, messages=messages, add_generation_prompt=False)["tokens"]
+    assert with_prompt[: len(without)] == without
+    assert len(without) < len(with_prompt)
+
+
+def test_inputs(http: Any, media_dir: Path) -> None:
+    found = tokenize(http, inputs=[{"image": str(media_dir / "green_star.jpg")}, {"text": "What?"}])
+    assert found["count"] > 10
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "inputs": [{"text": "b"}]}, {"prompt": 5}, {"messages": []}])
+def test_bad_bodies(http: Any, body: dict[str, Any]) -> None:
+    assert http.post("/tokenize", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("tokens", [[-1], [10**9], [1.5], ["1"], [True], None, 5])
+def test_ids_outside_the_vocabulary(http: Any, tokens: Any) -> None:
+    assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
