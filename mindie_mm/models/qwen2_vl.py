@@ -6,26 +6,37 @@ Source: arXiv 2409.12191; transformers' qwen2_vl, whose ids, grids and pixels th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.device import Device
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.patches import patchify
 from mindie_mm.media.video import open_video
+from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, Processor
-from mindie_mm.shm import ArraySpec
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.mrope import mrope_positions
+from mindie_mm.nn.pixels import normalize_patches, repeat_frames
+from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.shm import ArraySpec, View
 
 _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_PIXELS = 512 * 512
 _DEFAULT_FPS = 2.0
 _BICUBIC = 3
+_PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
+# Given as a dict, masks are taken as they are: paged attention knows what is causal.
+_NO_MASKS = {"full_attention": None, "sliding_attention": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,12 @@ class PixelSettings:
             max_frames=options.max_frames or self.max_frames,
             **sampling,
         )
+
+    def normalize(self, patches: torch.Tensor) -> torch.Tensor:
+        """uint8 patches of a block -> float32 [n, 3 * temporal * patch * patch] for the tower, on their device."""
+        values = normalize_patches(patches, self.mean, self.std, self.rescale_factor)
+        whole = 3 * self.temporal_patch_size * self.patch_size**2
+        return values if values.shape[1] == whole else repeat_frames(values, self.temporal_patch_size)
 
 
 class Qwen2VLProcessor(Processor):
@@ -258,9 +275,9 @@ class Qwen2VLModel(Model):
         self._merge: int = module.config.vision_config.spatial_merge_size
 
     def describe(self, view: View) -> MediaShape:
-        for kind, name in GRID_NAMES.items():
+        for kind, name in _GRIDS.items():
             if name in view:
-                t, h, w = (int(n) for n in view[name])
+                t, h, w = view[name].tolist()
                 return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
         raise CorruptReference(f"the block holds {', '.join(view)}, no grid of an image or a video")
 
@@ -268,18 +285,14 @@ class Qwen2VLModel(Model):
         merge = self._merge
         return mrope_positions(
             length,
-            [
-                (item.start, item.stop, (t, h // merge, w // merge))
-                for item in items
-                for t, h, w in [item.shape.grid]
-            ],
+            [(item.start, item.stop, (t, h // merge, w // merge)) for item in items for t, h, w in [item.shape.grid]],
         )
 
     def tower(self, views: Sequence[View]) -> list[Tensor]:
         device, dtype = self.spec.device, self.spec.dtype
         shapes = [self.describe(view) for view in views]
         patches = [
-            self._pixels.patches(torch.from_numpy(view[PIXEL_NAMES[shape.kind]]).to(device))
+            self._pixels[shape.kind].normalize(torch.from_dlpack(view[_PIXELS[shape.kind]]).to(device))
             for view, shape in zip(views, shapes, strict=True)
         ]
         grids = torch.tensor([shape.grid for shape in shapes], device=device)
@@ -294,7 +307,7 @@ class Qwen2VLModel(Model):
         out = self._module.model.language_model(
             inputs_embeds=hidden.unsqueeze(0),
             position_ids=positions.unsqueeze(1),
-            attention_mask=NO_MASKS,
+            attention_mask=_NO_MASKS,
             use_cache=False,
             paged=paged,
         )

@@ -1,0 +1,150 @@
+"""The whole line in a plain script: `LLM().generate([[{"image": path}, {"text": question}]])`."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import uuid
+import weakref
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from mindie_mm.config import WorkerConfig
+from mindie_mm.engine.messages import Timings, TokenLogprob
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import InputError, MindieMMError
+from mindie_mm.shm import request_directory
+from mindie_mm.tokenize.messages import TokenizeRequest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What came of one input."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """`stop` or `length`; None where `error` says why there is none."""
+    timings: Timings | None = None
+    logprobs: list[TokenLogprob] | None = None
+    """One per token, where asked for."""
+    error: MindieMMError | None = None
+    """What ended this input, where `on_error="return"` was asked for."""
+
+
+class LLM:
+    """A worker for a plain script, a notebook, standard input: no `__main__` guard is needed.
+
+    A context manager; without `with`, everything ends at `close` or with the interpreter.
+    """
+
+    def __init__(self, path: str | Path | None = None, config: WorkerConfig | None = None) -> None:
+        """Serves the checkpoint directory `path`; None is the embedded one. Errors as Worker.start."""
+        config = replace(config or WorkerConfig(), model=Path(path) if path is not None else None)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="mindie_mm", daemon=True).start()
+        try:
+            self._worker = self._run(Worker.start(config, in_process=True))
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+        self.close = weakref.finalize(self, _close, self._loop, self._worker)
+        """Ends the worker; calling it again does nothing."""
+
+    def generate(
+        self,
+        inputs: Sequence[Any],
+        params: SamplingParams | None = None,
+        *,
+        chat_template: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+    ) -> list[Output]:
+        """One output for each of `inputs`, in order; they run together.
+
+        An input is a `List[Dict]`, one user turn through the checkpoint's chat template (`chat_template=False`: as it
+        stands), or a text. One that fails leaves the others alone: its error is raised once they are done, or
+        returned in its Output.
+        """
+        if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+            raise InputError(f"inputs is a {type(inputs).__name__}, it must be a list of inputs")
+        requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
+        outputs = self._run(self._generate(requests, params or SamplingParams()))
+        if on_error == "raise":
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+        return outputs
+
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Output:
+        """The assistant's answer to chat messages, as /v1/chat/completions takes them."""
+        (output,) = self._run(self._generate([TokenizeRequest(messages=messages)], params or SamplingParams()))
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
+        # As many at a time as the engine runs: more would only fill the arena with pictures that wait.
+        places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
+
+        async def one(request: TokenizeRequest) -> Output:
+            async with places:
+                try:
+                    return await self._answer(request, params)
+                except MindieMMError as error:
+                    return Output("", [], None, error=error)
+
+        return await asyncio.gather(*(one(request) for request in requests))
+
+    async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
+        text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
+        with request_directory(Path(tempfile.gettempdir())) as directory:
+            request = TokenizeRequest(
+                messages=request.messages,
+                items=request.items,
+                text=request.text,
+                chat=request.chat,
+                path_file=str(directory.path_file),
+            )
+            async for delta in self._worker.answer(request, params, uuid.uuid4().hex):
+                text += delta.text
+                token_ids += delta.token_ids
+                logprobs += delta.logprobs or []
+        return Output(
+            text, token_ids, delta.finish_reason, delta.timings, logprobs if params.logprobs is not None else None
+        )
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` on the worker's loop; an interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+
+def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
+    if isinstance(one, str):
+        one = [{"text": one}]
+    if not isinstance(one, list):
+        raise InputError(f"inputs[{index}] is a {type(one).__name__}, it must be a list of dicts or a text")
+    return TokenizeRequest(items=one, chat=chat_template)
+
+
+def _close(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
+    asyncio.run_coroutine_threadsafe(worker.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
