@@ -1,7 +1,42 @@
-"""Arrays in shared memory: words, arena, path file, reclaim."""
+"""Arrays in shared memory: words, arena, path file, reclaim. Normative: docs/wire-format.md.
 
+with Arena.create(capacity_bytes) as arena:
+    with arena.allocate({"pixel_values": ArraySpec((n, 588), "uint8")}, path_file=path_file) as block:
+        block["pixel_values"][...] = ...
+        name_word, shape_word = block.publish().to_words()
+
+with attach(Ref.from_words(name_word, shape_word)) as view:     # another process
+    tensor = copy_to_device(view["pixel_values"])
+
+release(path_file)                                              # any process
+"""
+
+from mindie_mm.shm.arena import Arena
+from mindie_mm.shm.block import Block
+from mindie_mm.shm.path_file import PATH_FILE_NAME, RequestDirectory, release, request_directory
+from mindie_mm.shm.reader import View, attach, free
+from mindie_mm.shm.reclaim import ArenaInfo, BlockInfo, Collected, collect, survey
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.words import NAME_WORD_STOP, is_name_word
 
-__all__ = ["NAME_WORD_STOP", "ArraySpec", "Ref", "is_name_word"]
+__all__ = [
+    "NAME_WORD_STOP",
+    "PATH_FILE_NAME",
+    "Arena",
+    "ArenaInfo",
+    "ArraySpec",
+    "Block",
+    "BlockInfo",
+    "Collected",
+    "Ref",
+    "RequestDirectory",
+    "View",
+    "attach",
+    "collect",
+    "free",
+    "is_name_word",
+    "release",
+    "request_directory",
+    "survey",
+]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import mindie_mm.shm.words as words
 from mindie_mm.errors import InputError
+from mindie_mm.shm import words
 
 
 @dataclass(frozen=True, slots=True)

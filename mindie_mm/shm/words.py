@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, overload
 
-import mindie_mm.shm.spec as spec
 from mindie_mm.errors import CorruptReference, LimitExceeded
+from mindie_mm.shm import spec
 
 ARENA_BITS, BLOCK_BITS, GENERATION_BITS = 16, 14, 24
 MAX_ARENA = (1 << ARENA_BITS) - 1
@@ -77,12 +77,13 @@ def encode_name(arena: int, block: int, generation: int) -> int:
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
     """The shape word that goes with `name_word`; LimitExceeded for a shape that does not fit its 47 bits."""
     array = spec.ArraySpec(shape, dtype)
-    payload = (_SHAPE_TAG << 54) | (spec.DTYPE_CODES[dtype] << 50) | (len(shape) << 47) | _pack_dims(array.shape)
+    payload = (_SHAPE_TAG << 54) | (spec.DTYPE_CODES[dtype] << 50) | (len(shape) << 47) | pack_dims(array.shape)
     crc = _crc8(payload, _crc8((name_word & _MASK64) >> 8, _SHAPE_SEED))
     return _signed((payload << 8) | crc)
 
 
-def _pack_dims(shape: tuple[int, ...]) -> int:
+def pack_dims(shape: tuple[int, ...]) -> int:
+    """The `dims` of a shape word. LimitExceeded for a shape that does not fit."""
     dims = used = 0
     for size in reversed(shape[1:]):
         bits = (size - 1).bit_length()
@@ -130,7 +131,7 @@ def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _unpack_dims(word: int, dims: int, num_dims: int) -> tuple[int, ...]:
-    """Only what `_pack_dims` writes is accepted: one shape, one word."""
+    """Only what `pack_dims` writes is accepted: one shape, one word."""
     left = DIMS_BITS
     shape = []
     for _ in range(num_dims - 1):

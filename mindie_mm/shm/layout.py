@@ -1,0 +1,192 @@
+"""The bytes of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
+
+    0                header: one page
+    4096             table: 32 bytes an entry: state word, offset, size, time of allocation
+    releases_offset  release words: the doorbell, then one word an entry; a page of its own, for every process to write
+    data_offset      blocks, on page boundaries
+
+Everything is little-endian. A word of 8 bytes is written and read whole.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from uuid import UUID
+
+from mindie_mm.errors import SegmentMissing
+from mindie_mm.shm.words import MAX_BLOCK
+
+assert sys.byteorder == "little", "the words in an arena are read in place"
+
+SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies on Linux
+PAGE = 4096
+ALIGNMENT = 64
+
+MAGIC = b"mindieMM"
+VERSION = 1
+_HEADER = struct.Struct("<8sIIIIQQQQQQ16sQQQ")
+_CRC = struct.Struct("<I")
+
+ENTRY_BYTES = 32
+WORDS_PER_ENTRY = ENTRY_BYTES // 8
+STATE, OFFSET, SIZE, ALLOCATED_NS = range(WORDS_PER_ENTRY)
+"""Places of an entry's words: (generation << 8 | state), offset in the file, bytes, CLOCK_BOOTTIME."""
+
+FREE, FILLING, PUBLISHED = range(3)
+STATE_NAMES = ("free", "filling", "published")
+
+MIN_ENTRIES = 64
+BYTES_PER_ENTRY = 1 << 16
+"""One entry for so much capacity, up to the number that a word can name."""
+
+DOORBELL = 0
+"""Place of the word that tells the owner that a release word was written; entry n's own word is at 1 + n."""
+
+
+def file_name(arena: int) -> str:
+    """The file of arena number `arena`, in SHM_DIRECTORY."""
+    return f"mindie_mm-{arena:04x}"
+
+
+def round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def state_word(generation: int, state: int) -> int:
+    return generation << 8 | state
+
+
+_fence_lock = Lock()
+
+
+def fence() -> None:
+    """Orders memory accesses before it against those after it, on processors with weak ordering too.
+
+    A release of a lock followed by its acquisition is a full barrier; Python has no other.
+    """
+    with _fence_lock:
+        pass
+    with _fence_lock:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that made an arena: for people; whether it lives is told by its lock alone."""
+
+    pid: int
+    """In the owner's own pid namespace."""
+    start_time: int
+    """Clock ticks from boot to the start of the process."""
+    boot_id: str
+    pid_namespace: int
+    """Inode of /proc/self/ns/pid."""
+    mount_namespace: int
+    """Inode of /proc/self/ns/mnt: paths in block headers are the owner's."""
+
+    @classmethod
+    def current(cls) -> Owner:
+        """The running process."""
+        stat = Path("/proc/self/stat").read_text()
+        return cls(
+            pid=os.getpid(),
+            start_time=int(stat.rpartition(")")[2].split()[19]),
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+            mount_namespace=Path("/proc/self/ns/mnt").stat().st_ino,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHeader:
+    """What stands in an arena's first page."""
+
+    arena: int
+    num_entries: int
+    capacity_bytes: int
+    """Bytes for blocks."""
+    created_ns: int
+    """Wall clock, ns since 1970."""
+    owner: Owner
+
+    @classmethod
+    def plan(cls, capacity_bytes: int, created_ns: int) -> ArenaHeader:
+        """The header of a new arena of this process, its number still 0; the capacity is rounded up to whole pages."""
+        num_entries = min(max(capacity_bytes // BYTES_PER_ENTRY, MIN_ENTRIES), MAX_BLOCK + 1)
+        return cls(0, num_entries, round_up(capacity_bytes, PAGE), created_ns, Owner.current())
+
+    @property
+    def releases_offset(self) -> int:
+        return PAGE + round_up(self.num_entries * ENTRY_BYTES, PAGE)
+
+    @property
+    def releases_bytes(self) -> int:
+        return round_up((1 + self.num_entries) * 8, PAGE)
+
+    @property
+    def data_offset(self) -> int:
+        return self.releases_offset + self.releases_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_offset + self.capacity_bytes
+
+    def pack(self) -> bytes:
+        owner = self.owner
+        body = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.arena,
+            self.num_entries,
+            ENTRY_BYTES,
+            self.releases_offset,
+            self.data_offset,
+            self.capacity_bytes,
+            self.created_ns,
+            owner.pid,
+            owner.start_time,
+            UUID(owner.boot_id).bytes,
+            owner.pid_namespace,
+            owner.mount_namespace,
+            0,
+        )
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @classmethod
+    def read(cls, descriptor: int, status: os.stat_result) -> ArenaHeader:
+        """Reads the header of an open file; SegmentMissing if it is another user's, no arena, damaged or cut short."""
+        if status.st_uid != os.geteuid():
+            raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
+        return cls.unpack(os.pread(descriptor, PAGE, 0), status.st_size)
+
+    @classmethod
+    def unpack(cls, page: bytes, file_bytes: int) -> ArenaHeader:
+        """As `read`, from the first page and the size of the file."""
+        body = page[: _HEADER.size]
+        if len(page) < _HEADER.size + _CRC.size or body[: len(MAGIC)] != MAGIC:
+            raise SegmentMissing("the file is no arena")
+        if zlib.crc32(body) != _CRC.unpack_from(page, _HEADER.size)[0]:
+            raise SegmentMissing("the header of the arena is damaged")
+        (_, version, arena, num_entries, entry_bytes, releases_offset, data_offset, capacity, created_ns, *owner) = (
+            _HEADER.unpack(body)
+        )
+        if version != VERSION:
+            raise SegmentMissing(f"the arena has format version {version}; this program reads version {VERSION}")
+        pid, start_time, boot_id, pid_namespace, mount_namespace, _ = owner
+        header = cls(
+            arena,
+            num_entries,
+            capacity,
+            created_ns,
+            Owner(pid, start_time, str(UUID(bytes=boot_id)), pid_namespace, mount_namespace),
+        )
+        layout = (ENTRY_BYTES, header.releases_offset, header.data_offset, header.file_bytes)
+        if not 0 < num_entries <= MAX_BLOCK + 1 or (entry_bytes, releases_offset, data_offset, file_bytes) != layout:
+            raise SegmentMissing(f"the arena's file has {file_bytes} bytes, its header says {header.file_bytes}")
+        return header

@@ -1,0 +1,41 @@
+"""Faults the pages of a mapping in, in the background: 0.6 to 2 s per GiB that no request then waits for."""
+
+from __future__ import annotations
+
+import mmap
+from threading import Event, Thread
+
+# <linux/mman.h>, Linux 5.14; the mmap module does not name them.
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+
+# madvise holds the interpreter's lock: a step is what other threads may have to wait for.
+STEP_BYTES = 1 << 20
+
+
+class Populator:
+    """Populates a mapping from its start, step by step, until it is done or told to stop."""
+
+    def __init__(self, mapping: mmap.mmap, advice: int) -> None:
+        self.done = Event()
+        """Set when every page is there, or the kernel cannot do it ahead of use."""
+        self.fraction = 0.0
+        self._stop = Event()
+        Thread(target=self._run, args=(mapping, advice), name="mindie_mm-populate", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self, mapping: mmap.mmap, advice: int) -> None:
+        total = len(mapping)
+        for start in range(0, total, STEP_BYTES):
+            if self._stop.is_set():
+                return
+            try:
+                mapping.madvise(advice, start, min(STEP_BYTES, total - start))
+            except OSError:
+                # An older kernel does not know the advice (EINVAL), or the file was cut (EFAULT): pages come as used.
+                break
+            self.fraction = min(start + STEP_BYTES, total) / total
+        self.fraction = 1.0
+        self.done.set()

@@ -1,0 +1,232 @@
+"""The readers' side of arenas: attach, verify, free. Any process, no lock shared with others."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
+from mindie_mm.shm.block_header import BlockHeader, DamagedHeaderError
+from mindie_mm.shm.layout import (
+    DOORBELL,
+    OFFSET,
+    PAGE,
+    PUBLISHED,
+    SHM_DIRECTORY,
+    SIZE,
+    STATE,
+    WORDS_PER_ENTRY,
+    ArenaHeader,
+    fence,
+    file_name,
+    state_word,
+)
+from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
+from mindie_mm.shm.ref import Ref
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class MappedArena:
+    """An arena as another process sees it: all of it read-only, its release words writable."""
+
+    def __init__(self, arena: int) -> None:
+        """FileNotFoundError if there is no such file.
+
+        SegmentMissing if it is no arena, damaged, or another user's; SharedMemoryError if it cannot be mapped.
+        """
+        self._path = str(SHM_DIRECTORY / file_name(arena))
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SharedMemoryError(f"{self._path} cannot be opened: {error.strerror}") from error
+        try:
+            status = os.fstat(descriptor)
+            header = ArenaHeader.read(descriptor, status)
+            self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
+            releases = mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset)
+        except SegmentMissing as error:
+            raise SegmentMissing(f"{self._path}: {error}") from error
+        except OSError as error:
+            raise SharedMemoryError(f"{self._path} cannot be mapped: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        self.header = header
+        self._identity = (status.st_ino, status.st_size)
+        self._entries = memoryview(self.map)[PAGE : header.releases_offset].cast("Q")
+        self._releases = memoryview(releases).cast("Q")
+        self._populator: Populator | None = None
+
+    def is_intact(self) -> bool:
+        """Whether the file still is the arena that was mapped: neither removed, replaced nor resized."""
+        try:
+            status = os.stat(self._path)  # noqa: PTH116 - half the time of Path.stat
+        except FileNotFoundError:
+            return False
+        return (status.st_ino, status.st_size) == self._identity
+
+    def close(self) -> None:
+        """Stops background work; the mapping goes with the last array over it."""
+        if self._populator is not None:
+            self._populator.stop()
+
+    def check(self, ref: Ref) -> None:
+        """StaleReference unless the block is published at the reference's generation, and not freed."""
+        if ref.block >= self.header.num_entries:
+            raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
+        state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
+        if state != state_word(ref.generation, PUBLISHED):
+            raise StaleReference(f"{ref}: the block is at generation {state >> 8}, not published at {ref.generation}")
+        if self._releases[1 + ref.block] == ref.generation:
+            raise StaleReference(f"{ref}: the block was freed")
+
+    def block_header(self, ref: Ref) -> tuple[int, BlockHeader]:
+        """The block's offset in the file and its header. StaleReference, SegmentMissing, CorruptReference."""
+        self.check(ref)
+        fence()
+        entry = WORDS_PER_ENTRY * ref.block
+        offset, size = self._entries[entry + OFFSET], self._entries[entry + SIZE]
+        try:
+            header = BlockHeader.unpack(self.map, offset, min(offset + size, self.header.file_bytes))
+            header.require(ref.block, ref.generation)
+        except DamagedHeaderError as error:
+            self.check(ref)  # freed and used again while it was read: stale, not damaged
+            raise SegmentMissing(f"{ref}: the block's header is damaged: {error}") from error
+        spec = next(iter(header.arrays.values())).spec
+        if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
+            raise CorruptReference(f"{ref}: the block's first array is {spec.dtype} {spec.shape}")
+        return offset, header
+
+    def populate(self) -> None:
+        """Faults the whole mapping in, once, in the background."""
+        if self._populator is None:
+            self._populator = Populator(self.map, MADV_POPULATE_READ)
+
+    def release(self, ref: Ref) -> bool:
+        """Asks the owner to free a block; False if it is free already, or is another generation's."""
+        if ref.block >= self.header.num_entries or self._releases[1 + ref.block] == ref.generation:
+            return False
+        state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
+        if state >> 8 != ref.generation or not state & 0xFF:
+            return False
+        self._releases[1 + ref.block] = ref.generation
+        fence()
+        self._releases[DOORBELL] = 1
+        return True
+
+
+class ArenaCache:
+    """The arenas that this process maps, each mapped once."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, MappedArena] = {}
+        self._lock = Lock()
+
+    def get(self, arena: int) -> MappedArena:
+        """FileNotFoundError if there is no such arena, else as `MappedArena`; costs one stat."""
+        mapped = self._arenas.get(arena)
+        if mapped is not None and mapped.is_intact():
+            return mapped
+        with self._lock:
+            self._drop_removed()
+            mapped = self._arenas.get(arena)
+            if mapped is None:
+                mapped = self._arenas[arena] = MappedArena(arena)
+            return mapped
+
+    def drop_removed(self) -> None:
+        """Gives up the arenas whose files are gone, so that their pages can go too."""
+        with self._lock:
+            self._drop_removed()
+
+    def _drop_removed(self) -> None:
+        for number, mapped in list(self._arenas.items()):
+            if not mapped.is_intact():
+                mapped.close()
+                del self._arenas[number]
+
+
+_cache = ArenaCache()
+drop_removed = _cache.drop_removed
+
+
+class View(Mapping[str, "np.ndarray[Any, Any]"]):
+    """The arrays of a published block: read-only, over the arena's own pages. They keep the mapping alive.
+
+    Whoever consumes it calls `verify` after its copy, or leaves it as a context manager: until then the arrays may
+    already be another content's.
+    """
+
+    __slots__ = ("_arena", "_arrays", "digest", "ref")
+
+    def __init__(self, arena: MappedArena, ref: Ref) -> None:
+        import numpy as np  # late: the operator's tools do without
+
+        offset, header = arena.block_header(ref)
+        self.ref = ref
+        """The reference that was attached."""
+        self.digest = header.digest
+        """Of content and preprocessing; None if the block is not to be cached."""
+        self._arena = arena
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {
+            name: np.ndarray(array.spec.shape, array.spec.dtype, arena.map, offset + array.offset)
+            for name, array in header.arrays.items()
+        }
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def verify(self) -> None:
+        """StaleReference if the block was freed, or freed and used again, since it was attached."""
+        fence()
+        self._arena.check(self.ref)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.verify()
+
+
+def attach(ref: Ref) -> View:
+    """The arrays of a published block, without a copy.
+
+    StaleReference if it was freed since, SegmentMissing if its arena is gone, truncated, replaced or damaged,
+    CorruptReference if dtype or shape are not the block's, SharedMemoryError if the arena cannot be mapped.
+    """
+    try:
+        arena = _cache.get(ref.arena)
+    except FileNotFoundError as error:
+        raise SegmentMissing(f"{ref}: there is no file {error.filename}") from error
+    view = View(arena, ref)
+    arena.populate()
+    return view
+
+
+def release_block(ref: Ref) -> bool:
+    """Frees a block and says whether this call did it."""
+    try:
+        return _cache.get(ref.arena).release(ref)
+    except (FileNotFoundError, SegmentMissing):
+        return False
+
+
+def free(ref: Ref) -> None:
+    """Frees a block. Idempotent, from any process; a missing arena or a block freed before is fine."""
+    release_block(ref)
