@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +39,6 @@ class Finding:
 def examine(config: WorkerConfig) -> Iterator[Finding]:
     """Looks at everything that serving `config` needs, one finding at a time."""
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (
-        _python,
         _libraries,
         _device,
         _checkpoint,
@@ -51,15 +50,8 @@ def examine(config: WorkerConfig) -> Iterator[Finding]:
         yield check(config)
 
 
-def _python(_: WorkerConfig) -> Finding:
-    found = sys.version.split()[0]
-    if sys.version_info < (3, 11):
-        return Finding("python", "error", found, "install Python 3.11 or later")
-    return Finding("python", "ok", found)
-
-
 def _libraries(_: WorkerConfig) -> Finding:
-    missing, found = [], []
+    missing, found = [], [f"python {platform.python_version()}"]
     for name in ("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av"):
         try:
             found.append(f"{name} {version(name)}")
@@ -99,7 +91,7 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     free = shutil.disk_usage(SHM).free
     found = f"{SHM} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
-        advice = "docker run --shm-size=2g; Kubernetes: an emptyDir with medium Memory on /dev/shm; or a smaller --arena-bytes"
+        advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"
         return Finding("shared memory", "error", found, advice)
     return Finding("shared memory", "ok", found)
 

@@ -1,0 +1,113 @@
+"""The engine beside transformers' generate, on one random checkpoint of 37M parameters, fp32 on the CPU.
+
+Both run the same prompts with the same number of tokens out, in turn, several rounds; medians count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2VLForConditionalGeneration
+
+from bench.report import median, plot, write
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.messages import Timings
+from mindie_mm.engine.sampling_params import SamplingParams
+from tools.random_checkpoint import write_checkpoint
+
+CONCURRENT, PROMPT, OUTPUT, LONG_PROMPT, ROUNDS = 8, 100, 64, 800, 5
+
+
+def prompts(count: int, length: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(8, 264, length + 3 * i, dtype=np.int64) for i in range(count)]
+
+
+class Reference:
+    """transformers' generate, one request at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def seconds(self, batch: list[np.ndarray], tokens: int) -> float:
+        start = time.perf_counter()
+        for ids in batch:
+            self.model.generate(
+                torch.from_numpy(ids)[None], max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+            )
+        return time.perf_counter() - start
+
+
+async def ours(engine: AsyncEngine, batch: list[np.ndarray], tokens: int) -> tuple[float, list[Timings]]:
+    """Wall seconds of all requests at once, and each one's own timings."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
+
+    async def one(i: int, ids: np.ndarray) -> Timings:
+        async for progress in engine.generate(f"{time.monotonic_ns()}-{i}", ids, params):
+            if progress.timings is not None:
+                timings = progress.timings
+        return timings
+
+    start = time.perf_counter()
+    timings = await asyncio.gather(*(one(i, ids) for i, ids in enumerate(batch)))
+    return time.perf_counter() - start, timings
+
+
+async def measure(path: Path) -> dict[str, Any]:
+    reference = Reference(path)
+    engine = await AsyncEngine.start(path, EngineConfig(device="cpu"))
+    try:
+        batch, long = prompts(CONCURRENT, PROMPT), prompts(1, LONG_PROMPT)
+        rounds: dict[str, list[float]] = {}
+
+        def add(name: str, value: float) -> None:
+            rounds.setdefault(name, []).append(value)
+
+        for i in range(ROUNDS + 1):
+            if i == 1:
+                rounds.clear()  # the first round warms both up
+            ours_all, timings = await ours(engine, batch, OUTPUT)
+            theirs_all = reference.seconds(batch, OUTPUT)
+            ours_one, (alone,) = await ours(engine, batch[:1], OUTPUT)
+            theirs_one = reference.seconds(batch[:1], OUTPUT)
+            _, (prefill,) = await ours(engine, long, 1)
+            theirs_prefill = reference.seconds(long, 1)
+            theirs_first = reference.seconds(batch[:1], 1)
+            add("throughput_ratio", theirs_all / ours_all)
+            add("tokens_per_s", CONCURRENT * OUTPUT / ours_all)
+            add("reference_tokens_per_s", CONCURRENT * OUTPUT / theirs_all)
+            add("decode_step_ms_alone", alone.decode_s / (OUTPUT - 1) * 1e3)
+            add("reference_decode_step_ms", (theirs_one - theirs_first) / (OUTPUT - 1) * 1e3)
+            add("decode_step_ms_batch_8", median([t.decode_s for t in timings]) / (OUTPUT - 1) * 1e3)
+            add("prefill_us_per_token", prefill.prefill_s / LONG_PROMPT * 1e6)
+            add("reference_prefill_us_per_token", theirs_prefill / LONG_PROMPT * 1e6)
+            add("single_request_ratio", theirs_one / ours_one)
+        return {name: round(median(values), 3) for name, values in rounds.items()}
+    finally:
+        await engine.close()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(measure(write_checkpoint(Path(folder) / "mid", "mid")))
+    write("engine", {"concurrent": CONCURRENT, "prompt": PROMPT, "output": OUTPUT, **figures})
+    names = ["decode_step_ms_alone", "decode_step_ms_batch_8", "reference_decode_step_ms"]
+
+    def draw(axes: Any) -> None:
+        axes.bar(["ours, alone", "ours, 8 at once", "transformers, alone"], [figures[name] for name in names])
+        axes.set_ylabel("ms per decode step")
+        axes.set_title(f"{figures['throughput_ratio']:.1f}x the throughput at {CONCURRENT} requests")
+
+    plot("engine", draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Where benchmarks leave their figures."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def write(name: str, figures: dict[str, Any]) -> None:
+    """Prints the figures, and writes them to bench/results with what they were taken on."""
+    machine = {
+        "processor": _processor(),
+        "cores": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"machine": machine, **figures}, indent=2)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
+
+
+def plot(name: str, draw: Callable[[Any], None]) -> None:
+    """Writes bench/results/<name>.png, drawn by `draw` on a matplotlib axes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    draw(axes)
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
