@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import subprocess
 from dataclasses import dataclass, field
@@ -15,13 +14,14 @@ import msgspec
 from mindie_mm.errors import MindieMMError, ProcessDied
 from mindie_mm.ipc import Channel, open_channel, spawn
 from mindie_mm.shm import Ref, collect, free
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 30.0
+_PATIENCE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -168,11 +168,13 @@ def _free_words(prompt: Prompt) -> None:
 
 
 async def _stop(process: _Process) -> None:
-    """Closes the channel, which ends the process, and reaps it."""
+    """Closes the channel, which ends the process, and reaps it; a process that does not end is killed."""
     await process.channel.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.popen.terminate()
+    for insist in (process.popen.terminate, process.popen.kill):
+        try:
+            await asyncio.to_thread(process.popen.wait, _PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            insist()
+        else:
+            return
     await asyncio.to_thread(process.popen.wait)
-
-
-__all__ = ["TokenizeRequest", "Tokenized", "TokenizerPool"]

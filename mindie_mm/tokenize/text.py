@@ -1,0 +1,204 @@
+"""Text to ids, such that text can never make a control token.
+
+A prompt is rendered to one string: by the checkpoint's chat template, or item after item. Control tokens that the
+template, or a media item, puts there are meant. One that a caller's text spells out, or that the pieces of several
+texts would join to, is text. So before rendering, the first character of any such spelling is replaced by a
+private-use character that occurs nowhere else; afterwards the string is cut at its control tokens, which now are the
+meant ones, and what lies between is restored and encoded with their recognition off. A prompt that spells out none,
+which is nearly every one, is encoded whole, exactly as transformers does it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Item, Message, Text
+from mindie_mm.nn.checkpoint import Checkpoint
+
+_FIRST_PRIVATE_USE = 0xE000
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
+    | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"sanitize_control_tokens"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as one string, control tokens spelled out."""
+
+    text: str
+    restore: Mapping[int, str]
+    """For str.translate: private-use characters to those that they stand for; empty where nothing was replaced."""
+
+
+class TextEncoder:
+    """A checkpoint's tokenizer and chat template. `placeholder_ids` are control tokens, whatever the file says."""
+
+    def __init__(self, checkpoint: Checkpoint, placeholder_ids: Iterable[int]) -> None:
+        from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+        if not self._tokenizer.is_fast:
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        self._template = _chat_template(checkpoint, self._tokenizer)
+        added = self._tokenizer.added_tokens_decoder
+        missing = sorted(set(placeholder_ids) - added.keys())
+        if missing:
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: ids {missing} of media are no added tokens")
+        self._control_ids = {
+            token.content: index for index, token in added.items() if token.special or index in set(placeholder_ids)
+        }
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._spelling = _spelling_pattern(longest_first)
+        self._prefix, self._suffix = self._frame()
+        for index in placeholder_ids:
+            if index in self._encode_plain(added[index].content):
+                raise UnsupportedCheckpoint(f"{checkpoint.path}: text can make the media token {added[index].content}")
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return self._template is not None
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Control tokens as they stand in a rendered prompt."""
+        return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
+    def render_items(self, items: Sequence[Item | str]) -> Rendered:
+        """One after another, no template; a str is taken as it is, control tokens and all."""
+        escapes = self._escapes(item.text for item in items if isinstance(item, Text))
+        pieces = [self._escape(item.text, escapes) if isinstance(item, Text) else item for item in items]
+        return Rendered("".join(str(piece) for piece in pieces), _inverse(escapes))
+
+    def render_messages(
+        self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> Rendered:
+        """Through the chat template. InputError where there is none, or where it refuses the messages."""
+        if self._template is None:
+            raise InputError("the checkpoint has no chat template; give a list of items or a text")
+        if reserved := _RESERVED_TEMPLATE_KWARGS & template_kwargs.keys():
+            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
+        conversation = [_as_dict(message) for message in messages]
+        escapes = self._escapes([*_strings(conversation), *_strings(template_kwargs)])
+        if escapes:
+            conversation = self._escape(conversation, escapes)
+            template_kwargs = self._escape(dict(template_kwargs), escapes)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+        return Rendered(text, _inverse(escapes))
+
+    def encode(self, rendered: Rendered, add_special_tokens: bool = False) -> list[int]:
+        """Ids; with `add_special_tokens` between what the tokenizer puts around a text of its own, such as a BOS."""
+        if rendered.restore:
+            ids = self._encode_pieces(rendered)
+        else:
+            ids = self._tokenizer.encode(rendered.text, add_special_tokens=False)
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def _encode_pieces(self, rendered: Rendered) -> list[int]:
+        ids: list[int] = []
+        for index, piece in enumerate(self._control.split(rendered.text)):
+            if index % 2:
+                ids.append(self._control_ids[piece])
+            elif piece:
+                ids += self._encode_plain(piece.translate(rendered.restore))
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after a text."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False)
+        framed = self._tokenizer.encode("a")
+        start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+        return framed[:start], framed[start + len(bare) :]
+
+    def _escapes(self, texts: Iterable[str]) -> dict[str, str]:
+        """For each character that begins a spelling in `texts`, one that occurs in none of them; mostly empty."""
+        texts = list(texts)
+        spelled = {match[0] for text in texts for match in self._spelling.finditer(text)}
+        if not spelled:
+            return {}
+        taken = set().union(*texts, self._template or "")
+        free = (chr(code) for code in count(_FIRST_PRIVATE_USE) if chr(code) not in taken)
+        return dict(zip(sorted(spelled), free, strict=False))
+
+    def _escape(self, value: Any, escapes: Mapping[str, str]) -> Any:
+        """`value`, in all its strings, with `escapes` applied where a spelling begins."""
+        if not escapes:
+            return value
+        if isinstance(value, str):
+            return self._spelling.sub(lambda match: escapes[match[0]], value)
+        if isinstance(value, Mapping):
+            return {self._escape(key, escapes): self._escape(entry, escapes) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._escape(entry, escapes) for entry in value]
+        return value
+
+
+def _chat_template(checkpoint: Checkpoint, tokenizer: Any) -> str | None:
+    """chat_template.jinja and tokenizer_config.json are the tokenizer's, chat_template.json is the processor's."""
+    if not (checkpoint.path / "chat_template.jinja").is_file():
+        template = checkpoint.json("chat_template.json").get("chat_template")
+        if isinstance(template, str):
+            return template
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _spelling_pattern(control: Sequence[str]) -> re.Pattern[str]:
+    """Matches the first character of each control token in a text, and of what its end may begin.
+
+    The latter, with any blanks behind it that a template may strip, would become a token if the template put the
+    right text behind it.
+    """
+    prefixes = {token[:size] for token in control for size in range(1, len(token))}
+    ends = "|".join(map(re.escape, sorted(prefixes, key=len, reverse=True)))
+    tokens = "|".join(map(re.escape, control))
+    first = "".join({re.escape(token[0]) for token in control})
+    return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    content: Any = message.content
+    if isinstance(content, tuple):
+        content = [
+            {"type": "text", "text": item.text} if isinstance(item, Text) else {"type": item.kind} for item in content
+        ]
+    return {"role": message.role, "content": content, **message.extra}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _strings(key)
+            yield from _strings(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _strings(entry)
+
+
+def _inverse(escapes: Mapping[str, str]) -> dict[int, str]:
+    return {ord(replacement): original for original, replacement in escapes.items()}

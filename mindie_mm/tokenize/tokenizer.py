@@ -1,0 +1,233 @@
+"""The tokenizer stage: items or messages in, ids with words out, pixels in shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded
+from mindie_mm.inputs import Item, Kind, Media, Message, Text, parse_inputs, parse_messages
+from mindie_mm.media.image import Data
+from mindie_mm.media.source import read_source, source_path
+from mindie_mm.models import family_of
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Plan
+from mindie_mm.shm import PATH_FILE_NAME, Arena, Ref, free
+from mindie_mm.tokenize.placeholders import Run, expand
+from mindie_mm.tokenize.prompt import Prompt, put_words
+from mindie_mm.tokenize.text import Rendered, TextEncoder
+from mindie_mm.tokenize.truncate import truncate
+
+ARENA_BYTES = 256 * 2**20
+"""Capacity of the arena that a tokenizer makes for itself."""
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A media item, read and planned, not preprocessed yet."""
+
+    run: Run
+    plan: Plan
+    data: Data
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and preprocessing, with an arena to preprocess into. A context manager.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: type[Family], arena: Arena | None) -> None:
+        """For `from_pretrained`."""
+        self._processor = family.processor(checkpoint)
+        placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
+        media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
+        self._text = TextEncoder(checkpoint, media_ids)
+        self._arena = arena
+        self._close_arena: weakref.finalize[..., Any] | None = None
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path | None = None, *, arena: Arena | None = None) -> Self:
+        """The tokenizer of the checkpoint directory `path`, None for the embedded one.
+
+        Without `arena` it makes one of its own at the first media item, and removes it on `close` or at the
+        interpreter's exit. UnsupportedCheckpoint.
+        """
+        checkpoint = Checkpoint.open(path)
+        return cls(checkpoint, family_of(checkpoint), arena)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return self._text.has_template
+
+    def tokenize(
+        self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
+    ) -> torch.Tensor:
+        """int64 [T], cpu: the items one after another, no template, words on the first slots of each media run.
+
+        References are recorded in the file `shm_name_save_path`; None means
+        dirname(dirname(first media path))/shm_name.txt. Whoever is done with the ids releases that file.
+        Raises InputError and below, ArenaFull, SharedMemoryError; then nothing stays allocated.
+        """
+        items = parse_inputs(inputs)
+        media = [item for item in items if isinstance(item, Media)]
+        prompt = self.prompt_from_items(items, _path_file(media, shm_name_save_path))
+        return torch.from_numpy(prompt.ids)
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        shm_name_save_path: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> torch.Tensor:
+        """int64 [T], cpu: chat messages through the checkpoint's template; else as `tokenize`."""
+        parsed = parse_messages(messages)
+        path_file = _path_file(_media_of(parsed), shm_name_save_path)
+        prompt = self.prompt_from_messages(parsed, path_file, add_generation_prompt, template_kwargs)
+        return torch.from_numpy(prompt.ids)
+
+    def prompt_from_items(
+        self, items: Sequence[Item], path_file: Path | None, *, max_tokens: int = 0, truncating: bool = False
+    ) -> Prompt:
+        """The prompt of `items`, one after another. `max_tokens` 0 is no limit; ContextLengthExceeded above it."""
+        media = [item for item in items if isinstance(item, Media)]
+        self._check_counts(media)
+        rendered = self._text.render_items([item if isinstance(item, Text) else self._spell(item) for item in items])
+        return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=True)
+
+    def prompt_from_messages(
+        self,
+        messages: Sequence[Message],
+        path_file: Path | None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int = 0,
+        truncating: bool = False,
+    ) -> Prompt:
+        """The prompt of chat messages, through the checkpoint's template."""
+        media = _media_of(messages)
+        self._check_counts(media)
+        rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs or {})
+        return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=False)
+
+    def close(self) -> None:
+        """Removes the arena that this tokenizer made. Idempotent."""
+        if self._close_arena is not None:
+            self._close_arena()
+            self._close_arena, self._arena = None, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prompt(
+        self,
+        rendered: Rendered,
+        media: Sequence[Media],
+        path_file: Path | None,
+        max_tokens: int,
+        truncating: bool,
+        add_special_tokens: bool,
+    ) -> Prompt:
+        planned = [self._plan(item, index) for index, item in enumerate(media)]
+        ids = self._text.encode(rendered, add_special_tokens)
+        prompt = expand(ids, [item.run for item in planned])
+        if max_tokens and len(prompt) > max_tokens:
+            if not truncating:
+                raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {max_tokens}")
+            prompt = truncate(prompt, max_tokens)
+        kept = planned[len(planned) - len(prompt.spans) :]
+        return put_words(prompt, [ref.to_words() for ref in self._preprocess(kept, path_file)])
+
+    def _plan(self, media: Media, index: int) -> _Planned:
+        try:
+            data = read_source(media)
+            plan = self._processor.plan(media, data)
+        except InputError as error:
+            raise type(error)(f"media item {index} ({media.kind}): {error}") from error
+        return _Planned(Run(media.kind, self._processor.placeholder(media.kind), plan.num_tokens), plan, data)
+
+    def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None) -> list[Ref]:
+        """The references of the blocks that hold the items; on any failure none of them stays."""
+        if planned and path_file is None:
+            raise InputError("media need a path file, to record what is to be freed")
+        refs: list[Ref] = []
+        try:
+            for index, item in enumerate(planned):
+                with self._own_arena().allocate(item.plan.specs, path_file=path_file) as block:
+                    try:
+                        item.plan.write(block)
+                    except InputError as error:
+                        raise type(error)(f"media item {index} ({item.run.kind}): {error}") from error
+                    refs.append(block.publish(_digest(item)))
+        except BaseException:
+            for ref in refs:
+                free(ref)
+            raise
+        return refs
+
+    def _own_arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = Arena.create(ARENA_BYTES)
+            self._close_arena = weakref.finalize(self, self._arena.close)
+        return self._arena
+
+    def _spell(self, media: Media) -> str:
+        placeholder = self._processor.placeholder(media.kind)
+        return self._text.spell((*placeholder.before, placeholder.token, *placeholder.after))
+
+    def _check_counts(self, media: Sequence[Media]) -> None:
+        limits: Mapping[Kind, int] = self._processor.limits()
+        for kind, limit in limits.items():
+            number = sum(item.kind == kind for item in media)
+            if number > limit:
+                raise LimitExceeded(f"the prompt has {number} items of kind {kind}; the model's limit is {limit}")
+        for item in media:
+            self._processor.placeholder(item.kind)
+
+
+def _digest(item: _Planned) -> bytes:
+    """Names the content of an item's block: equal source bytes under equal settings make equal arrays."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest.update(item.plan.settings.encode())
+    if isinstance(item.data, np.ndarray):
+        digest.update(f"\0pixels {item.data.shape}\0".encode())
+        digest.update(np.ascontiguousarray(item.data).data)
+    else:
+        digest.update(b"\0bytes\0")
+        digest.update(item.data)
+    return digest.digest()
+
+
+def _media_of(messages: Sequence[Message]) -> list[Media]:
+    contents = (message.content for message in messages if isinstance(message.content, tuple))
+    return [item for content in contents for item in content if isinstance(item, Media)]
+
+
+def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
+    if given is not None:
+        return Path(given)
+    if not media:
+        return None
+    for item in media:
+        if (path := source_path(item)) is not None:
+            return path.absolute().parent.parent / PATH_FILE_NAME
+    raise InputError(
+        f"shm_name_save_path is None and none of the {len(media)} media items is a file to put {PATH_FILE_NAME} near"
+    )
