@@ -70,6 +70,8 @@ class ServiceConfig:
     """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
     spool: Path | None = None
     """Folder in which requests keep their path files and media; None: `default_spool()`."""
+    reclaim_interval_s: float = 60.0
+    """How often shared memory of dead processes is looked for."""
     max_concurrent_requests: int = 256
     """Most requests being answered; further ones are refused."""
     request_timeout_s: float = 600.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import FastAPI
 
@@ -16,7 +16,7 @@ from service.admission import Admission
 from service.border import Border
 from service.media import MediaPolicy
 from service.metrics import Metrics
-from service.spool import open_spool
+from service.reclaim import reclaiming
 from service.state import Service
 
 
@@ -28,7 +28,9 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with open_spool(config.spool or default_spool()) as spool:
+        spool = config.spool or default_spool()
+        spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        async with reclaiming(spool, config.reclaim_interval_s):
             app.state.service = service = Service(
                 worker=worker,
                 config=config,

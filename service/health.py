@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from mindie_mm.shm import survey
+from mindie_mm.shm import ArenaInfo, survey
 from service.json_response import JSONResponse
-from service.state import ServiceDep
+from service.state import Service, ServiceDep
 
 router = APIRouter()
 
@@ -31,3 +32,31 @@ async def live() -> Response:
 async def metrics(service: ServiceDep) -> Response:
     """Prometheus' text format."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/shm")
+async def shm(service: ServiceDep) -> Response:
+    """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed."""
+    arenas = await asyncio.to_thread(_arenas, service)
+    return JSONResponse(
+        {
+            "blocks": sum(len(arena.blocks) for arena in arenas),
+            "bytes": sum(arena.used_bytes for arena in arenas),
+            "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
+            "arenas": [
+                {
+                    "name": Path(arena.file).name,
+                    "pid": arena.owner.pid if arena.owner else None,
+                    "blocks": len(arena.blocks),
+                    "bytes": arena.used_bytes,
+                    "capacity_bytes": arena.capacity_bytes,
+                }
+                for arena in arenas
+            ],
+        }
+    )
+
+
+def _arenas(service: Service) -> list[ArenaInfo]:
+    pids = service.worker.tokenizers.pids
+    return [arena for arena in survey() if arena.owner is not None and arena.owner.pid in pids]

@@ -17,10 +17,10 @@ from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, MindieMMError, TokenOutOfRange
 from mindie_mm.inputs import parse_inputs, parse_messages
+from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.media import media_of, media_of_messages, messages_with_paths, with_paths
-from service.spool import remove_media
+from service.media import media_of, media_of_messages, messages_with_paths, remove_media, with_paths
 from service.state import Service
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator
         service.metrics.tokenize_s.observe(time.perf_counter() - started)
         yield prompt
         return
-    with service.spool.request() as directory:
+    with request_directory(service.spool) as directory:
         changes: dict[str, Any] = {"path_file": str(directory.path_file)}
         if request.messages is not None:
             messages = parse_messages(request.messages)
@@ -110,11 +110,11 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
                 index = waiting.pop(task)
-                item = task.result()
-                if item is None:
+                found = task.result()
+                if found is None:
                     continue
                 waiting[asyncio.create_task(_next(streams[index]))] = index
-                yield index, item
+                yield index, found
     finally:
         for task in waiting:
             task.cancel()

@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -20,7 +21,7 @@ import pybase64
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
-from mindie_mm.inputs import Item, Media, Message, Text
+from mindie_mm.inputs import KINDS, Item, Media, Message, Text
 from mindie_mm.media.fetch import fetch
 
 T = TypeVar("T")
@@ -121,12 +122,12 @@ class MediaPolicy:
         if not Path(path).is_absolute() or not _is_under(os.path.realpath(path), folder):
             raise refused
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            opened = FileIO(path, "rb", opener=_open_nonblocking)
         except OSError as error:
             raise refused from error
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not _is_under(str(Path(f"/proc/self/fd/{descriptor}").readlink()), folder):
+        with opened as file:
+            status = os.fstat(file.fileno())
+            if not _is_under(str(Path(f"/proc/self/fd/{file.fileno()}").readlink()), folder):
                 raise refused
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
@@ -198,6 +199,12 @@ def messages_with_paths(messages: Sequence[Message], paths: Iterator[Path]) -> l
     ]
 
 
+def remove_media(directory: Path) -> None:
+    """Deletes a request's media files; its path file stays."""
+    for kind in KINDS:
+        shutil.rmtree(directory / kind, ignore_errors=True)
+
+
 async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Their results, in order; the first failure ends the others before it is raised."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
@@ -224,6 +231,11 @@ def _as_dict(item: Item, paths: Iterator[Path]) -> dict[str, Any]:
         return {"text": item.text}
     options = {f.name: getattr(item.options, f.name) for f in fields(item.options)}
     return {item.kind: str(next(paths)), **{name: value for name, value in options.items() if value is not None}}
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Opening a pipe waits for its other end otherwise."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _write(data: bytes, stem: Path) -> Path:

@@ -126,10 +126,10 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
-        given = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]  # type: ignore[list-item] # a flat list of ints is one prompt
-        return list(given)
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
     def completion_sampling_params(self) -> SamplingParams:
         """The sampling settings; InputError for what is not served."""

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from mindie_mm.config import ServiceConfig, WorkerConfig
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import WorldError
-from mindie_mm.shm import collect
 from service.app import create_app
 from service.state import Service
 
@@ -39,7 +38,6 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, task.cancel)
     with _bound(config.host, config.port) as listener:
-        await asyncio.to_thread(collect)
         async with _started(worker_config) as worker:
             server = _Server(create_app(worker, config), config)
             for number in _SIGNALS:

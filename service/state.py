@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -13,7 +14,6 @@ from mindie_mm.errors import ModelNotFound
 from service.admission import Admission
 from service.media import MediaPolicy
 from service.metrics import Metrics
-from service.spool import Spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class Service:
     worker: Worker
     config: ServiceConfig
     model_name: str
-    spool: Spool
+    spool: Path
+    """Holds a directory per request: its path file, and its media as files."""
     media: MediaPolicy
     admission: Admission
     metrics: Metrics

@@ -1,43 +1,13 @@
-"""The spool: what is left by the dead is freed, what the living hold is not."""
+"""Media as the tokenizers find them: files in the request's directory."""
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
-from mindie_mm.shm import Arena, ArraySpec
-from service.media import MediaPolicy
-from service.spool import open_spool, remove_media
-
-
-def block_in(arena: Arena, path_file: Path) -> None:
-    with arena.allocate({"x": ArraySpec((16,), "uint8")}, path_file=path_file) as block:
-        block["x"][...] = np.arange(16, dtype=np.uint8)
-        block.publish()
-
-
-def test_leaving_a_request_frees_its_blocks(tmp_path: Path) -> None:
-    with Arena.create(1 << 20) as arena, open_spool(tmp_path) as spool:
-        with spool.request() as directory:
-            block_in(arena, directory.path_file)
-        assert not directory.path.exists()
-        assert arena.num_blocks == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-def test_opening_frees_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
-    dead = tmp_path / "123-dead" / "request"
-    dead.mkdir(parents=True)
-    (dead / "shm_name.txt").write_text("nonsense\n")
-    with open_spool(tmp_path) as first, first.request() as living:
-        assert not dead.parent.exists()
-        with open_spool(tmp_path) as second:
-            assert living.path.exists()
-            assert second.path != first.path
-        assert living.path.exists()
+from service.media import MediaPolicy, remove_media
 
 
 async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
