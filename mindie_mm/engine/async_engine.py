@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -53,7 +52,10 @@ class AsyncEngine:
         return engine
 
     async def _started(self) -> Ready:
-        reply = await self._receive()
+        try:
+            reply = self._decoder.decode(await self._channel.recv())
+        except EOFError:
+            raise await self._death() from None
         if isinstance(reply, Failed):
             raise error_named(*reply.error)
         assert isinstance(reply, Ready), reply
@@ -78,7 +80,7 @@ class AsyncEngine:
         """
         assert request_id not in self._requests, request_id
         if not self.alive:
-            raise self._death()
+            raise await self._death()
         queue: asyncio.Queue[Progress | MindieMMError] = asyncio.Queue()
         self._requests[request_id] = queue
         finished = False
@@ -101,40 +103,36 @@ class AsyncEngine:
     async def close(self) -> None:
         """Ends the process; requests that run fail with ProcessDied."""
         await self._channel.close()
-        if self._receiver is not None:
-            self._receiver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._receiver
         try:
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+        if self._receiver is not None:
+            await self._receiver
 
     async def _dispatch(self) -> None:
         """Hands each request its progress, until the process is gone."""
         try:
             while True:
-                stepped = await self._receive()
+                stepped = self._decoder.decode(await self._channel.recv())
                 assert isinstance(stepped, Stepped), stepped
                 self.stats = stepped.stats
                 for progress in stepped.progress:
                     if queue := self._requests.get(progress.request_id):
                         queue.put_nowait(progress)
-        finally:
-            for queue in self._requests.values():
-                queue.put_nowait(self._death())
-
-    async def _receive(self) -> FromEngine:
-        try:
-            message: FromEngine = self._decoder.decode(await self._channel.recv())
         except EOFError:
-            raise self._death() from None
-        return message
+            death = await self._death()
+            for queue in self._requests.values():
+                queue.put_nowait(death)
 
     def _send(self, message: ToEngine | Start) -> None:
         self._channel.send(msgspec.msgpack.encode(message))
 
-    def _death(self) -> ProcessDied:
-        code = self._process.poll()
-        return ProcessDied(f"the engine process {self._process.pid} is gone, exit status {code}")
+    async def _death(self) -> ProcessDied:
+        """The process is gone, or about to be: its end of the channel is closed."""
+        try:
+            status = await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return ProcessDied(f"the engine process {self._process.pid} does not answer")
+        return ProcessDied(f"the engine process {self._process.pid} is gone, exit status {status}")

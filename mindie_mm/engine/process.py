@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from transformers.utils.logging import disable_progress_bar
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.device import open_device
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 def main(fd: int) -> None:
     """Serves until the parent closes the channel, or dies."""
+    disable_progress_bar()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     with ChildChannel(fd) as channel:
         try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Protocol, Self
 
 from tokenizers import Tokenizer
 
@@ -16,6 +16,7 @@ from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize.local import LocalTokenizer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt
@@ -40,36 +41,56 @@ class Delta:
     """With the last delta."""
 
 
+class TokenizerStage(Protocol):
+    """Where prompts are made: the pool's processes, or a thread."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that tokenise at this moment."""
+
+    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+        """The request's prompt, its media in shared memory."""
+
+    async def close(self) -> None:
+        """Ends it; its arenas go with it."""
+
+
 class Worker:
     """Tokenizer processes and an engine process over one checkpoint.
 
     The caller owns each request's path file: `with request_directory(root) as directory:` around `answer`.
     """
 
-    def __init__(self, config: WorkerConfig, pool: TokenizerPool, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: WorkerConfig, tokenizers: TokenizerStage, engine: AsyncEngine, tokenizer: Tokenizer
+    ) -> None:
         self.config = config
-        self.tokenizers = pool
+        self.tokenizers = tokenizers
         self.engine = engine
         self.tokenizer = tokenizer
 
     @classmethod
-    async def start(cls, config: WorkerConfig) -> Self:
-        """Starts every process; what one of them fails with is raised, and none is left."""
+    async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
+        """Starts tokenizers and engine together; what one of them fails with is raised, and nothing is left.
+
+        `in_process` tokenises on a thread of this process. UnsupportedCheckpoint, SharedMemoryError, DeviceError,
+        InputError, ProcessDied.
+        """
         checkpoint = Checkpoint.open(config.model)
-        starting = (
-            asyncio.create_task(
-                TokenizerPool.start(checkpoint.path, config.num_tokenizers, config.arena_bytes),
-            ),
-            asyncio.create_task(AsyncEngine.start(checkpoint.path, config.engine)),
+        tokenizers: Coroutine[Any, Any, TokenizerStage] = (
+            LocalTokenizer.start(checkpoint.path, config.arena_bytes)
+            if in_process
+            else TokenizerPool.start(checkpoint.path, config.num_tokenizers, config.arena_bytes)
         )
-        started = await asyncio.gather(*starting, return_exceptions=True)
-        pool, engine = started
-        if isinstance(pool, BaseException) or isinstance(engine, BaseException):
-            for part in started:
-                if isinstance(part, TokenizerPool | AsyncEngine):
+        stage, engine = await asyncio.gather(
+            tokenizers, AsyncEngine.start(checkpoint.path, config.engine), return_exceptions=True
+        )
+        if isinstance(stage, BaseException) or isinstance(engine, BaseException):
+            for part in (stage, engine):
+                if not isinstance(part, BaseException):
                     await part.close()
-            raise next(part for part in started if isinstance(part, BaseException))
-        return cls(config, pool, engine, load_tokenizer(checkpoint.path))
+            raise next(part for part in (stage, engine) if isinstance(part, BaseException))
+        return cls(config, stage, engine, load_tokenizer(checkpoint.path))
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
@@ -292,7 +293,7 @@ class Qwen2VLModel(Model):
         device, dtype = self.spec.device, self.spec.dtype
         shapes = [self.describe(view) for view in views]
         patches = [
-            self._pixels[shape.kind].normalize(torch.from_dlpack(view[_PIXELS[shape.kind]]).to(device))
+            self._pixels[shape.kind].normalize(from_dlpack(view[_PIXELS[shape.kind]]).to(device))
             for view, shape in zip(views, shapes, strict=True)
         ]
         grids = torch.tensor([shape.grid for shape in shapes], device=device)

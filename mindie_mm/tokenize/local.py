@@ -1,0 +1,49 @@
+"""The tokenizer stage in the caller's own process: what the pool does, with no process to start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from mindie_mm.shm import Arena
+from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.process import answer
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.tokenizer import Tokenizer
+
+
+class LocalTokenizer:
+    """One tokenizer on a thread; its inputs may hold what only this process has, such as PIL images."""
+
+    def __init__(self, tokenizer: Tokenizer, arena: Arena) -> None:
+        self._tokenizer = tokenizer
+        self._arena = arena
+        self._thread = ThreadPoolExecutor(1, "mindie_mm-tokenizer")
+
+    @classmethod
+    async def start(cls, model_path: Path, arena_bytes: int) -> Self:
+        """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError."""
+        arena = Arena.create(arena_bytes)
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, model_path, arena=arena)
+        except BaseException:
+            arena.close()
+            raise
+        return cls(tokenizer, arena)
+
+    @property
+    def pids(self) -> list[int]:
+        """The caller's own process."""
+        return [os.getpid()]
+
+    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+        """The request's prompt; errors as Tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, answer, self._tokenizer, request)
+
+    async def close(self) -> None:
+        """Waits for the item in work, then removes the arena."""
+        await asyncio.to_thread(self._thread.shutdown)
+        self._arena.close()
