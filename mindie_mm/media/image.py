@@ -24,6 +24,8 @@ Pixels = NDArray[np.uint8]
 Data = bytes | Pixels
 """What preprocessing starts from: encoded bytes, or pixels."""
 
+Image.init()  # `Image.open(formats=...)` knows only plugins that are loaded; MPO's is not among the first few
+
 _ORIENTATION_TAG = 0x0112
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
