@@ -62,17 +62,15 @@ def state_word(generation: int, state: int) -> int:
     return generation << 8 | state
 
 
-_fence_lock = Lock()
-
-
 def fence() -> None:
     """Orders memory accesses before it against those after it, on processors with weak ordering too.
 
     A release of a lock followed by its acquisition is a full barrier; Python has no other.
     """
-    with _fence_lock:
+    lock = Lock()
+    with lock:
         pass
-    with _fence_lock:
+    with lock:
         pass
 
 

@@ -19,6 +19,7 @@ from mindie_mm.shm.layout import (
     SHM_DIRECTORY,
     SIZE,
     STATE,
+    STATE_NAMES,
     WORDS_PER_ENTRY,
     ArenaHeader,
     fence,
@@ -83,7 +84,7 @@ class MappedArena:
             raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state != state_word(ref.generation, PUBLISHED):
-            raise StaleReference(f"{ref}: the block is at generation {state >> 8}, not published at {ref.generation}")
+            raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")
         if self._releases[1 + ref.block] == ref.generation:
             raise StaleReference(f"{ref}: the block was freed")
 
@@ -120,6 +121,11 @@ class MappedArena:
         fence()
         self._releases[DOORBELL] = 1
         return True
+
+
+def _state_name(state: int) -> str:
+    code = state & 0xFF
+    return STATE_NAMES[code] if code < len(STATE_NAMES) else f"in state {code}"
 
 
 class ArenaCache:

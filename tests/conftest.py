@@ -1,0 +1,28 @@
+"""Fixtures of every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.shm import survey
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_as_found() -> Iterator[None]:
+    """/dev/shm after a test is as before it: no arena of the dead or of this process, no segment by its default name.
+
+    Arenas of other living processes are theirs: a server that tests share may start a tokenizer at any time.
+    """
+    before = _leftovers()
+    yield
+    assert _leftovers() - before == set()
+
+
+def _leftovers() -> set[str]:
+    segments = {str(path) for path in Path("/dev/shm").glob("psm_*")}
+    arenas = (arena for arena in survey() if not arena.alive or arena.owner is None or arena.owner.pid == os.getpid())
+    return segments | {arena.file for arena in arenas}
