@@ -163,6 +163,11 @@ class ArenaHeader:
             raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
         return cls.unpack(os.pread(descriptor, PAGE, 0), status.st_size)
 
+    def require(self, arena: int) -> None:
+        """SegmentMissing unless it is this arena's header."""
+        if self.arena != arena:
+            raise SegmentMissing(f"its header names arena {file_name(self.arena)}")
+
     @classmethod
     def unpack(cls, page: bytes, file_bytes: int) -> ArenaHeader:
         """As `read`, from the first page and the size of the file."""

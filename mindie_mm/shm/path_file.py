@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,16 +51,14 @@ def read(path_file: Path) -> tuple[list[Ref], list[int]]:
     A missing file names nothing. InputError if the path is no regular file, LimitExceeded above 16 MiB.
     """
     try:
-        descriptor = os.open(path_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(path_file, "rb", opener=_open_to_read) as file:
+            data = file.read(MAX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
         return [], []
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            data = file.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
+    if data is None:
+        raise InputError(f"path file {path_file} cannot be read: it is no regular file")
     if len(data) > MAX_BYTES:
         raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
     refs, damaged = [], []
@@ -70,6 +69,10 @@ def read(path_file: Path) -> tuple[list[Ref], list[int]]:
         else:
             refs.append(ref)
     return refs, damaged
+
+
+def _open_to_read(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _parse(line: bytes) -> Ref | None:

@@ -51,6 +51,7 @@ class MappedArena:
         try:
             status = os.fstat(descriptor)
             header = ArenaHeader.read(descriptor, status)
+            header.require(arena)
             self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
             releases = mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset)
         except SegmentMissing as error:

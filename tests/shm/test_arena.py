@@ -1,0 +1,295 @@
+"""The owner's side: create, allocate, publish, wait, close."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
+from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, release
+from mindie_mm.shm.layout import PAGE
+
+PAGE_SPECS = {"x": ArraySpec((1000,), "uint8")}
+HALF_SPECS = {"x": ArraySpec(((1 << 19) - 1000,), "uint8")}
+SPECS = {
+    "pixel_values": ArraySpec((37, 588), "uint8"),
+    "grid": ArraySpec((1, 3), "int64"),
+    "scale": ArraySpec((3,), "float32"),
+}
+
+
+def publish(arena: Arena, specs: dict[str, ArraySpec] = PAGE_SPECS, path_file: Path | None = None) -> Ref:
+    with arena.allocate(specs, path_file=path_file) as block:
+        return block.publish()
+
+
+def test_an_arena_is_one_private_file_reserved_whole_and_removed_by_closing() -> None:
+    with Arena.create(3_000_000) as arena:
+        status = arena.path.stat()
+        assert arena.path == Path(f"/dev/shm/mindie_mm-{arena.number:04x}")
+        assert status.st_mode & 0o777 == 0o600
+        assert status.st_blocks * 512 >= status.st_size > arena.capacity_bytes >= 3_000_000
+        assert arena.populated.wait(30)
+        assert arena.populated_fraction == 1.0
+    assert not arena.path.exists()
+    arena.close()
+
+
+@pytest.mark.parametrize("capacity", [0, -5])
+def test_an_arena_takes_at_least_a_byte(capacity: int) -> None:
+    with pytest.raises(InputError, match=str(capacity)):
+        Arena.create(capacity)
+
+
+def test_too_large_a_capacity_says_what_there_is_and_how_to_enlarge_it() -> None:
+    space = os.statvfs("/dev/shm")
+    total = space.f_blocks * space.f_frsize
+    with pytest.raises(SharedMemoryError, match=rf"free of {total}.*--shm-size.*emptyDir") as raised:
+        Arena.create(total + 1)
+    assert f"needs {total}"[:-6] in str(raised.value)
+
+
+def test_arrays_are_written_in_place_and_aligned(arena: Arena) -> None:
+    rng = np.random.default_rng(0)
+    with arena.allocate(SPECS, path_file=None) as block:
+        assert list(block) == list(SPECS)
+        for name, spec in SPECS.items():
+            assert (block[name].shape, str(block[name].dtype)) == (spec.shape, spec.dtype)
+            assert block[name].ctypes.data % 64 == 0
+            block[name].view(np.uint8)[...] = rng.integers(0, 256, block[name].view(np.uint8).shape)
+        expected = {name: array.tobytes() for name, array in block.items()}
+        ref = block.publish(digest=bytes(range(16)))
+    assert (ref.arena, ref.dtype, ref.shape) == (arena.number, "uint8", (37, 588))
+    with attach(Ref.from_words(*ref.to_words())) as view:
+        assert {name: array.tobytes() for name, array in view.items()} == expected
+        assert view.digest == bytes(range(16))
+        assert view.ref == ref
+
+
+def test_a_block_left_without_publish_is_free_again(arena: Arena) -> None:
+    with arena.allocate(SPECS, path_file=None) as block:
+        assert arena.num_blocks == 1
+        with pytest.raises(StaleReference, match="filling"):
+            attach(block.ref)
+    assert (arena.num_blocks, arena.used_bytes) == (0, 0)
+    with pytest.raises(StaleReference, match="free"):
+        attach(block.ref)
+
+
+def test_a_block_is_freed_when_filling_it_fails(arena: Arena) -> None:
+    with pytest.raises(ZeroDivisionError), arena.allocate(SPECS, path_file=None):
+        _ = 1 // 0
+    assert arena.used_bytes == 0
+
+
+def test_the_path_file_names_the_block_before_it_is_filled(arena: Arena, path_file: Path) -> None:
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        ref = block.ref
+        line = f"mindie_mm-{ref.arena:04x} {ref.block} {ref.generation}\n"
+        assert path_file.read_text() == line
+        block.publish()
+    second = publish(arena, path_file=path_file)
+    assert path_file.read_text() == line + f"mindie_mm-{second.arena:04x} {second.block} {second.generation}\n"
+
+
+def test_a_path_file_that_cannot_be_written_takes_no_block(arena: Arena, tmp_path: Path) -> None:
+    with pytest.raises(SharedMemoryError, match=r"gone/shm_name\.txt cannot be written"):
+        arena.allocate(SPECS, path_file=tmp_path / "gone" / "shm_name.txt")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SharedMemoryError, match="link cannot be written"):
+        arena.allocate(SPECS, path_file=link)
+    assert not (tmp_path / "elsewhere").exists()
+    assert arena.num_blocks == 0
+
+
+def test_a_block_freed_while_it_is_filled_is_not_published(arena: Arena, path_file: Path) -> None:
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        assert release(path_file) == 1
+        assert arena.num_blocks == 1, "its writer still writes"
+        with pytest.raises(StaleReference, match="freed while"):
+            block.publish()
+    assert arena.num_blocks == 0
+
+
+@pytest.mark.parametrize("size", [15, 65])
+def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
+    with (
+        pytest.raises(LimitExceeded, match=f"digest of {size} bytes; 16 to 64"),
+        arena.allocate(SPECS, path_file=None) as block,
+    ):
+        block.publish(digest=bytes(size))
+    assert arena.num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({}, "0 arrays; 1 to 64"),
+        ({f"a{i}": ArraySpec((1,), "bool") for i in range(65)}, "65 arrays; 1 to 64"),
+        ({"": ArraySpec((1,), "bool")}, "0 bytes; 1 to 255"),
+        ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; 1 to 255"),
+        ({"x": ArraySpec((1 << 20,), "uint8")}, "block of [0-9]+ bytes; the arena has 1048576"),
+        ({"x": ArraySpec((1 << 41,), "uint8")}, "limit is 47"),
+    ],
+)
+def test_limits_of_a_block(arena: Arena, specs: dict[str, ArraySpec], message: str) -> None:
+    with pytest.raises(LimitExceeded, match=message):
+        arena.allocate(specs, path_file=None)
+    assert arena.num_blocks == 0
+
+
+def test_a_full_arena_says_so_after_the_deadline(arena: Arena) -> None:
+    kept = [publish(arena, HALF_SPECS) for _ in range(2)]
+    with pytest.raises(ArenaFull, match=r"block of [0-9]+ bytes within 0.05 s: 0 of 1048576 bytes are free"):
+        arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0.05)
+    free(kept[0])
+    assert publish(arena, HALF_SPECS).block != kept[0].block, "an entry rests before it is used again"
+
+
+def test_waiting_ends_when_another_process_frees(arena: Arena, path_file: Path, start) -> None:
+    process = start("say(); hear(); say(release(Path(sys.argv[1])))", path_file)
+    publish(arena, HALF_SPECS, path_file)
+    publish(arena, HALF_SPECS)
+    process.hear()
+    process.say("free it")
+    publish(arena, HALF_SPECS)
+    assert process.hear() == "1"
+
+
+def test_waiting_is_in_order(arena: Arena) -> None:
+    """A small block does not overtake a large one that waits."""
+    kept = [publish(arena, HALF_SPECS) for _ in range(2)]
+    order: list[str] = []
+
+    def wait(name: str, specs: dict[str, ArraySpec]) -> None:
+        with arena.allocate(specs, path_file=None, timeout_s=30):
+            order.append(name)
+
+    threads = []
+    for name, specs in (("large", {"x": ArraySpec(((1 << 20) - PAGE,), "uint8")}), ("small", PAGE_SPECS)):
+        threads.append(threading.Thread(target=wait, args=(name, specs)))
+        threads[-1].start()
+        while len(arena._queue) < len(threads):
+            threading.Event().wait(0.001)
+    free(kept[0])
+    while arena.num_blocks > 1:
+        threading.Event().wait(0.001)
+    assert order == [], "the small one would fit, the large one is first"
+    free(kept[1])
+    for thread in threads:
+        thread.join()
+    assert order == ["large", "small"]
+
+
+def test_closing_ends_waiting(arena: Arena) -> None:
+    for _ in range(2):
+        publish(arena, HALF_SPECS)
+    closer = threading.Timer(0.05, arena.close)
+    closer.start()
+    with pytest.raises(SharedMemoryError, match="closed"):
+        arena.allocate(PAGE_SPECS, path_file=None, timeout_s=30)
+    closer.join()
+
+
+def test_a_closed_arena_takes_no_block_and_lets_blocks_go() -> None:
+    with Arena.create(1 << 20) as arena, arena.allocate(SPECS, path_file=None) as block:
+        arena.close()
+        block["grid"][...] = 1
+        with pytest.raises(SharedMemoryError, match="closed"):
+            block.publish()
+        with pytest.raises(SharedMemoryError, match="closed"):
+            arena.allocate(SPECS, path_file=None)
+
+
+def test_an_arena_removed_by_another_program_says_so(arena: Arena) -> None:
+    arena.path.unlink()
+    with pytest.raises(SharedMemoryError, match="removed by another program"):
+        arena.allocate(SPECS, path_file=None)
+
+
+def test_every_entry_in_use_is_a_full_arena() -> None:
+    with Arena.create(1 << 20) as arena:
+        refs = [publish(arena) for _ in range(64)]
+        with pytest.raises(ArenaFull, match="0 of 64 entries"):
+            arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0)
+        for ref in refs:
+            free(ref)
+        assert arena.sweep() == 64
+
+
+def test_generations_differ_at_each_reuse_and_wrap(arena: Arena) -> None:
+    seen = set()
+    for _ in range(3 * 64):
+        ref = publish(arena)
+        seen.add((ref.block, ref.generation))
+        free(ref)
+    assert len(seen) == 3 * 64
+    entry = arena._free_entries[0]
+    arena._generations[entry] = (1 << 24) - 1
+    last = publish(arena)
+    assert last.generation == (1 << 24) - 1
+    free(last)
+    arena.sweep()
+    assert arena._generations[entry] == 1
+
+
+def test_threads_share_an_arena(arena: Arena) -> None:
+    """More blocks than fit at once, each read back as written."""
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for i in range(50):
+            with arena.allocate({"x": ArraySpec((50_000 + seed,), "uint8")}, path_file=None) as block:
+                block["x"][...] = (seed + i) % 256
+                ref = block.publish()
+            with attach(ref) as view:
+                if not (view["x"] == (seed + i) % 256).all():
+                    wrong.append(i)
+            free(ref)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert arena.used_bytes == 0
+    assert arena._heap.largest_bytes == arena.capacity_bytes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_owns_nothing(arena: Arena) -> None:
+    ref = publish(arena)
+
+    def child() -> None:
+        try:
+            arena.allocate(SPECS, path_file=None)
+        except SharedMemoryError:
+            arena.close()
+            os._exit(0 if len(attach(ref)) == 1 else 3)
+        os._exit(2)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert arena.path.exists()
+    publish(arena)
+
+
+def test_the_resource_tracker_never_sees_an_arena(start) -> None:
+    process = start("""
+from multiprocessing import resource_tracker
+with Arena.create(1 << 16) as arena:
+    with arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=None) as block:
+        ref = block.publish()
+    attach(ref); free(ref)
+say(resource_tracker._resource_tracker._pid)
+""")
+    assert process.hear() == "None"

@@ -1,0 +1,167 @@
+"""What is in /dev/shm, and the reclaim of what belongs to the dead."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.errors import SegmentMissing
+from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Ref, attach, collect, survey
+
+SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
+
+OWN = """
+arena = Arena.create(1 << 20)
+with arena.allocate({"x": ArraySpec((5000,), "uint8")}, path_file=None) as block:
+    block["x"][...] = 7
+    ref = block.publish()
+say(arena.path, *ref.to_words())
+hear()
+"""
+
+
+def info(path: Path) -> ArenaInfo | None:
+    return next((arena for arena in survey() if arena.file == str(path)), None)
+
+
+def own(start):
+    process = start(OWN)
+    path, name_word, shape_word = process.hear().split()
+    return process, Path(path), Ref.from_words(int(name_word), int(shape_word))
+
+
+def test_survey_tells_all_of_an_arena(arena: Arena, path_file: Path) -> None:
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        ref = block.publish()
+    with arena.allocate(SPECS, path_file=None) as filling:
+        found = info(arena.path)
+        assert found is not None
+        assert (found.number, found.alive, found.capacity_bytes) == (arena.number, True, 1 << 20)
+        assert found.owner.pid == os.getpid()
+        assert found.owner.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert found.used_bytes == arena.used_bytes > 0
+        first, second = found.blocks
+        assert (first.block, first.generation, first.state) == (ref.block, ref.generation, "published")
+        assert dict(first.arrays) == SPECS
+        assert first.request == str(path_file)
+        assert 0 <= first.age_s < 60
+        assert (second.block, second.state, second.request) == (filling.ref.block, "filling", "")
+
+
+def test_a_living_owners_arena_is_kept_and_a_dead_ones_removed(start) -> None:
+    process, path, ref = own(start)
+    view = attach(ref)
+    assert info(path).alive
+    assert str(path) not in collect().arenas
+    process.kill()
+    assert not info(path).alive
+    attach(ref).verify()
+    size = path.stat().st_size
+    collected = collect()
+    assert str(path) in collected.arenas
+    assert collected.arena_bytes >= size
+    assert info(path) is None
+    assert not path.exists()
+    assert (view["x"] == 7).all(), "readers that map it keep their pages"
+    view.verify()
+    with pytest.raises(SegmentMissing):
+        attach(ref)
+    assert str(path) not in collect().arenas
+
+
+def test_pages_of_a_removed_arena_go_when_no_array_is_left(start) -> None:
+    process, path, ref = own(start)
+    attach(ref)
+    process.kill()
+    collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_does_not_keep_a_dead_owners_arena_alive(start) -> None:
+    process = start("""
+arena = Arena.create(1 << 16)
+child = os.fork()
+if child == 0:
+    hear()
+    os._exit(0)
+say(arena.path)
+os.kill(os.getpid(), 9)
+""")
+    path = Path(process.hear())
+    process.popen.wait()
+    assert str(path) in collect().arenas
+    assert not path.exists()
+
+
+def test_a_dead_arena_with_a_damaged_header_is_removed(start) -> None:
+    process, path, _ = own(start)
+    with path.open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff")
+    assert info(path).owner is None
+    assert str(path) not in collect().arenas
+    process.kill()
+    assert str(path) in collect().arenas
+
+
+def test_what_is_not_an_arena_of_this_user_is_left_alone(start, tmp_path: Path) -> None:
+    number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
+    stranger = Path(f"/dev/shm/mindie_mm-{number:04x}")
+    other_name = Path("/dev/shm/mindie_mm-of-somebody")
+    stranger.write_bytes(b"another program's")
+    other_name.write_bytes(b"mindieMM")
+    process, path, _ = own(start)
+    process.kill()
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    try:
+        collected = collect()
+        assert str(stranger) not in collected.arenas
+        assert stranger.exists()
+        assert other_name.exists()
+        if os.geteuid() == 0:
+            assert info(path) is None
+            assert path.exists()
+    finally:
+        stranger.unlink()
+        other_name.unlink()
+        path.unlink(missing_ok=True)
+
+
+def test_links_and_directories_by_our_name_are_left_alone(tmp_path: Path) -> None:
+    paths = (Path(f"/dev/shm/mindie_mm-{number:04x}") for number in range(65536))
+    link, folder = islice((path for path in paths if not path.exists()), 2)
+    target = tmp_path / "target"
+    target.write_bytes(b"mindieMM")
+    link.symlink_to(target)
+    folder.mkdir()
+    try:
+        collect()
+        assert info(link) is None
+        assert target.exists()
+        assert link.is_symlink()
+        assert folder.is_dir()
+    finally:
+        link.unlink()
+        folder.rmdir()
+
+
+def test_a_block_whose_path_file_is_gone_is_freed(arena: Arena, path_file: Path, tmp_path: Path) -> None:
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        kept = block.publish()
+    with arena.allocate(SPECS, path_file=tmp_path / "gone.txt") as block:
+        orphan = block.publish()
+    with arena.allocate(SPECS, path_file=None) as block:
+        nobodys = block.publish()
+    (tmp_path / "gone.txt").unlink()
+    with arena.allocate(SPECS, path_file=tmp_path / "filling.txt") as block:
+        (tmp_path / "filling.txt").unlink()
+        assert Ref(orphan.arena, orphan.block, orphan.generation) in collect().blocks
+        filled = block.publish()
+    for ref in (kept, nobodys, filled):
+        attach(ref).verify()
+    assert arena.num_blocks == 3
