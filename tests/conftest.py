@@ -10,6 +10,8 @@ import pytest
 
 from mindie_mm.shm import survey
 
+pytest_plugins = ["tests.checkpoints"]
+
 
 @pytest.fixture(autouse=True)
 def shared_memory_as_found() -> Iterator[None]:

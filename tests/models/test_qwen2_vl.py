@@ -1,0 +1,231 @@
+"""Qwen2-VL's logits and tokens beside transformers' own, on random weights."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2VLForConditionalGeneration
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.shm import free, request_directory
+from mindie_mm.tokenize import Tokenizer
+from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+TOLERANCE = 1e-4  # fp32, the largest difference of any logit
+
+
+class Reference:
+    """transformers' model and processor over a checkpoint."""
+
+    def __init__(self, path):
+        self.model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+        images = Qwen2VLImageProcessor.from_pretrained(path)
+        videos = Qwen2VLVideoProcessor.from_pretrained(path)
+        self.processor = Qwen2VLProcessor(images, AutoTokenizer.from_pretrained(path), videos)
+
+    def inputs(self, items):
+        """The processor's batch of one for a `List[Dict]`."""
+        pieces = {
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+            "video": "<|vision_start|><|video_pad|><|vision_end|>",
+        }
+        text = "".join(item.get("text") or next(pieces[kind] for kind in pieces if kind in item) for item in items)
+        images = [torch.from_numpy(item["image"]).permute(2, 0, 1) for item in items if "image" in item]
+        videos = [torch.from_numpy(item["video"]).permute(0, 3, 1, 2) for item in items if "video" in item]
+        return self.processor(text=[text], images=images or None, videos=videos or None, return_tensors="pt")
+
+    @torch.inference_mode()
+    def logits(self, items, position_ids=None):
+        extra = {} if position_ids is None else {"position_ids": position_ids[:, None]}
+        return self.model(**self.inputs(items), **extra).logits[0]
+
+    @torch.inference_mode()
+    def generate(self, items, count):
+        inputs = self.inputs(items)
+        out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def picture(height, width, seed=0):
+    return np.random.default_rng([height, width, seed]).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def clip(frames, height, width, seed=0):
+    return np.random.default_rng([frames, height, width, seed]).integers(
+        0, 256, (frames, height, width, 3), dtype=np.uint8
+    )
+
+
+TEXT = [{"text": "What is in the image? A square, perhaps."}]
+ONE_IMAGE = [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}]
+TWO_IMAGES = [{"image": picture(56, 200)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "differ how?"}]
+VIDEO = [{"video": clip(4, 112, 84)}, {"text": "Which way?"}]
+MIXED = [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(6, 84, 112)}, {"text": "then"}, {"image": picture(28, 28)}]  # fmt: skip # noqa: E501
+PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "two images": TWO_IMAGES, "a video": VIDEO, "mixed": MIXED}
+
+
+@pytest.fixture(scope="module")
+def reference(random_checkpoint):
+    return Reference(random_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def model(random_checkpoint):
+    return load_model(random_checkpoint, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def tokenizer(random_checkpoint):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        yield tokenizer
+
+
+@pytest.fixture
+def path_file(tmp_path):
+    with request_directory(tmp_path) as directory:
+        yield directory.path_file
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_logits_equal_the_reference(name, reference, model, tokenizer, path_file):
+    ids = tokenizer.tokenize(PROMPTS[name], path_file)
+    difference = (model.logits(ids) - reference.logits(PROMPTS[name])).abs().max()
+    assert difference <= TOLERANCE
+
+
+def test_a_flat_batch_of_all_of_them_equals_each_alone(reference, model, tokenizer, path_file):
+    ids = [tokenizer.tokenize(items, path_file) for items in PROMPTS.values()]
+    for items, logits in zip(PROMPTS.values(), model.packed_logits(ids), strict=True):
+        assert (logits - reference.logits(items)).abs().max() <= TOLERANCE
+
+
+def test_a_long_video_keeps_the_papers_positions(reference, model, tokenizer, path_file):
+    """transformers 5.23 leaves time out of the maximum and puts the text too early; given our positions, it agrees."""
+    items = [{"video": clip(12, 56, 56)}, {"text": "Which way?"}]
+    ids = tokenizer.tokenize(items, path_file)
+    positions, _ = model.positions(len(ids), model.read(ids.numpy()))
+    assert (model.logits(ids) - reference.logits(items, positions)).abs().max() <= TOLERANCE
+
+
+def run(engine, prompts, **settings):
+    """The output tokens of each prompt, all of them running at once; and the errors."""
+    outputs, errors = {i: [] for i in range(len(prompts))}, {}
+    params = SamplingParams(temperature=0, **settings)
+    news = [engine.add(Add(str(i), ids.numpy().tobytes(), params)) for i, ids in enumerate(prompts)]
+    while news or engine.has_work():
+        for progress in filter(None, news):
+            outputs[int(progress.request_id)] += progress.token_ids
+            if progress.error:
+                errors[int(progress.request_id)] = progress.error
+        news = engine.step().progress if engine.has_work() else []
+    return outputs, errors
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(),
+        EngineConfig(max_num_batched_tokens=32, max_tower_tokens=8),
+        EngineConfig(kv_block_size=4, kv_cache_bytes=100 * 4 * 2 * 2 * 2 * 16 * 4, encoder_cache_bytes=1000),
+    ],
+    ids=["one step each", "small chunks", "few blocks, so that some are preempted"],
+)
+def test_twenty_mixed_requests_at_once_equal_generate(config, reference, model, tokenizer, path_file):
+    names = [*PROMPTS] * 4
+    engine = Engine(model, config)
+    outputs, errors = run(engine, [tokenizer.tokenize(PROMPTS[name], path_file) for name in names], max_tokens=12)
+    assert not errors
+    expected = {name: reference.generate(PROMPTS[name], 12) for name in PROMPTS}
+    for i, name in enumerate(names):
+        assert outputs[i] == expected[name], name
+    assert engine.stats.kv_cache_usage == 0
+    assert engine.stats.num_running == engine.stats.num_waiting == 0
+    if config.kv_block_size == 4:
+        assert engine.stats.preemptions > 0
+
+
+def test_the_tower_runs_once_for_a_picture_that_comes_again(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig())
+    for _ in range(3):
+        run(engine, [tokenizer.tokenize(ONE_IMAGE, path_file)], max_tokens=2)
+    assert (engine.stats.encoder_cache_queries, engine.stats.encoder_cache_hits) == (3, 2)
+
+
+def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, path_file):
+    good, bad = (tokenizer.tokenize(items, path_file) for items in (TWO_IMAGES, ONE_IMAGE))
+    engine = Engine(model, EngineConfig(encoder_cache_bytes=0))
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for name, ids in (("bad", bad), ("good", good)):
+        assert engine.add(Add(name, ids.numpy().tobytes(), params)) is None
+    (item,) = model.read(bad.numpy())
+    free(item.ref)
+    # the owner takes the block back when it next allocates
+    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
+    news = [progress for _ in range(20) for progress in engine.step().progress]
+    assert [progress.error[0] for progress in news if progress.request_id == "bad"] == ["StaleReference"]
+    tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]
+    assert tokens == reference.generate(TWO_IMAGES, 12)
+
+
+def test_another_number_of_slots_than_features_fails_with_both_numbers(model, tokenizer, path_file):
+    ids = tokenizer.tokenize(ONE_IMAGE, path_file)
+    (item,) = model.read(ids.numpy())
+    slots, features = item.stop - item.start - 1, item.shape.num_features
+    shorter = torch.cat([ids[: item.stop - 1], ids[item.stop :]])
+    with pytest.raises(FeatureCountMismatch, match=rf"{slots} slots.*{features}"):
+        model.read(shorter.numpy())
+    progress = Engine(model, EngineConfig()).add(Add("r", shorter.numpy().tobytes(), SamplingParams()))
+    assert progress.error[0] == "FeatureCountMismatch"
+
+
+def test_a_damaged_word_is_refused(model, tokenizer, path_file):
+    ids = tokenizer.tokenize(ONE_IMAGE, path_file).numpy().copy()
+    (item,) = model.read(ids)
+    for slot in (item.start, item.start + 1):
+        damaged = ids.copy()
+        damaged[slot] ^= 1 << 40
+        with pytest.raises(CorruptReference):
+            model.read(damaged)
+    with pytest.raises(CorruptReference, match="-1"):
+        model.read(np.array([-1], np.int64))
+
+
+def test_a_released_request_is_stale(model, tokenizer, tmp_path):
+    with request_directory(tmp_path) as directory:
+        ids = tokenizer.tokenize(ONE_IMAGE, directory.path_file)
+    with pytest.raises(StaleReference):
+        model.logits(ids)
+
+
+def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoint, tmp_path):
+    path = shutil.copytree(random_checkpoint, tmp_path / "dynamic")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedCheckpoint, match="dynamic"):
+        load_model(path, device="cpu")
+
+
+def test_prompt_logprobs_are_the_references(reference, model, tokenizer, path_file):
+    ids = tokenizer.tokenize(MIXED, path_file)
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=16))
+    engine.add(
+        Add("r", ids.numpy().tobytes(), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=2))
+    )
+    news = []
+    while engine.has_work():
+        news += engine.step().progress
+    (progress,) = news
+    expected = reference.logits(MIXED).log_softmax(-1)
+    plain = reference.inputs(MIXED)["input_ids"][0]
+    assert [entry.token_id for entry in progress.prompt_logprobs] == plain[1:].tolist()
+    found = torch.tensor([entry.logprob for entry in progress.prompt_logprobs])
+    torch.testing.assert_close(found, expected[:-1].gather(1, plain[1:, None])[:, 0], rtol=0, atol=TOLERANCE)
+    assert progress.logprobs[0].top[0][1] == pytest.approx(expected[-1].max().item(), abs=TOLERANCE)

@@ -1,0 +1,295 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLConfig
+
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, UnsupportedCheckpoint
+from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, sample_frames, smart_resize
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.mrope import mrope_positions
+from mindie_mm.nn.pixels import normalize_patches, repeat_frames
+from tests import transformers_reference as reference
+from tests.media_samples import (
+    PHOTOGRAPHS,
+    decode_all,
+    encode_video,
+    encoded,
+    jpeg_variants,
+    moving_frames,
+    photograph,
+)
+
+
+def make_processor(folder: Path, **files: dict) -> Qwen2VLProcessor:
+    """Of a checkpoint directory with these JSON files."""
+    folder.mkdir(exist_ok=True)
+    for name, content in {"config": {"model_type": "qwen2_vl"}, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return Qwen2VLProcessor(Checkpoint.open(folder))
+
+
+@pytest.fixture
+def processor(tmp_path) -> Qwen2VLProcessor:
+    """With the family's own defaults."""
+    return make_processor(tmp_path / "checkpoint")
+
+
+def preprocess(processor, kind, data, **options):
+    """The plan, and its arrays as `write` fills them."""
+    plan = processor.plan(Media(kind, data, MediaOptions(**options)), data)
+    arrays = {name: np.full(spec.shape, 77, spec.dtype) for name, spec in plan.specs.items()}
+    plan.write(arrays)
+    return plan, {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def assert_image_equal(processor, data, image: Image.Image, **kwargs):
+    """Grid and normalised pixels are, bit for bit, those of transformers' torchvision backend."""
+    expected = reference.Qwen2VLImageProcessor(**kwargs)(images=[image], return_tensors="pt")
+    plan, arrays = preprocess(processor, "image", data)
+    settings = processor.image
+    assert arrays["grid_thw"].tolist() == expected["image_grid_thw"][0].tolist()
+    assert plan.num_tokens == expected["image_grid_thw"].prod() // 4
+    assert list(plan.specs) == ["pixel_values", "grid_thw"]
+    normalized = normalize_patches(arrays["pixel_values"], settings.mean, settings.std, settings.rescale_factor)
+    assert torch.equal(repeat_frames(normalized, settings.temporal_patch_size), expected["pixel_values"])
+
+
+SIZES = [(640, 480), (720, 1420), (28, 28), (56, 84), (57, 83), (1, 1), (30, 900), (1600, 31), (1000, 1003)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_images_of_many_sizes(processor, size):
+    image = photograph("coffee.png", size)
+    assert_image_equal(processor, encoded(image, "PNG"), image)
+
+
+@pytest.mark.parametrize("name", PHOTOGRAPHS)
+def test_photographs(processor, name):
+    image = photograph(name)
+    assert_image_equal(processor, encoded(image, "PNG"), image)
+    assert_image_equal(processor, np.asarray(image), image)
+
+
+@pytest.mark.parametrize(("name", "data"), jpeg_variants()[:14], ids=lambda v: v if isinstance(v, str) else "")
+def test_jpegs(processor, name, data, tmp_path):
+    file = tmp_path / f"{name.replace(' ', '_')}.jpg"
+    file.write_bytes(data)
+    assert_image_equal(processor, data, reference.load_image(str(file)))
+
+
+@pytest.mark.parametrize("max_pixels", [28 * 28 * 4, 28 * 28 * 300, 12845056])
+def test_pixel_limits(tmp_path, max_pixels):
+    limits = {"min_pixels": 28 * 28 * 4, "max_pixels": max_pixels}
+    image = photograph("astronaut.png", (700, 500))
+    for number, config in enumerate((limits, {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": max_pixels}})):
+        processor = make_processor(tmp_path / f"{number}", preprocessor_config=config)
+        assert_image_equal(processor, encoded(image, "PNG"), image, **limits)
+
+
+def test_two_portraits(tmp_path):
+    """The literal case: 720 wide, 1420 high, under the limit of the published checkpoints."""
+    processor = make_processor(tmp_path / "checkpoint", preprocessor_config={"max_pixels": 12845056})
+    plans = [preprocess(processor, "image", encoded(photograph(name, (720, 1420)))) for name in PHOTOGRAPHS[:2]]
+    assert [arrays["grid_thw"].tolist() for _, arrays in plans] == [[1, 102, 52]] * 2
+    lengths = torch.tensor([0] + [len(arrays["pixel_values"]) for _, arrays in plans])
+    assert lengths.cumsum(0).tolist() == [0, 5304, 10608]
+    assert sum(plan.num_tokens for plan, _ in plans) == 2652
+
+
+def assert_video_equal(processor, data, frames, video_fps, **options):
+    """Frames, grid and normalised pixels are those of transformers, given all frames and their metadata."""
+    metadata = reference.VideoMetadata(total_num_frames=len(frames), fps=video_fps)
+    sampling = options if "num_frames" in options else {"fps": 2.0, **options}
+    expected = reference.Qwen2VLVideoProcessor()(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[metadata],
+        do_sample_frames=True,
+        cap_pixels_per_frame=False,
+        return_tensors="pt",
+        **sampling,
+    )
+    plan, arrays = preprocess(processor, "video", data, **options)
+    settings = processor.video
+    assert arrays["video_grid_thw"].tolist() == expected["video_grid_thw"][0].tolist()
+    assert plan.num_tokens == expected["video_grid_thw"].prod() // 4
+    assert list(plan.specs) == ["pixel_values_videos", "video_grid_thw"]
+    normalized = normalize_patches(arrays["pixel_values_videos"], settings.mean, settings.std, settings.rescale_factor)
+    assert torch.equal(normalized, expected["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("num_frames", [2, 3, 5, 24, 61])
+def test_videos_of_many_lengths(processor, num_frames):
+    data = encode_video(moving_frames(num_frames), fps=10)
+    assert_video_equal(processor, data, decode_all(data), 10.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fps": 5.0},
+        {"fps": 0.5},
+        {"num_frames": 6},
+        {"num_frames": 7},
+        {"min_frames": 12},
+        {"fps": 10, "max_frames": 9},
+    ],
+    ids=str,
+)
+def test_video_sampling_options(processor, options):
+    data = encode_video(moving_frames(30), fps=10)
+    assert_video_equal(processor, data, decode_all(data), 10.0, **options)
+
+
+def test_videos_of_other_sizes(processor):
+    for width, height in ((560, 420), (84, 140), (30, 30)):
+        frames = np.stack([np.asarray(photograph("chelsea.png", (width, height)))] * 5)
+        data = encode_video(frames, fps=5)
+        assert_video_equal(processor, data, decode_all(data), 5.0)
+
+
+def test_one_frame_stands_still(processor):
+    frames = moving_frames(1)
+    _, arrays = preprocess(processor, "video", frames)
+    patches = arrays["pixel_values_videos"].view(-1, 3, 2, 14, 14)
+    assert arrays["video_grid_thw"][0] == 1
+    assert torch.equal(patches[:, :, 0], patches[:, :, 1])
+    _, encoded_arrays = preprocess(processor, "video", encode_video(frames))
+    assert encoded_arrays["video_grid_thw"][0] == 1
+
+
+def test_frames_handed_in_are_all_taken(processor):
+    frames = moving_frames(7)
+    _, arrays = preprocess(processor, "video", frames)
+    assert arrays["video_grid_thw"][0] == 4
+    expected = reference.Qwen2VLVideoProcessor()(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], cap_pixels_per_frame=False, return_tensors="pt"
+    )
+    normalized = normalize_patches(arrays["pixel_values_videos"], processor.video.mean, processor.video.std)
+    assert torch.equal(normalized, expected["pixel_values_videos"])
+    with pytest.raises(InputError, match="no frame rate"):
+        preprocess(processor, "video", frames, fps=2.0)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 5, 7, 30, 299, 1537])
+def test_frame_indices(processor, total):
+    own = reference.Qwen2VLVideoProcessor()
+    for rate in (1.0, 23.976, 30.0):
+        for fps in (0.3, 2.0, 7.0):
+            if total == 1:
+                assert sample_frames(1, rate, replace(processor.video, fps=fps)) == [0]
+                continue
+            metadata = reference.VideoMetadata(total_num_frames=total, fps=rate)
+            expected = own.sample_frames(metadata, fps=fps).tolist()
+            assert sample_frames(total, rate, replace(processor.video, fps=fps)) == expected
+
+
+def test_pixels_of_all_frames_can_be_bounded(tmp_path):
+    config = {"cap_pixels_per_frame": True, "max_video_tokens": 2000}
+    processor = make_processor(tmp_path / "checkpoint", video_preprocessor_config=config)
+    frames = np.stack([np.asarray(photograph("chelsea.png", (560, 420)))] * 20)
+    expected = reference.Qwen2VLVideoProcessor(**config)(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt"
+    )
+    plan = processor.plan(Media("video", frames), frames)
+    assert plan.num_tokens == expected["video_grid_thw"].prod() // 4
+
+
+def test_limits_name_value_and_limit(processor):
+    image, video = encoded(photograph(size=(100, 100))), encode_video(moving_frames(8))
+    for kind, data, options, message in (
+        ("image", image, {"max_pixels": 2_000_000}, "max_pixels is 2000000; the checkpoint's limit is 1003520"),
+        ("video", video, {"num_frames": 769}, "num_frames is 769; the checkpoint's limit is 768"),
+        ("image", encoded(photograph(size=(401, 2))), {}, "401x2 pixels: one side is more than 200 times"),
+    ):
+        with pytest.raises(LimitExceeded, match=message):
+            preprocess(processor, kind, data, **options)
+    with pytest.raises(InputError, match="num_frames 20 is more than the video's 8 frames"):
+        preprocess(processor, "video", video, num_frames=20)
+    with pytest.raises(InputError, match="takes no audio"):
+        processor.plan(Media("audio", b""), b"")
+    with pytest.raises(MediaError):
+        preprocess(processor, "image", b"junk")
+
+
+def test_low_detail(processor):
+    plan, _ = preprocess(processor, "image", np.asarray(photograph(size=(1200, 900))), detail="low")
+    assert 250 < plan.num_tokens <= 512 * 512 / 784
+
+
+def test_max_tokens_bound_every_plan(processor):
+    assert processor.max_tokens("image") == 1280
+    assert processor.max_tokens("video") == 384 * 768
+    for size in SIZES:
+        height, width = smart_resize(size[1], size[0], processor.image)
+        assert height * width // 784 <= processor.max_tokens("image")
+
+
+def test_settings_name_what_shapes_the_arrays(processor):
+    data = encoded(photograph(size=(640, 480)))
+    plans = [
+        preprocess(processor, "image", data, **o)[0] for o in ({}, {"max_pixels": 1_000_000}, {"max_pixels": 9000})
+    ]
+    assert plans[0].settings == plans[1].settings != plans[2].settings
+
+
+def test_configuration_files(tmp_path):
+    joint = {"image_processor": {"max_pixels": 10_000}, "video_processor": {"max_pixels": 20_000, "fps": 1}}
+    processor = make_processor(tmp_path / "joint", processor_config=joint, preprocessor_config={"max_pixels": 9})
+    assert (processor.image.max_pixels, processor.video.max_pixels, processor.video.fps) == (10_000, 20_000, 1)
+    processor = make_processor(tmp_path / "image", preprocessor_config={"max_pixels": 10_000})
+    assert (processor.image.max_pixels, processor.video.max_pixels) == (10_000, 10_000)
+    with pytest.raises(UnsupportedCheckpoint, match="do_resize is False"):
+        make_processor(tmp_path / "refused", preprocessor_config={"do_resize": False})
+
+
+def test_special_ids(tmp_path):
+    ids = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    processor = make_processor(tmp_path / "checkpoint", config={"model_type": "qwen2_vl", **ids})
+    image, video = processor.placeholder("image"), processor.placeholder("video")
+    assert (image.before, image.token, image.after) == ((3,), 6, (4,))
+    assert (video.before, video.token, video.after) == ((3,), 7, (4,))
+
+
+def test_positions_of_a_video():
+    """The literal case, grid (3, 2, 2) at the start of a sequence."""
+    positions, delta = mrope_positions(15, [(0, 12, (3, 2, 2))])
+    assert "".join(map(str, positions[0].tolist())) == "000011112222345"
+    assert "".join(map(str, positions[1].tolist())) == "001100110011345"
+    assert "".join(map(str, positions[2].tolist())) == "010101010101345"
+    assert positions.dtype == torch.int64
+    assert delta == 6 - 15
+
+
+def test_positions_of_text_alone():
+    positions, delta = mrope_positions(5, [])
+    assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert delta == 0
+
+
+def test_positions_are_transformers_where_both_rules_agree():
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    with torch.device("meta"):
+        model = Qwen2VLModel(Qwen2VLConfig())
+    grids = {4: (1, 3, 5), 12: None, 40: (2, 4, 2), 60: (3, 3, 6)}
+    types = torch.zeros(1, 130, dtype=torch.int32)
+    spans, images, videos = [], [], []
+    for start, grid in grids.items():
+        if grid is None:
+            continue
+        stop = start + grid[0] * grid[1] * grid[2]
+        types[0, start:stop] = 1 if grid[0] == 1 else 2
+        (images if grid[0] == 1 else videos).append([grid[0], grid[1] * 2, grid[2] * 2])
+        spans.append((start, stop, grid))
+    expected, expected_delta = model.get_rope_index(
+        torch.zeros(1, 130, dtype=torch.int64), types, torch.tensor(images), torch.tensor(videos)
+    )
+    positions, delta = mrope_positions(130, spans)
+    assert torch.equal(positions, expected[:, 0])
+    assert delta == expected_delta.item()
