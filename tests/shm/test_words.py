@@ -239,3 +239,9 @@ def test_name_words_are_found_in_arrays_and_tensors() -> None:
     ids = np.array([5, name_word, shape_word, -1, 151655], dtype=np.int64)
     assert is_name_word(ids).tolist() == [False, True, False, False, False]
     assert is_name_word(torch.from_numpy(ids)).tolist() == [False, True, False, False, False]
+
+
+def test_the_page_shows_the_vectors() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
+    for vector in VECTORS["references"]:
+        assert f"{vector['name_word']}<br>`{vector['name_hex']}` | {vector['shape_word']}<br>" in page
