@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig, environment
+from mindie_mm.config import EngineConfig, MiB, ServiceConfig, WorkerConfig, default_spool, environment
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_named, family_names
+from mindie_mm.shm import Ref, collect, free, release, survey
 
 Command = Callable[..., Any]
 SETTINGS = (WorkerConfig, EngineConfig, ServiceConfig)
@@ -191,3 +192,74 @@ def doctor(path: Path | None, *, as_json: bool, **flags: Any) -> None:
 @main.group()
 def shm() -> None:
     """Show, free and reclaim shared memory of mindie_mm."""
+
+
+@shm.command("list")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def list_(as_json: bool) -> None:
+    """List the arenas in /dev/shm and the blocks in them."""
+    arenas = survey()
+    if as_json:
+        click.echo(msgspec.json.encode(arenas).decode())
+        return
+    table = Table("arena", "owner", "block", "state", "MiB", "age", "arrays", "request")
+    for arena in arenas:
+        name, pid = Path(arena.file).name, "?" if arena.owner is None else arena.owner.pid
+        owner = f"pid {pid}" if arena.alive else f"[red]dead[/] (pid {pid})"
+        room = f"{arena.used_bytes / MiB:.1f} of {arena.capacity_bytes / MiB:.0f}"
+        table.add_row(name, owner, f"{len(arena.blocks)} blocks", "", room, _age(arena.age_s), "", "")
+        for block in arena.blocks:
+            arrays = ", ".join(f"{array} {spec.dtype}{list(spec.shape)}" for array, spec in block.arrays.items())
+            size, request = f"{block.num_bytes / MiB:.1f}", escape(block.request)
+            table.add_row(
+                "", "", f"{name}:{block.block}", block.state, size, _age(block.age_s), escape(arrays), request
+            )
+    Console().print(table)
+
+
+@shm.command("free")
+@click.argument("targets", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def free_(targets: tuple[str, ...], as_json: bool) -> None:
+    """Free each of TARGETS: a request's path file, or a block as `shm list` names it (mindie_mm-1f2a:17).
+
+    A request that still needs what is freed fails, with an error that says so; no other does.
+    """
+    blocks = {f"{Path(arena.file).name}:{block.block}": (arena, block) for arena in survey() for block in arena.blocks}
+    freed = 0
+    for target in targets:
+        if target in blocks:
+            arena, block = blocks[target]
+            free(Ref(arena.number, block.block, block.generation))
+            freed += 1
+        elif Path(target).is_file():
+            freed += release(Path(target))
+        else:
+            raise click.UsageError(f"{target} is neither a path file nor a block of `mindie-mm shm list`")
+    click.echo(json.dumps({"freed": freed}) if as_json else f"freed {freed} blocks")
+
+
+@shm.command()
+@click.option("--spool", type=click.Path(path_type=Path), help="Folder of request directories; the service's own one.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def gc(spool: Path | None, as_json: bool) -> None:
+    """Reclaim what belongs to the dead: arenas without an owner, requests and blocks without a process.
+
+    What a living process uses, and what other users and programs have there, stays.
+    """
+    collected = collect([spool or default_spool()])
+    if as_json:
+        click.echo(msgspec.json.encode(collected, enc_hook=str).decode())
+        return
+    click.echo(
+        f"removed {len(collected.arenas)} arenas ({collected.arena_bytes / MiB:.1f} MiB), "
+        f"freed {len(collected.blocks)} blocks, released {len(collected.requests)} requests"
+    )
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+if __name__ == "__main__":
+    main()
