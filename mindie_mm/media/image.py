@@ -14,8 +14,8 @@ from PIL import Image, ImageOps
 
 from mindie_mm.errors import LimitExceeded, MediaError
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is decoded, told by content; MPO is the JPEG with further pictures behind it that some cameras write."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is decoded, told by content."""
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image, where Pillow too sees a decompression bomb."""
 
@@ -23,8 +23,6 @@ Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
 Data = bytes | Pixels
 """What preprocessing starts from: encoded bytes, or pixels."""
-
-Image.init()  # `Image.open(formats=...)` knows only plugins that are loaded; MPO's is not among the first few
 
 _ORIENTATION_TAG = 0x0112
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -58,9 +56,10 @@ class EncodedImage:
             raise
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
             raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
-        if orientation in {5, 6, 7, 8}:
+        if orientation in {5, 6, 7, 8} and file.format != "TIFF":  # of a TIFF Pillow gives the upright size
             width, height = height, width
         upright = orientation not in {2, 3, 4, 5, 6, 7, 8}
+        # MPO is the JPEG with further pictures behind it that some cameras write.
         fast = file.format in {"JPEG", "MPO"} and file.mode in {"RGB", "L"} and upright
         return cls(height, width, data, file, fast)
 

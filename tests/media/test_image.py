@@ -1,0 +1,139 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.image import EncodedImage, open_image, pil_to_rgb, resize
+from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, photograph
+
+
+def load_image(data: bytes) -> np.ndarray:
+    """As transformers.image_utils.load_image."""
+    from transformers.image_utils import load_image
+
+    with io.BytesIO(data) as file:
+        return np.asarray(load_image(Image.open(file)))
+
+
+@pytest.mark.parametrize(("name", "data"), jpeg_variants(), ids=lambda value: value if isinstance(value, str) else "")
+def test_jpegs_decode_as_pillow_decodes_them(name, data):
+    image = EncodedImage.open(data)
+    pixels = image.decode()
+    assert image.fast == (name not in ("cmyk", "rotated"))
+    assert pixels.shape == (image.height, image.width, 3)
+    assert np.array_equal(pixels, load_image(data))
+
+
+@pytest.mark.parametrize("name", PHOTOGRAPHS)
+def test_photographs_as_png_and_webp(name):
+    for file_format, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("TIFF", {}), ("GIF", {})):
+        data = encoded(photograph(name, (120, 80)), file_format, **options)
+        assert np.array_equal(EncodedImage.open(data).decode(), load_image(data)), file_format
+
+
+def awkward() -> dict[str, Image.Image]:
+    image = photograph("chelsea.png", (90, 60))
+    alpha = image.copy()
+    alpha.putalpha(Image.linear_gradient("L").resize(image.size))
+    return {
+        "palette": image.quantize(64),
+        "alpha": alpha,
+        "gray": image.convert("L"),
+        "gray alpha": alpha.convert("LA"),
+        "bilevel": image.convert("1"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("name", awkward())
+def test_modes_become_rgb_as_in_load_image(name):
+    data = encoded(awkward()[name], "PNG")
+    assert np.array_equal(EncodedImage.open(data).decode(), load_image(data))
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_a_palette_with_transparency():
+    data = encoded(awkward()["palette"], "PNG", transparency=bytes(range(64)))
+    assert np.array_equal(EncodedImage.open(data).decode(), load_image(data))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_orientation_is_applied_to_size_and_pixels(orientation, file_format):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(photograph("rocket.jpg", (50, 30)), file_format, exif=exif)
+    image = EncodedImage.open(data)
+    assert (image.height, image.width) == ((50, 30) if orientation >= 5 else (30, 50))
+    assert np.array_equal(image.decode(), load_image(data))
+
+
+def test_sixteen_bits_are_scaled_not_clipped():
+    ramp = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(4, 256)
+    gray = EncodedImage.open(encoded(Image.fromarray(ramp), "PNG")).decode()
+    assert np.array_equal(gray, np.repeat((ramp >> 8).astype(np.uint8)[..., None], 3, axis=2))
+
+
+def test_pixels_are_passed_on():
+    pixels = np.asarray(photograph(size=(20, 10)))
+    image = open_image(pixels)
+    assert (image.height, image.width) == (10, 20)
+    assert image.decode() is pixels
+
+
+def test_the_pixel_cap_reads_only_the_header():
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    with pytest.raises(LimitExceeded, match="178956970"):
+        EncodedImage.open(bomb)
+    with pytest.raises(LimitExceeded, match=r"300x200 = 60000 pixels; the limit is 59999"):
+        EncodedImage.open(encoded(photograph(size=(300, 200))), max_pixels=59_999)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"GIF89a", b"not an image at all", b"\xff\xd8\xff\xe0" + bytes(100), b"%PDF-1.4", b"<svg/>", b"P6 2 2 255 "],
+)
+def test_what_is_no_image_is_refused(data):
+    with pytest.raises(MediaError, match="no readable image"):
+        EncodedImage.open(data)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP"])
+def test_a_truncated_image_is_refused(file_format):
+    data = encoded(photograph(size=(200, 150)), file_format)
+    with pytest.raises(MediaError, match=r"truncated|no readable image") as caught:
+        EncodedImage.open(data[: len(data) // 2]).decode()
+    assert "Truncated" not in str(caught.value)
+    assert "OSError" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [(56, 84), (84, 56), (28, 28), (280, 140), (333, 77)])
+def test_resize_is_torchvisions(size):
+    pixels = np.asarray(photograph(size=(201, 150)))
+    tensor = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()
+    expected = torch.nn.functional.interpolate(
+        tensor[None], size=size, mode="bicubic", antialias=True, align_corners=False
+    )[0]
+    assert np.array_equal(resize(pixels, *size).transpose(2, 0, 1), expected.numpy())
+
+
+def test_an_unchanged_size_is_not_resized():
+    pixels = np.asarray(photograph(size=(56, 28)))
+    assert resize(pixels, 28, 56) is pixels
+
+
+def test_pil_images_are_made_upright():
+    image = photograph(size=(40, 20))
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    rotated = Image.open(io.BytesIO(encoded(image, "PNG", exif=exif)))
+    assert pil_to_rgb(rotated).size == (20, 40)

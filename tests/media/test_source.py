@@ -1,0 +1,99 @@
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.inputs import Media
+from mindie_mm.media.source import read_source, source_path
+from tests.media_samples import encoded, photograph
+
+DATA = encoded(photograph(size=(40, 30)))
+BASE64 = base64.b64encode(DATA).decode()
+
+
+def test_every_way_to_name_the_same_bytes(tmp_path):
+    file = tmp_path / "a picture.jpg"
+    file.write_bytes(DATA)
+    for source in (
+        str(file),
+        file.as_uri(),
+        DATA,
+        f"data:image/jpeg;base64,{BASE64}",
+        f"DATA:;base64,{BASE64}",
+        BASE64,
+    ):
+        assert read_source(Media("image", source)) == DATA
+
+
+def test_a_percent_encoded_data_url():
+    assert read_source(Media("image", "data:,a%20b%00")) == b"a b\x00"
+
+
+def test_source_path(tmp_path):
+    file = tmp_path / "a b.jpg"
+    assert source_path(Media("image", str(file))) == file
+    assert source_path(Media("image", file.as_uri())) == file
+    for source in (DATA, BASE64, f"data:;base64,{BASE64}", "https://host/a.jpg", photograph()):
+        assert source_path(Media("image", source)) is None
+
+
+def test_pixels():
+    image = photograph(size=(20, 10))
+    array = np.asarray(image)
+    for source in (image, array, torch.from_numpy(array.copy())):
+        assert np.array_equal(read_source(Media("image", source)), array)
+    frames = np.zeros((4, 10, 20, 3), np.uint8)
+    assert np.array_equal(read_source(Media("video", frames)), frames)
+
+
+@pytest.mark.parametrize(
+    ("kind", "array"),
+    [
+        ("image", np.zeros((10, 20, 3), np.float32)),
+        ("image", np.zeros((3, 10, 20), np.uint8)),
+        ("image", np.zeros((10, 20), np.uint8)),
+        ("image", np.zeros((0, 20, 3), np.uint8)),
+        ("video", np.zeros((10, 20, 3), np.uint8)),
+    ],
+)
+def test_other_pixels_are_refused(kind, array):
+    with pytest.raises(InputError, match=r"must be uint8 \["):
+        read_source(Media(kind, array))
+
+
+def test_http_is_left_to_the_service():
+    with pytest.raises(InputError, match="the service fetches URLs"):
+        read_source(Media("image", "https://example.org/a.jpg"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/no/such/file.jpg", "there is no file /no/such/file.jpg"),
+        ("/", "cannot be read: Is a directory"),
+        ("a\0b", "cannot be read: not a valid path"),
+        ("x." * 2500, "File name too long"),
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,####", "valid base64"),
+        ("data:image/png;base64,QUJ", "valid base64"),
+        ("data:image/png;base64,", "empty"),
+        ("file://elsewhere/a.png", "host 'elsewhere'"),
+    ],
+)
+def test_bad_sources(source, message):
+    with pytest.raises(InputError, match=message) as caught:
+        read_source(Media("image", source))
+    assert len(str(caught.value)) < 400
+
+
+def test_bytes_are_capped(tmp_path):
+    file = tmp_path / "a.jpg"
+    file.write_bytes(DATA)
+    for source in (str(file), DATA, f"data:;base64,{BASE64}", BASE64):
+        with pytest.raises(LimitExceeded, match="the limit is 100"):
+            read_source(Media("image", source), max_bytes=100)
+    file.write_bytes(b"")
+    with pytest.raises(MediaError, match="empty"):
+        read_source(Media("image", str(file)))
