@@ -53,7 +53,9 @@ class TextEncoder:
         added = self._tokenizer.added_tokens_decoder
         missing = sorted(set(placeholder_ids) - added.keys())
         if missing:
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: ids {missing} of media are no added tokens")
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}"
+            )
         self._control_ids = {
             token.content: index for index, token in added.items() if token.special or index in set(placeholder_ids)
         }

@@ -1,0 +1,158 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Media, MediaOptions, Message, Text, from_tagged_prompt, parse_inputs, parse_messages
+from tests.media_samples import photograph
+
+
+def test_items_keep_their_order():
+    image = photograph(size=(10, 10))
+    inputs = [
+        {"image": "/a/b.jpg"},
+        {"text": "and"},
+        {"video": b"bytes", "fps": 1, "max_frames": 8},
+        {"audio": "https://host/sound.wav"},
+        {"image": image, "min_pixels": 100, "max_pixels": 200},
+        {"image": Path("/a/c.jpg")},
+    ]
+    assert parse_inputs(inputs) == [
+        Media("image", "/a/b.jpg"),
+        Text("and"),
+        Media("video", b"bytes", MediaOptions(fps=1.0, max_frames=8)),
+        Media("audio", "https://host/sound.wav"),
+        Media("image", image, MediaOptions(min_pixels=100, max_pixels=200)),
+        Media("image", "/a/c.jpg"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"image": "a.jpg", "max_pixels": 9, "detail": "low"},
+        {"type": "image", "image": "a.jpg", "max_pixels": 9, "detail": "low"},
+        {"type": "image", "url": "a.jpg", "max_pixels": 9, "detail": "low"},
+        {"type": "image", "path": "a.jpg", "max_pixels": 9, "detail": "low"},
+        {"type": "image_url", "image_url": "a.jpg", "max_pixels": 9, "detail": "low"},
+        {"type": "image_url", "image_url": {"url": "a.jpg", "detail": "low"}, "max_pixels": 9},
+        {"image_url": {"url": "a.jpg", "detail": "low", "max_pixels": 9, "min_pixels": None}},
+    ],
+)
+def test_spellings_of_one_image(part):
+    assert parse_inputs([part]) == [Media("image", "a.jpg", MediaOptions(max_pixels=9, detail="low"))]
+
+
+def test_base64_spellings():
+    assert parse_inputs([{"type": "image", "base64": "QUJD"}]) == [Media("image", "data:;base64,QUJD")]
+    audio = {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}
+    assert parse_inputs([audio]) == [Media("audio", "data:;base64,QUJD")]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "inputs is an empty list"),
+        ({"text": "a"}, "inputs is of type dict; it must be a list"),
+        ("text", "inputs is of type str"),
+        (["text"], r"inputs\[0\] is of type str; it must be a dict"),
+        ([{"text": "a"}, {}], r"inputs\[1\] must have exactly one of text, image, video, audio; found none in \[\]"),
+        ([{"text": "a", "image": "b"}], r"inputs\[0\] must have exactly one .* found 'text' and 'image'"),
+        ([{"image": "a", "image_url": "b"}], "found 'image' and 'image_url'"),
+        ([{"picture": "a"}], r"found none in \['picture'\]"),
+        ([{"text": 5}], r"inputs\[0\].text is of type int; it must be a string"),
+        ([{"text": None}], r"inputs\[0\].text is missing"),
+        ([{"text": "a", "fps": 1}], "unknown key 'fps'; a text takes no options"),
+        ([{"text": "\ud800"}], "lone surrogate at character 0"),
+        ([{"image": 5}], r"inputs\[0\].image is of type int; it must be a path, bytes"),
+        ([{"image": None}], r"inputs\[0\].image is missing"),
+        ([{"image": ""}], r"inputs\[0\].image is empty"),
+        ([{"image": b""}], r"inputs\[0\].image is empty"),
+        ([{"image": ["a", "b"]}], r"inputs\[0\].image is of type list"),
+        (
+            [{"image": "a", "fps": 2}],
+            r"inputs\[0\] has the unknown key 'fps'; .* it takes min_pixels, max_pixels, detail",
+        ),
+        ([{"video": "a", "nframes": 2}], "unknown key 'nframes'"),
+        ([{"audio": "a", "detail": "low"}], "it takes no options"),
+        ([{"image": "a", "max_pixels": True}], r"inputs\[0\].max_pixels is True; it must be an integer from 1 to"),
+        ([{"image": "a", "max_pixels": "9"}], "max_pixels is '9'; it must be an integer"),
+        ([{"image": "a", "max_pixels": 9.5}], "max_pixels is 9.5; it must be an integer"),
+        ([{"image": "a", "max_pixels": 0}], "max_pixels is 0; it must be from 1 to 2147483648"),
+        ([{"image": "a", "max_pixels": 2**40}], "it must be from 1 to 2147483648"),
+        ([{"image": "a", "min_pixels": 9, "max_pixels": 8}], "min_pixels 9 is above max_pixels 8"),
+        ([{"image": "a", "detail": "huge"}], "detail is 'huge'; it must be one of auto, low, high"),
+        ([{"video": "a", "fps": True}], "fps is True; it must be a number"),
+        ([{"video": "a", "fps": 0}], "fps is 0; it must be above 0 and at most 1000"),
+        ([{"video": "a", "fps": float("nan")}], "fps is nan"),
+        ([{"video": "a", "fps": float("inf")}], "fps is inf"),
+        ([{"video": "a", "fps": 1, "num_frames": 2}], "both fps and num_frames"),
+        ([{"video": "a", "min_frames": 5, "max_frames": 4}], "min_frames 5 is above max_frames 4"),
+        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item holds 'text'"),
+        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item holds 'image'"),
+        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item holds 'image'"),
+        ([{"type": ["image"], "image": "a"}], r"inputs\[0\].type is of type list"),
+        ([{"type": "image_url", "image_url": {"uri": "a"}}], r"inputs\[0\].image_url.url is missing"),
+        ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' twice"),
+        ([{"image_url": {"url": "a", "colour": "low"}}], "unknown key 'colour'"),
+    ],
+)
+def test_mistakes_are_named(inputs, message):
+    with pytest.raises(InputError, match=message):
+        parse_inputs(inputs)
+
+
+def test_arrays_are_sources():
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    (item,) = parse_inputs([{"image": pixels}])
+    assert item.source is pixels
+
+
+def test_messages():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "refusal": None},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    assert parse_messages(messages) == [
+        Message("system", "Be brief."),
+        Message("user", (Media("image", "a"), Text("?"))),
+        Message("assistant", None, {"tool_calls": [{"id": "1"}]}),
+        Message("tool", "4", {"tool_call_id": "1"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is an empty list"),
+        (None, "messages is missing; it must be a list"),
+        (["hello"], r"messages\[0\] is of type str"),
+        ([{"content": "a"}], r"messages\[0\].role is None; it must be one of system"),
+        ([{"role": "image_pad", "content": "a"}], r"messages\[0\].role is 'image_pad'"),
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([{"role": "user", "content": []}], r"messages\[0\].content is an empty list"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content is of type int"),
+        ([{"role": "user", "content": "\udfff"}], "lone surrogate"),
+        ([{"role": "user", "content": [{"text": "a", "video": "b"}]}], r"messages\[0\].content\[0\] must have exactly"),
+    ],
+)
+def test_mistakes_in_messages_are_named(messages, message):
+    with pytest.raises(InputError, match=message):
+        parse_messages(messages)
+
+
+def test_tagged_prompts():
+    assert from_tagged_prompt("Picture 1: <img>a b.jpg</img>\nand <img> /c.png </img>?") == [
+        Text("Picture 1: "),
+        Media("image", "a b.jpg"),
+        Text("\nand "),
+        Media("image", "/c.png"),
+        Text("?"),
+    ]
+    assert from_tagged_prompt("an <img> alone") == [Text("an <img> alone")]
+    for prompt in ("", "<img> </img>"):
+        with pytest.raises(InputError):
+            from_tagged_prompt(prompt)

@@ -1,0 +1,221 @@
+import base64
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError
+from mindie_mm.inputs import parse_inputs
+from mindie_mm.nn.pixels import normalize_patches, repeat_frames
+from mindie_mm.shm import Ref, attach, release
+from mindie_mm.tokenize import Tokenizer
+from tests import transformers_reference as reference
+from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
+
+
+@pytest.fixture(scope="session")
+def processor(checkpoint_path):
+    """transformers' own."""
+    return reference.Qwen2VLProcessor.from_pretrained(checkpoint_path)
+
+
+@pytest.fixture
+def spool(tmp_path) -> Path:
+    """A request's directory with an image and a video in it."""
+    (tmp_path / "request" / "image").mkdir(parents=True)
+    (tmp_path / "request" / "video").mkdir()
+    (tmp_path / "request" / "image" / "0.jpg").write_bytes(encoded(photograph("chelsea.png", (150, 120))))
+    (tmp_path / "request" / "image" / "1.png").write_bytes(encoded(photograph("coffee.png", (99, 200)), "PNG"))
+    (tmp_path / "request" / "video" / "0.mp4").write_bytes(encode_video(moving_frames(20), fps=10))
+    yield tmp_path / "request"
+    release(tmp_path / "request" / "shm_name.txt")
+
+
+IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+def expected_inputs(processor, text: str, images=(), videos=()):
+    """transformers' ids, grids and pixels, videos sampled at 2 frames per second."""
+    frames = [decode_all(Path(video).read_bytes()) for video in videos]
+    return processor(
+        text=[text],
+        images=[reference.load_image(str(image)) for image in images] or None,
+        videos=[torch.from_numpy(f).permute(0, 3, 1, 2) for f in frames] or None,
+        return_tensors="pt",
+        videos_kwargs={
+            "video_metadata": [reference.VideoMetadata(total_num_frames=len(f), fps=10.0) for f in frames],
+            "do_sample_frames": True,
+            "fps": 2.0,
+            "cap_pixels_per_frame": False,
+        },
+    )
+
+
+def assert_same(ids: torch.Tensor, expected, processor) -> None:
+    """Ids equal in every slot without a word; behind the words lie the grids and the pixels."""
+    assert ids.dtype == torch.int64
+    assert ids.device.type == "cpu"
+    plain, words = expected["input_ids"][0], (ids < 0).nonzero().flatten().tolist()
+    assert ids.shape == plain.shape
+    assert torch.equal(torch.where(ids < 0, plain, ids), plain)
+    firsts = words[::2]
+    assert [start + 1 for start in firsts] == words[1::2]
+    pixels = {"pixel_values": [], "pixel_values_videos": []}
+    grids = {"grid_thw": [], "video_grid_thw": []}
+    for start in firsts:
+        assert plain[start - 1] == processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
+        with attach(Ref.from_words(ids[start].item(), ids[start + 1].item())) as view:
+            (name, array), (grid_name, grid) = view.items()
+            settings = processor.image_processor
+            patches = normalize_patches(torch.from_numpy(array.copy()), settings.image_mean, settings.image_std)
+            pixels[name].append(repeat_frames(patches, 2) if name == "pixel_values" else patches)
+            grids[grid_name].append(torch.from_numpy(grid.copy()))
+    for name, key in (("grid_thw", "image_grid_thw"), ("video_grid_thw", "video_grid_thw")):
+        if grids[name]:
+            assert torch.equal(torch.stack(grids[name]), expected[key])
+    for name, found in pixels.items():
+        if found:
+            assert torch.equal(torch.cat(found), expected[name])
+
+
+def test_items_one_after_another(tokenizer, processor, spool):
+    image, other, video = spool / "image" / "0.jpg", spool / "image" / "1.png", spool / "video" / "0.mp4"
+    inputs = [
+        {"text": "Look: "},
+        {"image": str(image)},
+        {"text": " and"},
+        {"video": str(video)},
+        {"image": other.as_uri()},
+        {"text": "\n what is in the image? ünï🙂"},
+    ]
+    text = f"Look: {IMAGE} and{VIDEO}{IMAGE}\n what is in the image? ünï🙂"
+    assert_same(tokenizer.tokenize(inputs), expected_inputs(processor, text, [image, other], [video]), processor)
+    assert (spool / "shm_name.txt").read_text().count("\n") == 3
+
+
+def test_chat(tokenizer, processor, spool):
+    image, video = spool / "image" / "0.jpg", spool / "video" / "0.mp4"
+    content = [
+        {"type": "image", "image": str(image)},
+        {"type": "text", "text": "What is in the image?"},
+        {"type": "video", "video": str(video)},
+    ]
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "a cat"},
+        {"role": "user", "content": "  sure? "},
+    ]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert_same(tokenizer.tokenize_chat(messages), expected_inputs(processor, text, [image], [video]), processor)
+
+
+def test_text_alone_needs_neither_arena_nor_path_file(checkpoint_path, processor):
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        ids = tokenizer.tokenize([{"text": "hello"}, {"text": " world"}])
+    assert ids.tolist() == processor.tokenizer("hello world")["input_ids"]
+
+
+def test_adjacent_media(tokenizer, processor, spool):
+    image = spool / "image" / "0.jpg"
+    ids = tokenizer.tokenize([{"image": str(image)}] * 2)
+    assert_same(ids, expected_inputs(processor, IMAGE * 2, [image, image]), processor)
+
+
+def test_sources_of_the_same_bytes_have_one_digest(tokenizer, spool):
+    data = (spool / "image" / "0.jpg").read_bytes()
+    url = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    ids = tokenizer.tokenize(
+        [{"image": url}, {"image": data}, {"image": data, "max_pixels": 5000}], spool / "shm_name.txt"
+    )
+    words = ids[ids < 0].tolist()
+    digests = [attach(Ref.from_words(*words[i : i + 2])).digest for i in (0, 2, 4)]
+    assert digests[0] == digests[1] != digests[2]
+    assert len(digests[0]) >= 16
+
+
+def test_a_run_of_one_slot_holds_the_name_word_alone(tokenizer, spool):
+    ids = tokenizer.tokenize([{"image": np.zeros((28, 28, 3), np.uint8), "max_pixels": 784}], spool / "shm_name.txt")
+    (word,) = ids[ids < 0].tolist()
+    with attach(Ref.from_words(word, None)) as view:
+        assert view["pixel_values"].shape == (4, 588)
+
+
+def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
+    with pytest.raises(InputError, match="shm_name_save_path is None"):
+        tokenizer.tokenize([{"image": np.zeros((56, 56, 3), np.uint8)}])
+    mixed = [{"image": np.zeros((56, 56, 3), np.uint8)}, {"image": str(spool / "image" / "0.jpg")}]
+    tokenizer.tokenize(mixed)
+    assert (spool / "shm_name.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"image": "/no/such.jpg"}, MediaError, "media item 1 .image.: there is no file /no/such.jpg"),
+        ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes are no readable image"),
+        ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
+        ({"audio": b"sound"}, InputError, "takes no audio"),
+        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: 401x2 pixels"),
+    ],
+)
+def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, message):
+    source = bad.get("image")
+    if source == "truncated":
+        bad = {"image": (spool / "image" / "0.jpg").read_bytes()[:3000]}
+    elif source == "wide":
+        bad = {"image": encoded(photograph(size=(401, 2)))}
+    with pytest.raises(error, match=message):
+        tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}, bad])
+    assert arena.num_blocks == 0
+    assert release(spool / "shm_name.txt") == 0
+
+
+def test_what_does_not_fit_the_arena(tokenizer, arena, spool):
+    pixels = np.zeros((2800, 2800, 3), np.uint8)
+    with pytest.raises((ArenaFull, LimitExceeded)):
+        tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}, {"image": pixels}])
+    assert arena.num_blocks == 0
+
+
+def test_a_long_prompt_is_refused_before_anything_is_preprocessed(tokenizer, arena, spool):
+    items = parse_inputs([{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}])
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens; the limit is 20"):
+        tokenizer.prompt_from_items(items, spool / "shm_name.txt", max_tokens=20)
+    assert not (spool / "shm_name.txt").exists()
+    assert arena.num_blocks == 0
+
+
+def test_a_long_prompt_is_truncated_by_option(tokenizer, arena, spool):
+    image = {"image": str(spool / "image" / "0.jpg"), "max_pixels": 8000}
+    items = parse_inputs([{"text": "old" * 50}, image, {"text": "middle"}, image, {"text": "what is it?"}])
+    whole = tokenizer.prompt_from_items(items, spool / "shm_name.txt")
+    assert arena.num_blocks == 2
+    release(spool / "shm_name.txt")
+    first = whole.spans[0]
+    for max_tokens in range(len(whole) - first.stop - 1, len(whole) - first.start + 2):
+        prompt = tokenizer.prompt_from_items(items, spool / "shm_name.txt", max_tokens=max_tokens, truncating=True)
+        assert len(prompt) <= max_tokens
+        assert len(prompt.spans) == (2 if max_tokens >= len(whole) - first.start + 1 else 1)
+        assert np.array_equal(prompt.plain_ids, whole.plain_ids[-len(prompt) :])
+        assert arena.num_blocks == len(prompt.spans)
+        assert release(spool / "shm_name.txt") == len(prompt.spans)
+
+
+def test_its_own_arena_goes_with_the_interpreter(checkpoint_path, spool):
+    script = f"""
+from mindie_mm.tokenize import Tokenizer
+tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
+print(len(tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}])))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) > 4  # that no arena is left, the fixture of all tests says
+
+
+def test_its_own_arena_goes_on_close(checkpoint_path, spool):
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}])
+    tokenizer.close()
