@@ -70,12 +70,12 @@ class MediaPolicy:
         budget = _Budget(self.config.max_media_bytes)
         counts: dict[str, int] = {}
         writes = []
-        for item in items:
+        for index, item in enumerate(items):
             number = counts[item.kind] = counts.get(item.kind, 0) + 1
-            writes.append(self._spool_one(item, directory / item.kind / str(number), budget))
+            writes.append(self._spool_one(index, item, directory / item.kind / str(number), budget))
         return await gather(writes)
 
-    async def _spool_one(self, item: Media, stem: Path, budget: _Budget) -> Path:
+    async def _spool_one(self, index: int, item: Media, stem: Path, budget: _Budget) -> Path:
         try:
             source = item.source
             assert isinstance(source, str), "JSON has no bytes"
@@ -88,7 +88,7 @@ class MediaPolicy:
             budget.spend(len(data))
             return await _in_thread(lambda: _write(data, stem))
         except InputError as error:
-            raise type(error)(f"{item.kind} {stem.name}: {error}") from error
+            raise type(error)(f"media item {index} ({item.kind}): {error}") from error
 
     async def _fetch(self, url: str) -> bytes:
         return await fetch(

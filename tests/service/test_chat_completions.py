@@ -80,6 +80,7 @@ def test_streaming(client: openai.OpenAI, red_square: str) -> None:
             model="tiny",
             messages=[{"role": "user", "content": [image(red_square), {"type": "text", "text": WHAT}]}],
             temperature=0,
+            max_tokens=32,
             stream=True,
             stream_options={"include_usage": True},
         )
@@ -110,7 +111,7 @@ def test_n_choices(client: openai.OpenAI, red_square: str) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert {choice.message.content for choice in answer.choices} == {"red square"}
     chunks = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": content}], n=3, temperature=0, stream=True
+        model="tiny", messages=[{"role": "user", "content": content}], n=3, temperature=0, max_tokens=32, stream=True
     )
     texts = ["", "", ""]
     for chunk in chunks:
@@ -193,6 +194,7 @@ def test_roles_and_history(client: openai.OpenAI, red_square: str) -> None:
             {"role": "user", "content": "What colour is it?"},
         ],
         temperature=0,
+        max_tokens=32,
     )
     assert "red" in text(answer)
 

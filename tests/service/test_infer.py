@@ -73,7 +73,7 @@ def test_sampling_is_decided_by_do_sample(http: Any) -> None:
     [
         ([], "empty"),
         ("", "empty"),
-        ([{"image": "/etc/passwd"}], "image 1: no such file"),
+        ([{"image": "/etc/passwd"}], r"media item 0 \(image\): no such file"),
         ([{"image": "x", "text": "y"}], r"inputs\[0\]"),
         ([{"text": 5}], r"inputs\[0\].text"),
         ([{"audio": "data:audio/wav;base64,UklGRiQAAABXQVZF"}, {"text": "?"}], "audio"),

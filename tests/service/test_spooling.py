@@ -33,7 +33,7 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
 async def test_the_request_has_a_budget(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_media_bytes=20))
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
-    with pytest.raises(LimitExceeded, match="image 2: the request's media take 30 bytes, the limit is 20"):
+    with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media take 30 bytes, the limit is 20"):
         await policy.spool(items, tmp_path)
 
 
