@@ -165,7 +165,8 @@ class Arena:
         self._open_mapping()
         if self._releases[1 + ref.block] == ref.generation:
             raise StaleReference(f"{ref}: the block was freed while it was filled")
-        self._write_header(ref, plan, offset, digest)
+        if digest is not None:
+            self._write_header(ref, plan, offset, digest)
         fence()
         with self._condition:
             del self._filling[ref.block]

@@ -43,8 +43,9 @@ class ArraySpec:
             raise InputError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if not 1 <= len(self.shape) <= MAX_DIMS:
             raise LimitExceeded(f"shape {self.shape} has {len(self.shape)} dimensions; 1 to {MAX_DIMS} are allowed")
-        if any(type(size) is not int or size < 1 for size in self.shape):
-            raise InputError(f"shape {self.shape} must consist of integers of at least 1")
+        for size in self.shape:
+            if type(size) is not int or size < 1:
+                raise InputError(f"shape {self.shape} must consist of integers of at least 1")
 
     @property
     def nbytes(self) -> int:
