@@ -126,7 +126,10 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
     except OSError as error:
         raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
     path_file = path / PATH_FILE_NAME
-    lock = LifeLock(os.open(path_file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    # Named once it is locked: nobody ever sees the path file of a living request without its lock.
+    unnamed = path / ".unlocked"
+    lock = LifeLock(os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    unnamed.rename(path_file)
     try:
         yield RequestDirectory(path, path_file)
     finally:

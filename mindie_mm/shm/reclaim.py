@@ -219,13 +219,23 @@ def _collect_requests(root: Path) -> Iterator[Path]:
         except OSError:  # gone meanwhile, a link, or not ours to open
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            release(path_file)
-        except BlockingIOError:
-            continue
-        except BadReference as error:
-            _log.warning("%s", error)
+            if _collect_request(path_file, descriptor):
+                yield path_file.parent
         finally:
             os.close(descriptor)
-        shutil.rmtree(path_file.parent)
-        yield path_file.parent
+
+
+def _collect_request(path_file: Path, descriptor: int) -> bool:
+    """Releases and removes a request directory; False if the request lives, or has ended meanwhile."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if os.fstat(descriptor).st_nlink == 0:
+        return False
+    try:
+        release(path_file)
+    except BadReference as error:
+        _log.warning("%s", error)
+    shutil.rmtree(path_file.parent)
+    return True
