@@ -45,5 +45,5 @@ class LocalTokenizer:
 
     async def close(self) -> None:
         """Waits for the item in work, then removes the arena."""
-        await asyncio.to_thread(self._thread.shutdown)
+        self._thread.shutdown()
         self._arena.close()

@@ -24,7 +24,7 @@ _LAST_RETRY_S = 30.0
 _PATIENCE_S = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Process:
     """One tokenizer process, from its readiness to its death."""
 
@@ -41,10 +41,15 @@ class TokenizerPool:
         self._model_path = model_path
         self._arena_bytes = arena_bytes
         self._processes: list[_Process] = []
+        """Those that take requests."""
+        self._dying: list[_Process] = []
+        """Those that take none yet, or no more, and are not reaped."""
         self._keepers: list[asyncio.Task[None]] = []
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
         self._next_id = 0
+        self._some_alive = asyncio.Event()
+        self._closed = False
 
     @classmethod
     async def start(cls, model_path: Path, num_processes: int, arena_bytes: int) -> Self:
@@ -56,14 +61,12 @@ class TokenizerPool:
         starts = [asyncio.create_task(pool._start_process()) for _ in range(num_processes)]
         try:
             for start in starts:
-                pool._keepers.append(asyncio.create_task(pool._keep(await start)))
+                await start
         except BaseException:
-            started = await asyncio.gather(*starts, return_exceptions=True)
-            for process in started:
-                if isinstance(process, _Process):
-                    await _stop(process)
+            await asyncio.gather(*starts, return_exceptions=True)
             await pool.close()
             raise
+        pool._keepers += [asyncio.create_task(pool._keep(process)) for process in pool._processes]
         return pool
 
     @property
@@ -72,13 +75,14 @@ class TokenizerPool:
         return [process.popen.pid for process in self._processes]
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The prompt of `request`, from the least busy process.
+        """The prompt of `request`, from the least busy process; waits while none is alive.
 
         Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
         blocks of the abandoned prompt are freed when it arrives.
         """
-        if not self._processes:
-            raise ProcessDied("no tokenizer process is alive")
+        await self._some_alive.wait()
+        if self._closed:
+            raise ProcessDied("the tokenizer pool is closed")
         process = min(self._processes, key=lambda process: len(process.pending))
         self._next_id += 1
         future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
@@ -89,41 +93,56 @@ class TokenizerPool:
 
     async def close(self) -> None:
         """Stops every process; what is pending fails with ProcessDied."""
+        self._closed = True
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._keepers.clear()
+        await asyncio.gather(*map(self._bury, [*self._processes, *self._dying]))
+        self._some_alive.set()  # those who wait learn that the pool is closed
 
     async def _start_process(self) -> _Process:
         popen, sock = spawn("mindie_mm.tokenize.process", str(self._model_path), str(self._arena_bytes))
         process = _Process(popen, await open_channel(sock))
+        self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
             reply = self._decoder.decode(await process.channel.recv())
         except EOFError:
-            await _stop(process)
+            await self._bury(process)
             raise ProcessDied(f"a tokenizer process exited with {popen.returncode} before it was ready") from None
-        except BaseException:
-            await _stop(process)
-            raise
         if isinstance(reply, Failed):
-            await _stop(process)
+            await self._bury(process)
             raise reply.exception()
         assert isinstance(reply, Ready), reply
+        self._dying.remove(process)
+        self._processes.append(process)
+        self._some_alive.set()
         return process
 
     async def _keep(self, process: _Process) -> None:
         """Serves `process`, and its successors, until cancelled."""
         while True:
-            self._processes.append(process)
-            try:
-                await self._receive(process)
-            finally:
-                self._processes.remove(process)
-                await _stop(process)
-                self._fail_pending(process)
+            await self._receive(process)
+            await self._bury(process)
             _log.warning("tokenizer process %d died; starting another", process.popen.pid)
             collect()
             process = await self._restart()
+
+    async def _bury(self, process: _Process) -> None:
+        """Ends and reaps a process, and fails what it has not answered. Once more, if it was cancelled in between."""
+        if process in self._processes:
+            self._processes.remove(process)
+            self._dying.append(process)
+            if not self._processes:
+                self._some_alive.clear()
+        await _stop(process)
+        self._dying.remove(process)
+        for future in process.pending.values():
+            if not future.done():
+                future.set_exception(
+                    ProcessDied(f"tokenizer process {process.popen.pid} died with status {process.popen.returncode}")
+                )
+        process.pending.clear()
 
     async def _restart(self) -> _Process:
         delay_s = _FIRST_RETRY_S
@@ -151,14 +170,6 @@ class TokenizerPool:
                 _free_words(reply.prompt())
             else:
                 future.set_result(reply.prompt())
-
-    def _fail_pending(self, process: _Process) -> None:
-        for future in process.pending.values():
-            if not future.done():
-                future.set_exception(
-                    ProcessDied(f"tokenizer process {process.popen.pid} died with status {process.popen.returncode}")
-                )
-        process.pending.clear()
 
 
 def _free_words(prompt: Prompt) -> None:

@@ -1,0 +1,97 @@
+import asyncio
+import signal
+import socket
+import struct
+import sys
+import threading
+
+import psutil
+import pytest
+
+from mindie_mm.ipc import Channel, ChildChannel, open_channel, spawn
+from tools.random_checkpoint import write_checkpoint
+
+
+async def connected() -> tuple[Channel, ChildChannel]:
+    ours, theirs = socket.socketpair()
+    return await open_channel(ours), ChildChannel(theirs.detach())
+
+
+async def test_messages_both_ways():
+    channel, child = await connected()
+    with child:
+        for message in (b"", b"a", bytes(range(256)) * 20_000):
+            channel.send(message)
+            assert await asyncio.to_thread(child.recv) == message
+            sender = threading.Thread(target=child.send, args=(message,))
+            sender.start()
+            assert await channel.recv() == message
+            sender.join()
+        assert not child.poll()
+        await channel.close()
+
+
+async def test_the_frame_on_the_wire():
+    ours, theirs = socket.socketpair()
+    channel = await open_channel(ours)
+    with theirs:
+        channel.send(b"abc")
+        await channel.drain()
+        assert theirs.recv(100) == b"\x00\x00\x00\x03abc"
+        theirs.sendall(struct.pack("!i", 2) + b"xy")
+        assert await channel.recv() == b"xy"
+        await channel.close()
+
+
+async def test_a_closed_end_is_the_end_of_the_stream():
+    channel, child = await connected()
+    with child:
+        pass
+    with pytest.raises(EOFError):
+        await channel.recv()
+    await channel.close()
+
+    channel, child = await connected()
+    await channel.close()
+    with child, pytest.raises(EOFError):
+        child.recv()
+
+
+async def test_a_message_cut_short_is_the_end_of_the_stream():
+    ours, theirs = socket.socketpair()
+    channel = await open_channel(ours)
+    with theirs:
+        theirs.sendall(struct.pack("!i", 10) + b"short")
+    with pytest.raises(EOFError):
+        await channel.recv()
+    await channel.close()
+
+
+def test_a_child_starts_as_a_module_of_its_own():
+    process, sock = spawn("this")  # a module that prints and exits, whatever its arguments
+    with sock:
+        assert process.wait(30) == 0
+        assert sock.recv(1) == b""
+
+
+async def test_a_killed_parent_ends_its_child(tmp_path):
+    """The kernel closes the channel of a parent that dies by SIGKILL."""
+    checkpoint_path = write_checkpoint(tmp_path)
+    script = f"""
+import asyncio
+from pathlib import Path
+from mindie_mm.tokenize import TokenizerPool
+
+async def main():
+    pool = await TokenizerPool.start(Path({str(checkpoint_path)!r}), 1, 2**20)
+    print(*pool.pids, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    (child,) = [psutil.Process(int(pid)) for pid in (await parent.stdout.readline()).split()]
+    parent.send_signal(signal.SIGKILL)
+    await parent.wait()
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], 30)
+    assert gone == [child]

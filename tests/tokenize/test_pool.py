@@ -1,0 +1,149 @@
+import asyncio
+import signal
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    InputError,
+    MediaError,
+    ProcessDied,
+    SharedMemoryError,
+    UnsupportedCheckpoint,
+)
+from mindie_mm.inputs import parse_inputs
+from mindie_mm.shm import Ref, attach, release, survey
+from mindie_mm.tokenize import Tokenizer, TokenizeRequest, TokenizerPool
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+
+ARENA_BYTES = 16 * 2**20
+
+
+@pytest.fixture(scope="module")
+async def pool(checkpoint_path):
+    pool = await TokenizerPool.start(checkpoint_path, 2, ARENA_BYTES)
+    yield pool
+    await pool.close()
+    assert pool.pids == []
+
+
+@pytest.fixture
+def request_path(tmp_path) -> Path:
+    """A request's directory with a picture and a video in it."""
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "0.jpg").write_bytes(encoded(photograph("chelsea.png", (150, 120))))
+    (tmp_path / "image" / "0.mp4").write_bytes(encode_video(moving_frames(8)))
+    yield tmp_path
+    release(tmp_path / "shm_name.txt")
+
+
+def blocks() -> int:
+    """Published blocks of all arenas."""
+    return sum(len(arena.blocks) for arena in survey())
+
+
+def items_of(path: Path) -> list[dict]:
+    return [{"text": "what is it?"}, {"image": str(path / "image" / "0.jpg")}, {"video": str(path / "image" / "0.mp4")}]
+
+
+async def test_prompts_are_those_of_the_library(pool, request_path, checkpoint_path, arena):
+    path_file = request_path / "shm_name.txt"
+    items = items_of(request_path)
+    raw = await pool.tokenize(TokenizeRequest(items=items, chat=False, path_file=str(path_file)))
+    chat = await pool.tokenize(TokenizeRequest(items=items, path_file=str(path_file)))
+    messages = [{"role": "user", "content": items}]
+    same = await pool.tokenize(TokenizeRequest(messages=messages, path_file=str(path_file)))
+    assert np.array_equal(chat.plain_ids, same.plain_ids)
+    text = await pool.tokenize(TokenizeRequest(text="what is it?"))
+    with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as tokenizer:
+        expected = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+        assert np.array_equal(raw.plain_ids, expected.plain_ids)
+        assert raw.spans == expected.spans
+        assert text.ids.tolist() == tokenizer.tokenize([{"text": "what is it?"}]).tolist()
+    assert raw.ids.dtype == np.int64
+    span = raw.spans[0]
+    with attach(Ref.from_words(*raw.ids[span.start : span.start + 2].tolist())) as view:
+        assert view["pixel_values"].shape == (4 * (span.stop - span.start), 588)
+
+
+async def test_sources_can_be_bytes(pool, request_path):
+    data = (request_path / "image" / "0.jpg").read_bytes()
+    request = TokenizeRequest(items=[{"image": data}], path_file=str(request_path / "shm_name.txt"))
+    assert len((await pool.tokenize(request)).spans) == 1
+
+
+async def test_requests_are_spread_and_answered_each_with_its_own(pool):
+    texts = [f"text {i}" * (i + 1) for i in range(40)]
+    prompts = await asyncio.gather(*(pool.tokenize(TokenizeRequest(text=text)) for text in texts))
+    again = [await pool.tokenize(TokenizeRequest(text=text)) for text in texts]
+    assert [p.ids.tolist() for p in prompts] == [p.ids.tolist() for p in again]
+    assert len({p.ids.tobytes() for p in prompts}) == 40
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "error", "message"),
+    [
+        ({}, InputError, "exactly one of messages, items and text"),
+        ({"text": "a", "items": []}, InputError, "exactly one of messages, items and text"),
+        ({"items": []}, InputError, "inputs is an empty list"),
+        ({"messages": [{"role": "user"}]}, InputError, r"messages\[0\] has no content"),
+        ({"items": [{"image": "/no/such.jpg"}], "path_file": "x"}, MediaError, "there is no file /no/such.jpg"),
+        ({"text": "what is it?" * 9, "max_tokens": 5}, ContextLengthExceeded, "the limit is 5"),
+        ({"items": [{"image": "https://host/a.jpg"}], "path_file": "x"}, InputError, "the service fetches URLs"),
+    ],
+)
+async def test_errors_cross_as_they_are(pool, request_fields, error, message):
+    with pytest.raises(error, match=message) as caught:
+        await pool.tokenize(TokenizeRequest(**request_fields))
+    assert type(caught.value) is error
+
+
+async def test_truncation(pool):
+    prompt = await pool.tokenize(TokenizeRequest(text="what is it? " * 9, max_tokens=5, truncate=True))
+    assert len(prompt) == 5
+
+
+async def test_a_dead_process_fails_its_requests_and_comes_back(pool, request_path):
+    before = pool.pids
+    big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
+    requests = [TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt")) for _ in range(2)]
+    tasks = [asyncio.create_task(pool.tokenize(request)) for request in requests]
+    await asyncio.sleep(0)
+    for pid in before:
+        psutil.Process(pid).send_signal(signal.SIGKILL)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [ProcessDied] * 2
+    assert "died with status -9" in str(results[0])
+    prompt = await pool.tokenize(TokenizeRequest(text="hello"))
+    assert len(prompt) > 0
+    assert not set(before) & set(pool.pids)
+
+
+async def test_a_cancelled_request_leaves_no_block(pool, request_path):
+    before = blocks()
+    big = {"image": encoded(photograph("coffee.png", (900, 800)), "PNG")}
+    task = asyncio.create_task(pool.tokenize(TokenizeRequest(items=[big], path_file=str(request_path / "x.txt"))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # Two more requests than processes: the cancelled one is answered before the last of these is.
+    await asyncio.gather(*(pool.tokenize(TokenizeRequest(text="a")) for _ in range(4)))
+    assert blocks() == before
+
+
+async def test_a_closed_pool_says_so(checkpoint_path):
+    pool = TokenizerPool(checkpoint_path, ARENA_BYTES)
+    await pool.close()
+    with pytest.raises(ProcessDied, match="closed"):
+        await pool.tokenize(TokenizeRequest(text="hello"))
+
+
+async def test_what_keeps_a_process_from_starting_is_raised(checkpoint_path, tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
+        await TokenizerPool.start(tmp_path, 1, ARENA_BYTES)
+    with pytest.raises((SharedMemoryError, InputError)):
+        await TokenizerPool.start(checkpoint_path, 1, 2**50)
