@@ -48,5 +48,5 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
     app.add_middleware(Border, max_body_bytes=config.max_request_bytes, metrics=metrics)
     errors.install(app)
     for module in (chat, completions, infer, models, tokens, health):
-        app.include_router(module.router)
+        app.include_router(module.router, responses=errors.RESPONSES)
     return app

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -45,6 +46,30 @@ TABLE: Mapping[type[BaseException], Outcome] = {
 """The class nearest to the error's own, over its method resolution order, decides."""
 
 _KINDS = {401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError"}
+
+
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request that is to blame, where one is."""
+    code: int
+    """The HTTP status."""
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorObject
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong."},
+    "5XX": {"model": ErrorBody, "description": "The service failed; the same request may work later."},
+}
+"""Every route's errors, for the interface's description."""
 
 
 def outcome(error: BaseException) -> Outcome:

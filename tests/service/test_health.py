@@ -55,4 +55,5 @@ def test_answers_carry_a_request_id(http: Any) -> None:
 def test_the_api_is_described(http: Any) -> None:
     schema = http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/infer", "/tokenize"} <= set(schema["paths"])
+    assert "422" not in schema["paths"]["/infer"]["post"]["responses"]
     assert "messages" in json.dumps(schema["components"]["schemas"]["ChatBody"])

@@ -86,6 +86,12 @@ def test_a_client_that_leaves_stops_the_engine(service: RunningService, http: An
     assert running(service, http) == 0
 
 
+def test_clients_that_leave_at_once_free_everything(service: RunningService, red_square: str) -> None:
+    for path in ("/v1/chat/completions", "/tokenize") * 10:
+        post(service, path, endless_chat(service, red_square)).close()
+    assert service.wait_until_free()["blocks"] == 0
+
+
 def test_the_openai_client_closes_a_stream(service: RunningService, client: openai.OpenAI, red_square: str) -> None:
     body = endless_chat(service, red_square)
     messages = body.pop("messages")
