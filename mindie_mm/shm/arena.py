@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from threading import Condition, Event
 from types import TracebackType
 from typing import Self
 
-from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
+from mindie_mm.errors import ArenaFull, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import path_file as ledger
+from mindie_mm.shm.arena_file import create_file
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockHeader, BlockPlan, check_digest
 from mindie_mm.shm.heap import Heap
@@ -41,17 +39,12 @@ from mindie_mm.shm.life import LifeLock, unlink_same
 from mindie_mm.shm.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
-from mindie_mm.shm.words import MAX_ARENA, MAX_GENERATION, pack_dims
+from mindie_mm.shm.words import MAX_GENERATION, pack_dims
 
 DEFAULT_TIMEOUT_S = 10.0
 
 # Other processes free by a plain store, which wakes nobody.
 POLL_S = 0.001
-
-HOW_TO_ENLARGE = (
-    "make the arena smaller, or enlarge it: `mount -o remount,size=<bytes> /dev/shm`, in Docker --shm-size, in "
-    "Kubernetes an emptyDir of medium Memory mounted there"
-)
 
 
 class Arena:
@@ -88,28 +81,9 @@ class Arena:
     def create(cls, capacity_bytes: int) -> Arena:
         """Makes an arena: complete and locked when its name appears, nothing at all if the process dies before.
 
-        SharedMemoryError if /dev/shm has no room for it.
+        InputError for less than a byte, SharedMemoryError if /dev/shm has no room for it.
         """
-        if capacity_bytes < 1:
-            raise InputError(f"an arena of {capacity_bytes} bytes; it takes at least 1")
-        header = ArenaHeader.plan(capacity_bytes, time.time_ns())
-        try:
-            descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {error.strerror}") from error
-        try:
-            _reserve(descriptor, header.file_bytes)
-            mapping = _map(descriptor, header.file_bytes)
-            lock = LifeLock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        try:
-            header = _link(descriptor, header)
-        except BaseException:
-            lock.release()
-            raise
-        return cls(header, lock, mapping)
+        return cls(*create_file(capacity_bytes))
 
     @property
     def populated(self) -> Event:
@@ -294,47 +268,3 @@ class Arena:
     def _write_header(self, ref: Ref, plan: BlockPlan, offset: int, digest: bytes | None) -> None:
         header = BlockHeader(ref.block, ref.generation, plan.arrays, plan.request, digest).pack()
         self._open_mapping()[offset : offset + len(header)] = header
-
-
-def _reserve(descriptor: int, file_bytes: int) -> None:
-    """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later."""
-    space = os.statvfs(SHM_DIRECTORY)
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, the arena needs {file_bytes}; {HOW_TO_ENLARGE}"
-    if file_bytes > free:
-        raise SharedMemoryError(why)
-    try:
-        os.posix_fallocate(descriptor, 0, file_bytes)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise SharedMemoryError(why) from error
-        raise SharedMemoryError(f"{file_bytes} bytes cannot be reserved: {error.strerror}") from error
-
-
-def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
-    """Through an open file description of its own, apart from the lock's."""
-    second = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(second, file_bytes)
-    finally:
-        os.close(second)
-
-
-def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
-    """Gives the file its name; the number may come out another one than asked for."""
-    directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for _ in range(MAX_ARENA + 1):
-            header = replace(header, arena=secrets.randbelow(MAX_ARENA + 1))
-            os.pwrite(descriptor, header.pack(), 0)
-            try:
-                # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.
-                os.link(f"/proc/self/fd/{descriptor}", file_name(header.arena), dst_dir_fd=directory)
-            except FileExistsError:
-                continue
-            return header
-    except OSError as error:
-        raise SharedMemoryError(f"no arena can be named in {SHM_DIRECTORY}: {error.strerror}") from error
-    finally:
-        os.close(directory)
-    raise SharedMemoryError(f"no number of 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")

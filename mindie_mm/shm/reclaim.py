@@ -170,11 +170,12 @@ def _blocks(descriptor: int, header: ArenaHeader) -> Iterator[BlockInfo]:
     # The table and the release words at one moment, as nearly as a reader can.
     control = memoryview(os.pread(descriptor, header.data_offset - PAGE, PAGE)).cast("Q")
     releases = control[(header.releases_offset - PAGE) // 8 :]
-    for block in range(header.num_entries):
-        entry = control[WORDS_PER_ENTRY * block : WORDS_PER_ENTRY * (block + 1)]
-        generation, state = entry[STATE] >> 8, entry[STATE] & 0xFF
+    state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()
+    for block, word in enumerate(state_words):
+        generation, state = word >> 8, word & 0xFF
         if not FREE < state <= PUBLISHED or releases[1 + block] == generation:
             continue
+        entry = control[WORDS_PER_ENTRY * block : WORDS_PER_ENTRY * (block + 1)]
         size = min(entry[SIZE], header.capacity_bytes)
         arrays: Mapping[str, ArraySpec] = {}
         request = ""
