@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import subprocess
@@ -38,6 +39,25 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
             ours.close()
             raise
     return process, ours
+
+
+async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit status of `process`, None if it runs on after `timeout_s`. It needs no thread: at exit there are none."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # reaped already
+        return process.wait()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+        return process.wait()
+    except TimeoutError:
+        return None
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def open_channel(sock: socket.socket) -> Channel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ pytest_plugins = ["tests.checkpoints"]
 
 @pytest.fixture(autouse=True)
 def shared_memory_as_found() -> Iterator[None]:
-    """/dev/shm after a test is as before it: no arena of the dead or of this process, no segment by its default name.
+    """/dev/shm after a test is as before it: no arena of the dead, or of this process.
 
     Arenas of other living processes are theirs: a server that tests share may start a tokenizer at any time.
     """
@@ -25,6 +24,5 @@ def shared_memory_as_found() -> Iterator[None]:
 
 
 def _leftovers() -> set[str]:
-    segments = {str(path) for path in Path("/dev/shm").glob("psm_*")}
     arenas = (arena for arena in survey() if not arena.alive or arena.owner is None or arena.owner.pid == os.getpid())
-    return segments | {arena.file for arena in arenas}
+    return {arena.file for arena in arenas}

@@ -16,7 +16,7 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Ready, Start, Stats, Stepped, ToEngine
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import MindieMMError, ProcessDied, error_named
-from mindie_mm.ipc import Channel, open_channel, spawn
+from mindie_mm.ipc import Channel, exited, open_channel, spawn
 
 STOP_TIMEOUT_S = 10.0
 """How long the process may take to leave by itself; it is killed after that."""
@@ -103,11 +103,9 @@ class AsyncEngine:
     async def close(self) -> None:
         """Ends the process; requests that run fail with ProcessDied."""
         await self._channel.close()
-        try:
-            await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if await exited(self._process, STOP_TIMEOUT_S) is None:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            self._process.wait()
         if self._receiver is not None:
             await self._receiver
 
@@ -131,8 +129,7 @@ class AsyncEngine:
 
     async def _death(self) -> ProcessDied:
         """The process is gone, or about to be: its end of the channel is closed."""
-        try:
-            status = await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return ProcessDied(f"the engine process {self._process.pid} does not answer")
+        status = await exited(self._process, STOP_TIMEOUT_S)
+        if status is None:
+            return ProcessDied(f"the engine process {self._process.pid} closed its channel and runs on")
         return ProcessDied(f"the engine process {self._process.pid} is gone, exit status {status}")

@@ -48,12 +48,11 @@ class LLM:
     def __init__(self, path: str | Path | None = None, config: WorkerConfig | None = None) -> None:
         """Serves the checkpoint directory `path`; None is the embedded one. Errors as Worker.start."""
         config = replace(config or WorkerConfig(), model=Path(path) if path is not None else None)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="mindie_mm", daemon=True).start()
+        self._loop = _Loop()
         try:
-            self._worker = self._run(Worker.start(config, in_process=True))
+            self._worker = self._loop.run(Worker.start(config, in_process=True))
         except BaseException:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.close()
             raise
         self.close = weakref.finalize(self, _close, self._loop, self._worker)
         """Ends the worker; calling it again does nothing."""
@@ -75,7 +74,7 @@ class LLM:
         if not isinstance(inputs, Sequence) or isinstance(inputs, str):
             raise InputError(f"inputs is a {type(inputs).__name__}, it must be a list of inputs")
         requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
-        outputs = self._run(self._generate(requests, params or SamplingParams()))
+        outputs = self._loop.run(self._generate(requests, params or SamplingParams()))
         if on_error == "raise":
             for output in outputs:
                 if output.error is not None:
@@ -84,7 +83,7 @@ class LLM:
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Output:
         """The assistant's answer to chat messages, as /v1/chat/completions takes them."""
-        (output,) = self._run(self._generate([TokenizeRequest(messages=messages)], params or SamplingParams()))
+        (output,) = self._loop.run(self._generate([TokenizeRequest(messages=messages)], params or SamplingParams()))
         if output.error is not None:
             raise output.error
         return output
@@ -128,13 +127,27 @@ class LLM:
             text, token_ids, delta.finish_reason, delta.timings, logprobs if params.logprobs is not None else None
         )
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on the worker's loop; an interrupt cancels it."""
+
+class _Loop:
+    """An event loop on a thread of its own, for callers that have none, or are in one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mindie_mm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; an interrupt while waiting cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
@@ -145,6 +158,6 @@ def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
     return TokenizeRequest(items=one, chat=chat_template)
 
 
-def _close(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    asyncio.run_coroutine_threadsafe(worker.close(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
+def _close(loop: _Loop, worker: Worker) -> None:
+    loop.run(worker.close())
+    loop.close()

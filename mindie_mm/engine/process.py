@@ -29,7 +29,7 @@ def main(fd: int) -> None:
         try:
             serve(channel)
         except (EOFError, BrokenPipeError):
-            _log.info("the parent closed the channel")
+            _log.debug("the parent closed the channel")
 
 
 def serve(channel: ChildChannel) -> None:

@@ -1,0 +1,62 @@
+"""Text as it comes equals text decoded at once, up to a stop string."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_checkpoint):
+    return load_tokenizer(random_checkpoint)
+
+
+def pushed(tokenizer, ids, stop=(), at_once=1):
+    detokenizer = Detokenizer(tokenizer, stop)
+    pieces = [detokenizer.push(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
+    return pieces, "".join(pieces) + detokenizer.flush(), detokenizer.stopped_by
+
+
+@pytest.mark.parametrize("text", ["plain words", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", "", "a\n\n b"])
+def test_pieces_add_up(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    for at_once in (1, 3):
+        assert pushed(tokenizer, ids, at_once=at_once)[1] == text
+
+
+def test_any_tokens_give_what_one_decode_gives(tokenizer):
+    """Half characters included: a model may say any bytes."""
+    draw = random.Random(0)
+    for _ in range(300):
+        ids = [draw.randrange(8, tokenizer.get_vocab_size()) for _ in range(draw.randrange(20))]
+        assert pushed(tokenizer, ids)[1] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_no_half_character_is_shown(tokenizer):
+    ids = tokenizer.encode("日本", add_special_tokens=False).ids
+    assert all("�" not in piece for piece in pushed(tokenizer, ids)[0])
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+def test_a_stop_string_ends_the_text_before_it(tokenizer, text, stop):
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    pieces, whole, stopped_by = pushed(tokenizer, ids, tuple(stop))
+    # The reference: the text as it grows, and the first moment at which a stop string is in it.
+    grown = ["".join(text[:i]) for i in range(len(text) + 1)]
+    hits = next(([(g.find(s), s) for s in stop if s in g] for g in grown if any(s in g for s in stop)), None)
+    if hits is None:
+        assert (whole, stopped_by) == (text, None)
+    else:
+        assert not any(s in whole for s in stop)
+        assert text.startswith(whole)
+        assert stopped_by in stop
+    assert "".join(pieces) == whole[: len("".join(pieces))]
+
+
+def test_special_tokens_are_silent(tokenizer):
+    end = tokenizer.token_to_id("<|im_end|>")
+    ids = [*tokenizer.encode("done", add_special_tokens=False).ids, end]
+    assert pushed(tokenizer, ids)[1] == "done"

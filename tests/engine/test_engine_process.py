@@ -1,0 +1,123 @@
+"""The engine in its own process: streams, aborts, deaths."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    CorruptReference,
+    InputError,
+    ProcessDied,
+    TokenOutOfRange,
+    UnsupportedCheckpoint,
+)
+
+PROMPT = np.arange(10, 40, dtype=np.int64)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+async def engine(random_checkpoint):
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device="cpu", max_model_len=256))
+    yield engine
+    await engine.close()
+
+
+async def tokens(engine, request_id, ids=PROMPT, params=GREEDY):
+    return [token async for progress in engine.generate(request_id, ids, params) for token in progress.token_ids]
+
+
+async def idle(engine):
+    """The engine after it has nothing left to do: a further request is told so in its statistics."""
+    await tokens(engine, "idle", PROMPT[:2], SamplingParams(temperature=0, max_tokens=1))
+    return engine.stats
+
+
+async def test_many_at_once_are_what_each_is_alone(engine):
+    prompts = [PROMPT[: 5 + i] for i in range(12)]
+    alone = [await tokens(engine, f"alone-{i}", ids) for i, ids in enumerate(prompts)]
+    together = await asyncio.gather(*(tokens(engine, f"together-{i}", ids) for i, ids in enumerate(prompts)))
+    assert together == alone
+    assert all(len(found) == 16 for found in alone)
+
+
+async def test_leaving_early_aborts(engine):
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    stream = engine.generate("left", PROMPT, endless)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    stats = await idle(engine)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+
+
+async def test_the_last_progress_has_reason_and_timings(engine):
+    *_, last = [progress async for progress in engine.generate("last", PROMPT, GREEDY)]
+    assert last.finish_reason == "length"
+    assert last.timings.decode_s > 0
+
+
+async def test_no_max_tokens_means_what_the_context_holds(engine):
+    found = await tokens(engine, "full", PROMPT, SamplingParams(temperature=0, ignore_eos=True))
+    assert len(found) == 256 - len(PROMPT)
+
+
+async def test_a_seed_gives_the_same_tokens_in_any_company(engine):
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=12, ignore_eos=True)
+    alone = await tokens(engine, "seed", PROMPT, params)
+    noise = [tokens(engine, f"noise-{i}", PROMPT[i:], SamplingParams(max_tokens=9)) for i in range(5)]
+    among, *_ = await asyncio.gather(tokens(engine, "again", PROMPT, params), *noise)
+    assert among == alone
+
+
+async def test_stop_token_ids(engine):
+    (first, second, *_) = await tokens(engine, "free")
+    params = SamplingParams(temperature=0, max_tokens=16, stop_token_ids=(second,), ignore_eos=True)
+    *_, last = [progress async for progress in engine.generate("stopped", PROMPT, params)]
+    assert (last.finish_reason, last.stop_token_id) == ("stop", second)
+    assert last.token_ids == [second]
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "error", "words"),
+    [
+        (np.arange(250), GREEDY, ContextLengthExceeded, "250 prompt tokens and 16 to generate.*256"),
+        (np.array([], np.int64), GREEDY, ContextLengthExceeded, "0 prompt tokens"),
+        (np.array([10**6]), GREEDY, TokenOutOfRange, r"1000000 is not in \[0, 328\)"),
+        (np.array([5, -7]), GREEDY, CorruptReference, "slot 1 holds -7"),
+        (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
+    ],
+    ids=["too long", "empty", "no such id", "no word", "bad setting"],
+)
+async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, params, error, words):
+    neighbour = asyncio.create_task(tokens(engine, "neighbour"))
+    with pytest.raises(error, match=words):
+        await tokens(engine, "wrong", ids.astype(np.int64), params)
+    assert len(await neighbour) == 16
+
+
+async def test_a_killed_engine_fails_what_runs_and_says_how_it_died(random_checkpoint):
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device="cpu"))
+    stream = engine.generate("r", PROMPT, SamplingParams(temperature=0, ignore_eos=True))
+    await anext(stream)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(ProcessDied, match="exit status -9"):
+        async for _ in stream:
+            pass
+    assert not engine.alive
+    with pytest.raises(ProcessDied):
+        await tokens(engine, "later")
+    await engine.close()
+
+
+async def test_a_checkpoint_that_is_none_is_said_at_the_start(tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
+        await AsyncEngine.start(tmp_path, EngineConfig())

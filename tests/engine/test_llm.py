@@ -1,0 +1,81 @@
+"""The line in plain scripts."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mindie_mm import LLM, SamplingParams
+from mindie_mm.errors import InputError, MediaError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(random_checkpoint):
+    with LLM(random_checkpoint) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
+
+
+def test_inputs_run_together_and_answer_in_order(llm, picture):
+    inputs = [[{"image": picture}, {"text": "What?"}], "Hello", [{"text": "a"}, {"image": picture}, {"image": picture}]]
+    together = llm.generate(inputs, GREEDY)
+    alone = [llm.generate([one], GREEDY)[0] for one in inputs]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    assert all(output.finish_reason == "length" and output.timings for output in together)
+
+
+def test_a_picture_counts(llm, picture):
+    black = Image.new("RGB", picture.size)
+    (one,), (other,) = (llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY) for image in (picture, black))
+    assert one.token_ids != other.token_ids
+
+
+def test_without_the_template_the_items_stand_alone(llm):
+    (bare,), (turn,) = (llm.generate(["Hello"], GREEDY, chat_template=template) for template in (False, True))
+    assert bare.token_ids != turn.token_ids
+
+
+def test_one_bad_input_leaves_the_others(llm):
+    inputs = ["Hello", [{"image": "/no/such/file.png"}], "There"]
+    good, bad, also_good = llm.generate(inputs, GREEDY, on_error="return")
+    assert good.text
+    assert also_good.text
+    assert isinstance(bad.error, MediaError)
+    assert "/no/such/file.png" in str(bad.error)
+    with pytest.raises(MediaError):
+        llm.generate(inputs, GREEDY)
+
+
+def test_chat_and_logprobs(llm):
+    output = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=3, logprobs=2))
+    assert len(output.logprobs) == len(output.token_ids)
+
+
+@pytest.mark.parametrize("inputs", ["text", [5], [[]], [[{"image": "a.png", "text": "b"}]]])
+def test_what_is_no_input_is_said(llm, inputs):
+    with pytest.raises(InputError):
+        llm.generate(inputs, GREEDY)
+
+
+SCRIPT = """
+from mindie_mm import LLM, SamplingParams
+llm = LLM({path!r})
+print(len(llm.generate(["Hello"] * 3, SamplingParams(max_tokens=2, ignore_eos=True))))
+"""
+
+
+def test_standard_input_without_a_main_guard_and_without_closing(random_checkpoint):
+    """Worker processes must not import the caller's __main__ again, and nothing may be left when it just ends."""
+    script = SCRIPT.format(path=str(random_checkpoint))
+    ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "3"
+    assert "Traceback" not in ended.stderr
