@@ -30,6 +30,7 @@ T = TypeVar("T")
 async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator[Prompt]:
     """The prompt of `request`, whose media are as the client gave them; leaving frees its shared memory."""
     started = time.perf_counter()
+    _check_values(request)
     if request.messages is None and request.items is None:
         prompt = await service.worker.tokenize(request)
         service.metrics.tokenize_s.observe(time.perf_counter() - started)
@@ -49,6 +50,16 @@ async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator
         remove_media(directory.path)
         service.metrics.tokenize_s.observe(time.perf_counter() - started)
         yield prompt
+
+
+def _check_values(request: TokenizeRequest) -> None:
+    """InputError for what JSON can hold and the tokenizers' messages cannot, in fields that pass through unread."""
+    try:
+        msgspec.msgpack.encode(request)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise InputError(
+            "the request holds an integer above 64 bits, a lone surrogate or too deep a nesting"
+        ) from error
 
 
 async def generate(

@@ -192,7 +192,7 @@ class Watch:
             self.num_samples += 1
             if found["bytes"] > self.most["bytes"]:
                 self.most = found
-            self._done.wait(0.002)
+            self._done.wait(0.005)
 
     def __enter__(self) -> Self:
         self._thread.start()

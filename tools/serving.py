@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _READY = re.compile(r"mindie_mm serves (\S+) at (http://\S+)")
 

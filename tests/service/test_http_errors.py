@@ -91,6 +91,9 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": 10**30}}, "64 bits"),
+        ({"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, "surrogate"),
     ],
 )
 def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: str) -> None:
