@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from mindie_mm.errors import InputError, LimitExceeded
@@ -33,6 +34,12 @@ class DamagedHeaderError(ValueError):
 
 class _Buffer(Protocol):
     def __getitem__(self, key: slice, /) -> bytes: ...
+
+
+@lru_cache(maxsize=1024)
+def _spec(shape: tuple[int, ...], code: int) -> ArraySpec:
+    """Readers meet the same few over and over."""
+    return ArraySpec(shape, DTYPES[code])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class BlockHeader:
             at += _ARRAY.size
             shape = _DIMS[num_dims].unpack_from(body, at)
             at += 8 * num_dims
-            array = Array(ArraySpec(shape, DTYPES[code]), offset)
+            array = Array(_spec(shape, code), offset)
             if offset % ALIGNMENT or offset + array.spec.nbytes > block_bytes:
                 raise DamagedHeaderError(f"an array at {offset} does not lie in the block")
             arrays[body[at : at + name_bytes].decode()] = array
