@@ -1,0 +1,1 @@
+"""Programs that make what the repository ships; no part of the installed package."""
