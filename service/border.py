@@ -41,6 +41,9 @@ class Border:
 
         try:
             await self._app(scope, self._capped(scope, receive), sending)
+        except Exception:
+            status = 500  # answered further out
+            raise
         finally:
             route = scope.get("route")
             path = route.path if route is not None else "none"

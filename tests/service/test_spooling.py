@@ -1,11 +1,15 @@
 """Media as the tokenizers find them: files in the request's directory."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from mindie_mm.config import ServiceConfig
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from service.media import MediaPolicy, remove_media
 
@@ -41,3 +45,28 @@ async def test_jpeg_as_base64_is_no_path(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
     (path,) = await policy.spool([Media("image", "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBD")], tmp_path)
     assert path.suffix == ".jpg"
+
+
+@pytest_asyncio.fixture(scope="module")
+async def web_server() -> AsyncIterator[str]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b"\x89PNG\r\n\x1a\n" + request.path.encode())
+
+    app = web.Application()
+    app.router.add_get("/{name}", answer)
+    async with TestServer(app, host="127.0.0.1") as running:
+        yield f"http://127.0.0.1:{running.port}"
+
+
+async def test_media_from_the_web(tmp_path: Path, web_server: str) -> None:
+    policy = MediaPolicy(ServiceConfig(allow_private_media=True))
+    paths = await policy.spool([Media("image", f"{web_server}/{name}") for name in "abc"], tmp_path)
+    assert [path.read_bytes()[-2:] for path in paths] == [b"/a", b"/b", b"/c"]
+    with pytest.raises(MediaError, match=r"media item 0 \(image\): .* not public"):
+        await MediaPolicy(ServiceConfig()).spool([Media("image", web_server)], tmp_path)
+
+
+async def test_one_bad_source_ends_the_others(tmp_path: Path, web_server: str) -> None:
+    policy = MediaPolicy(ServiceConfig(allow_private_media=True))
+    with pytest.raises(MediaError, match="media item 1"):
+        await policy.spool([Media("image", f"{web_server}/a"), Media("image", "?")], tmp_path)
