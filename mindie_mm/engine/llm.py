@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 import uuid
 import weakref
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from mindie_mm.config import WorkerConfig
+from mindie_mm.config import WorkerConfig, default_spool
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Worker
@@ -111,7 +110,7 @@ class LLM:
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
         text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
-        with request_directory(Path(tempfile.gettempdir())) as directory:
+        with request_directory(default_spool()) as directory:
             request = TokenizeRequest(
                 messages=request.messages,
                 items=request.items,

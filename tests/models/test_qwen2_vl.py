@@ -204,6 +204,19 @@ def test_a_released_request_is_stale(model, tokenizer, tmp_path):
         model.logits(ids)
 
 
+def test_layers_with_a_sliding_window_obey_it(random_checkpoint, tmp_path, tokenizer, path_file):
+    path = shutil.copytree(random_checkpoint, tmp_path / "sliding")
+    config = json.loads((path / "config.json").read_text())
+    layers = ["full_attention", "sliding_attention"]
+    config["text_config"] |= {"use_sliding_window": True, "sliding_window": 6, "layer_types": layers}
+    (path / "config.json").write_text(json.dumps(config))
+    reference, model = Reference(path), load_model(path, device="cpu")
+    ids = tokenizer.tokenize(MIXED, path_file)
+    assert (model.logits(ids) - reference.logits(MIXED)).abs().max() <= TOLERANCE
+    outputs, _ = run(Engine(model, EngineConfig(max_num_batched_tokens=7)), [ids], max_tokens=8)
+    assert outputs[0] == reference.generate(MIXED, 8)
+
+
 def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoint, tmp_path):
     path = shutil.copytree(random_checkpoint, tmp_path / "dynamic")
     config = json.loads((path / "config.json").read_text())
