@@ -86,11 +86,14 @@ def test_streaming(client: openai.OpenAI, red_square: str) -> None:
         )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "red square"
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    whole = ask(client, [image(red_square), {"type": "text", "text": WHAT}])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text(whole)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [
+        *[None] * (len(chunks) - 2),
+        whole.choices[0].finish_reason,
+    ]
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
-    whole = ask(client, [image(red_square), {"type": "text", "text": WHAT}])
     assert chunks[-1].usage == whole.usage
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -107,23 +110,27 @@ def test_streaming_without_usage(client: openai.OpenAI) -> None:
 
 def test_n_choices(client: openai.OpenAI, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
+    alone = text(ask(client, content))
     answer = ask(client, content, n=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert {choice.message.content for choice in answer.choices} == {"red square"}
+    assert [choice.message.content for choice in answer.choices] == [alone] * 3
     chunks = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": content}], n=3, temperature=0, max_tokens=32, stream=True
     )
     texts = ["", "", ""]
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == ["red square"] * 3
+    assert texts == [alone] * 3
 
 
 def test_stop_strings(client: openai.OpenAI, red_square: str) -> None:
-    answer = ask(client, [image(red_square), {"type": "text", "text": WHAT}], stop=["nothing", " squ"])
-    assert text(answer) == "red"
+    content = [image(red_square), {"type": "text", "text": WHAT}]
+    whole = text(ask(client, content))
+    stop = whole[3:6]
+    answer = ask(client, content, stop=["nothing", stop])
+    assert text(answer) == whole[: whole.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].stop_reason == " squ"  # type: ignore[attr-defined]
+    assert answer.choices[0].stop_reason == stop  # type: ignore[attr-defined]
 
 
 def test_max_tokens(client: openai.OpenAI) -> None:
@@ -159,8 +166,8 @@ def test_logprobs(client: openai.OpenAI, red_square: str) -> None:
         assert len(position.top_logprobs) == 3
         assert position.token == position.top_logprobs[0].token, "greedy draws the likeliest"
         assert position.logprob <= 0
-    assert "".join(position.token for position in found).startswith("red square")
-    assert found[0].bytes == list(found[0].token.encode())
+    for position in found:
+        assert position.bytes == (None if "\ufffd" in position.token else list(position.token.encode()))
     assert ask(client, "Hello!", max_tokens=1).choices[0].logprobs is None
 
 
