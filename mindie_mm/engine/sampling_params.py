@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
-                raise InputError(f"{name} is {value}, it must be in [{low:g}, {high:g}]")
+                raise InputError(f"{name} is {value}, it must be in [{low}, {high}]")
         if self.top_p == 0 or self.repetition_penalty == 0:
             raise InputError("top_p and repetition_penalty must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Protocol, Self
 
 from tokenizers import Tokenizer
 
@@ -16,7 +17,6 @@ from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.tokenize.local import LocalTokenizer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt
@@ -77,13 +77,10 @@ class Worker:
         InputError, ProcessDied.
         """
         checkpoint = Checkpoint.open(config.model)
-        tokenizers: Coroutine[Any, Any, TokenizerStage] = (
-            LocalTokenizer.start(checkpoint.path, config.arena_bytes)
-            if in_process
-            else TokenizerPool.start(checkpoint.path, config.num_tokenizers, config.arena_bytes)
-        )
         stage, engine = await asyncio.gather(
-            tokenizers, AsyncEngine.start(checkpoint.path, config.engine), return_exceptions=True
+            _start_tokenizers(config, checkpoint.path, in_process=in_process),
+            AsyncEngine.start(checkpoint.path, config.engine),
+            return_exceptions=True,
         )
         if isinstance(stage, BaseException) or isinstance(engine, BaseException):
             for part in (stage, engine):
@@ -130,3 +127,12 @@ class Worker:
     async def close(self) -> None:
         """Ends every process; the arenas go with the tokenizers."""
         await asyncio.gather(self.engine.close(), self.tokenizers.close())
+
+
+async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
+    if not in_process:
+        return await TokenizerPool.start(path, config.num_tokenizers, config.arena_bytes)
+    # Late: a service's own process never needs torch, and starts seconds earlier without it.
+    from mindie_mm.tokenize.local import LocalTokenizer
+
+    return await LocalTokenizer.start(path, config.arena_bytes)

@@ -1,8 +1,22 @@
 """Text and media to int64 ids: the tokenizer stage, and its processes."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt, Span
-from mindie_mm.tokenize.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mindie_mm.tokenize.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "Span", "TokenizeRequest", "Tokenizer", "TokenizerPool"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, because a service's own process uses the pool alone, and starts seconds earlier without torch.
+    if name != "Tokenizer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("mindie_mm.tokenize.tokenizer").Tokenizer
