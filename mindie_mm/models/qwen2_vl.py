@@ -124,8 +124,8 @@ class PixelSettings:
 class Qwen2VLProcessor(Processor):
     """The tokenizer's half.
 
-    An image's block holds `pixel_values`, uint8 [h * w, 3 * patch * patch], and `grid_thw`, int64 [3]; a video's
-    `pixel_values_videos`, uint8 [t * h * w, 3 * temporal * patch * patch], and `video_grid_thw`. The frame that an
+    An image's block holds `pixel_values`, uint8 [h * w, patch * patch * 3], and `grid_thw`, int64 [3]; a video's
+    `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch * 3], and `video_grid_thw`. The frame that an
     image would repeat is not stored.
     """
 
@@ -169,14 +169,14 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
     grid = (1, height // patch, width // patch)
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        patches = arrays["pixel_values"].reshape(-1, 3, patch, patch)
+        patches = arrays["pixel_values"].reshape(-1, patch, patch, 3)
         patchify(resize(image.decode(), height, width), patches, patch, merge)
         arrays["grid_thw"][...] = grid
 
     return Plan(
         num_tokens=math.prod(grid) // merge**2,
         specs={
-            "pixel_values": ArraySpec((math.prod(grid), 3 * patch**2), "uint8"),
+            "pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8"),
             "grid_thw": ArraySpec((3,), "int64"),
         },
         settings=f"image {height}x{width}, patch {patch}, merge {merge}",
@@ -194,18 +194,18 @@ def _plan_video(data: Data, settings: PixelSettings, asked_fps: float | None) ->
     grid = (-(-len(indices) // temporal), height // patch, width // patch)
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        groups = arrays["pixel_values_videos"].reshape(grid[0], grid[1] * grid[2], 3, temporal, patch, patch)
+        groups = arrays["pixel_values_videos"].reshape(grid[0], grid[1] * grid[2], temporal, patch, patch, 3)
         for index, frame in enumerate(video.decode(indices)):
             group, place = divmod(index, temporal)
-            patchify(resize(frame, height, width), groups[group, :, :, place], patch, merge)
+            patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
         if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
-            groups[-1, :, :, filled:] = groups[-1, :, :, filled - 1 : filled]
+            groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
         arrays["video_grid_thw"][...] = grid
 
     return Plan(
         num_tokens=math.prod(grid) // merge**2,
         specs={
-            "pixel_values_videos": ArraySpec((math.prod(grid), 3 * temporal * patch**2), "uint8"),
+            "pixel_values_videos": ArraySpec((math.prod(grid), temporal * patch**2 * 3), "uint8"),
             "video_grid_thw": ArraySpec((3,), "int64"),
         },
         settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",

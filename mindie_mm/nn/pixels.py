@@ -10,14 +10,17 @@ import torch
 def normalize_patches(
     patches: torch.Tensor, mean: Sequence[float], std: Sequence[float], rescale_factor: float = 1 / 255
 ) -> torch.Tensor:
-    """uint8 [n, channels * k] -> float32 [n, channels * k], each channel by its mean and standard deviation.
+    """uint8 [n, k * channels] -> float32 [n, channels * k], each channel by its mean and standard deviation.
 
     To the last bit what transformers' torchvision backend computes: `(x - mean / rescale) / (std / rescale)`.
     """
     channels = (1, len(mean), 1)
     scaled_mean = torch.tensor(mean, device=patches.device) * (1.0 / rescale_factor)
     scaled_std = torch.tensor(std, device=patches.device) * (1.0 / rescale_factor)
-    values = patches.to(torch.float32).view(len(patches), len(mean), -1)
+    planes = (
+        patches.view(len(patches), -1, len(mean)).transpose(1, 2).contiguous()
+    )  # bytes: cheaper to sort than floats
+    values = planes.to(torch.float32)
     return values.sub_(scaled_mean.view(channels)).div_(scaled_std.view(channels)).view(len(patches), -1)
 
 

@@ -29,7 +29,7 @@ def expand(ids: Sequence[int], runs: Sequence[Run]) -> Prompt:
     """
     tokens = {run.placeholder.token for run in runs}
     flat = np.asarray(ids, np.int64)
-    places = np.flatnonzero(np.isin(flat, list(tokens)))
+    places = np.flatnonzero(sum((flat == token for token in tokens), np.zeros(len(flat), bool)))
     found, expected = flat[places].tolist(), [run.placeholder.token for run in runs]
     if found != expected:
         raise InputError(

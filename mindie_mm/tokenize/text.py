@@ -49,6 +49,9 @@ class TextEncoder:
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
         if not self._tokenizer.is_fast:
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._template = _chat_template(checkpoint, self._tokenizer)
         added = self._tokenizer.added_tokens_decoder
         missing = sorted(set(placeholder_ids) - added.keys())
@@ -64,7 +67,7 @@ class TextEncoder:
         self._spelling = _spelling_pattern(longest_first)
         self._prefix, self._suffix = self._frame()
         for index in placeholder_ids:
-            if index in self._encode_plain(added[index].content):
+            if index in self._encode(added[index].content, plain=True):
                 raise UnsupportedCheckpoint(f"{checkpoint.path}: text can make the media token {added[index].content}")
 
     @property
@@ -109,10 +112,7 @@ class TextEncoder:
 
     def encode(self, rendered: Rendered, add_special_tokens: bool = False) -> list[int]:
         """Ids; with `add_special_tokens` between what the tokenizer puts around a text of its own, such as a BOS."""
-        if rendered.restore:
-            ids = self._encode_pieces(rendered)
-        else:
-            ids = self._tokenizer.encode(rendered.text, add_special_tokens=False)
+        ids = self._encode_pieces(rendered) if rendered.restore else self._encode(rendered.text, plain=False)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def _encode_pieces(self, rendered: Rendered) -> list[int]:
@@ -121,11 +121,13 @@ class TextEncoder:
             if index % 2:
                 ids.append(self._control_ids[piece])
             elif piece:
-                ids += self._encode_plain(piece.translate(rendered.restore))
+                ids += self._encode(piece.translate(rendered.restore), plain=True)
         return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    def _encode(self, text: str, plain: bool) -> list[int]:
+        """Ids of `text`; if `plain`, none of its special tokens is recognised."""
+        self._backend.encode_special_tokens = plain
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def _frame(self) -> tuple[list[int], list[int]]:

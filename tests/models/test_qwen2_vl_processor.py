@@ -156,9 +156,9 @@ def test_videos_of_other_sizes(processor):
 def test_one_frame_stands_still(processor):
     frames = moving_frames(1)
     _, arrays = preprocess(processor, "video", frames)
-    patches = arrays["pixel_values_videos"].view(-1, 3, 2, 14, 14)
+    patches = arrays["pixel_values_videos"].view(-1, 2, 14, 14, 3)
     assert arrays["video_grid_thw"][0] == 1
-    assert torch.equal(patches[:, :, 0], patches[:, :, 1])
+    assert torch.equal(patches[:, 0], patches[:, 1])
     _, encoded_arrays = preprocess(processor, "video", encode_video(frames))
     assert encoded_arrays["video_grid_thw"][0] == 1
 

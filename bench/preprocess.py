@@ -1,0 +1,112 @@
+"""One JPEG to a published block, on one core, beside transformers' two backends and beside decode + resize alone.
+
+transformers' torchvision arithmetic runs over tests/stubs, whose resize is the one that torchvision calls, and gets
+its pixels from libjpeg-turbo, as torchvision's own decoder does. The contestants take turns; medians count.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import simplejpeg
+import torch
+from PIL import Image
+
+from bench.report import median, plot, write
+from mindie_mm.inputs import Media
+from mindie_mm.media.image import resize
+from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.shm import Arena, release
+from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import encoded, photograph
+from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
+from tools.random_checkpoint import write_checkpoint
+
+SIZES = ((640, 480), (1420, 720), (1920, 1080), (4000, 3000))
+"""Width and height; JPEGs of quality 90."""
+MAX_PIXELS = 12_845_056
+"""Of the published checkpoints, so that none of the pictures is made smaller than a multiple of 28 asks."""
+ROUNDS = {(640, 480): 25, (1420, 720): 15, (1920, 1080): 11, (4000, 3000): 5}
+ARENA_BYTES = 128 * 2**20
+OURS, DECODE_AND_RESIZE, TORCHVISION, PIL = "ours", "decode + resize alone", "torchvision", "PIL"
+
+
+def contestants(data: bytes, tokenizer: Tokenizer, path: Path, path_file: Path) -> dict[str, Callable[[], object]]:
+    """What is timed, by name; each starts from the JPEG's bytes."""
+    limits = {"min_pixels": 56 * 56, "max_pixels": MAX_PIXELS}
+    torchvision, pil = Qwen2VLImageProcessor(**limits), Qwen2VLImageProcessorPil(**limits)
+    settings = Qwen2VLProcessor(Checkpoint.open(path)).image
+
+    def ours() -> object:
+        return tokenizer.prompt_from_items([Media("image", data)], path_file)
+
+    def decode_and_resize() -> object:
+        rgb = simplejpeg.decode_jpeg(data, "RGB")
+        return resize(rgb, *smart_resize(*rgb.shape[:2], settings))
+
+    def by_torchvision() -> object:
+        rgb = torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB")).permute(2, 0, 1)
+        return torchvision(images=[rgb], return_tensors="pt")["pixel_values"]
+
+    def by_pil() -> object:
+        return pil(images=[load_image(Image.open(io.BytesIO(data)))], return_tensors="pt")["pixel_values"]
+
+    return {OURS: ours, DECODE_AND_RESIZE: decode_and_resize, TORCHVISION: by_torchvision, PIL: by_pil}
+
+
+def measure(size: tuple[int, int], tokenizer: Tokenizer, path: Path, path_file: Path) -> dict[str, float]:
+    """Median milliseconds of each contestant, taking turns; of processor time, so that other load counts little."""
+    entries = contestants(encoded(photograph("coffee.png", size), quality=90), tokenizer, path, path_file)
+    seconds: dict[str, list[float]] = {name: [] for name in entries}
+    for turn in range(ROUNDS[size] + 2):
+        for name, run in entries.items():
+            start = time.process_time()
+            run()
+            if turn >= 2:  # the first turns warm up
+                seconds[name].append(time.process_time() - start)
+            release(path_file)
+            path_file.unlink(missing_ok=True)
+    return {name: 1e3 * median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {"max_pixels": MAX_PIXELS, "jpeg_quality": 90, "sizes": {}}
+    with tempfile.TemporaryDirectory() as folder, Arena.create(ARENA_BYTES) as arena:
+        path = write_checkpoint(Path(folder) / "checkpoint", max_pixels=MAX_PIXELS)
+        arena.populated.wait()
+        with Tokenizer.from_pretrained(path, arena=arena) as tokenizer:
+            for size in SIZES:
+                ms = measure(size, tokenizer, path, Path(folder) / "shm_name.txt")
+                figures["sizes"]["{}x{}".format(*size)] = {
+                    "milliseconds": {name: round(value, 2) for name, value in ms.items()},
+                    "times_faster_than_PIL": round(ms[PIL] / ms[OURS], 2),
+                    "times_faster_than_torchvision": round(ms[TORCHVISION] / ms[OURS], 2),
+                    "over_decode_and_resize": round(ms[OURS] / ms[DECODE_AND_RESIZE] - 1, 3),
+                }
+    write("preprocess", figures)
+    plot("preprocess", lambda axes: draw(axes, figures["sizes"]))
+
+
+def draw(axes: Any, sizes: dict[str, Any]) -> None:
+    """Bars of milliseconds, a group a size, on a logarithmic axis."""
+    names = [DECODE_AND_RESIZE, OURS, TORCHVISION, PIL]
+    for place, name in enumerate(names):
+        values = [figures["milliseconds"][name] for figures in sizes.values()]
+        bars = axes.bar([index + 0.2 * (place - 1.5) for index in range(len(values))], values, 0.19, label=name)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7)
+    axes.set_xticks(range(len(sizes)), list(sizes))
+    axes.set_yscale("log")
+    axes.set_ylabel("milliseconds of processor time, one core")
+    axes.set_title("One JPEG to a published block in shared memory")
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    main()
