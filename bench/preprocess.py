@@ -1,12 +1,15 @@
 """One JPEG to a published block, on one core, beside transformers' two backends and beside decode + resize alone.
 
 transformers' torchvision arithmetic runs over tests/stubs, whose resize is the one that torchvision calls, and gets
-its pixels from libjpeg-turbo, as torchvision's own decoder does. The contestants take turns; medians count.
+its pixels from libjpeg-turbo, as torchvision's own decoder does. The contestants take turns in
+random order; medians count.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,10 +26,9 @@ from mindie_mm.media.image import resize
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import Arena, release
-from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.tokenizer import content_digest
 from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
-from tools.random_checkpoint import write_checkpoint
 
 SIZES = ((640, 480), (1420, 720), (1920, 1080), (4000, 3000))
 """Width and height; JPEGs of quality 90."""
@@ -37,14 +39,18 @@ ARENA_BYTES = 128 * 2**20
 OURS, DECODE_AND_RESIZE, TORCHVISION, PIL = "ours", "decode + resize alone", "torchvision", "PIL"
 
 
-def contestants(data: bytes, tokenizer: Tokenizer, path: Path, path_file: Path) -> dict[str, Callable[[], object]]:
+def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callable[[], object]]:
     """What is timed, by name; each starts from the JPEG's bytes."""
     limits = {"min_pixels": 56 * 56, "max_pixels": MAX_PIXELS}
     torchvision, pil = Qwen2VLImageProcessor(**limits), Qwen2VLImageProcessorPil(**limits)
-    settings = Qwen2VLProcessor(Checkpoint.open(path)).image
+    processor = Qwen2VLProcessor(Checkpoint.open(path_file.parent))
+    settings = processor.image
 
     def ours() -> object:
-        return tokenizer.prompt_from_items([Media("image", data)], path_file)
+        plan = processor.plan(Media("image", data), data)
+        with arena.allocate(plan.specs, path_file=path_file) as block:
+            plan.write(block)
+            return block.publish(content_digest(plan.settings, data))
 
     def decode_and_resize() -> object:
         rgb = simplejpeg.decode_jpeg(data, "RGB")
@@ -60,14 +66,15 @@ def contestants(data: bytes, tokenizer: Tokenizer, path: Path, path_file: Path) 
     return {OURS: ours, DECODE_AND_RESIZE: decode_and_resize, TORCHVISION: by_torchvision, PIL: by_pil}
 
 
-def measure(size: tuple[int, int], tokenizer: Tokenizer, path: Path, path_file: Path) -> dict[str, float]:
+def measure(size: tuple[int, int], arena: Arena, path_file: Path) -> dict[str, float]:
     """Median milliseconds of each contestant, taking turns; of processor time, so that other load counts little."""
-    entries = contestants(encoded(photograph("coffee.png", size), quality=90), tokenizer, path, path_file)
+    entries = contestants(encoded(photograph("coffee.png", size), quality=90), arena, path_file)
     seconds: dict[str, list[float]] = {name: [] for name in entries}
+    order = random.Random(0)
     for turn in range(ROUNDS[size] + 2):
-        for name, run in entries.items():
+        for name in order.sample(list(entries), len(entries)):
             start = time.process_time()
-            run()
+            entries[name]()
             if turn >= 2:  # the first turns warm up
                 seconds[name].append(time.process_time() - start)
             release(path_file)
@@ -79,17 +86,17 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"max_pixels": MAX_PIXELS, "jpeg_quality": 90, "sizes": {}}
     with tempfile.TemporaryDirectory() as folder, Arena.create(ARENA_BYTES) as arena:
-        path = write_checkpoint(Path(folder) / "checkpoint", max_pixels=MAX_PIXELS)
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
+        (Path(folder) / "preprocessor_config.json").write_text(json.dumps({"max_pixels": MAX_PIXELS}))
         arena.populated.wait()
-        with Tokenizer.from_pretrained(path, arena=arena) as tokenizer:
-            for size in SIZES:
-                ms = measure(size, tokenizer, path, Path(folder) / "shm_name.txt")
-                figures["sizes"]["{}x{}".format(*size)] = {
-                    "milliseconds": {name: round(value, 2) for name, value in ms.items()},
-                    "times_faster_than_PIL": round(ms[PIL] / ms[OURS], 2),
-                    "times_faster_than_torchvision": round(ms[TORCHVISION] / ms[OURS], 2),
-                    "over_decode_and_resize": round(ms[OURS] / ms[DECODE_AND_RESIZE] - 1, 3),
-                }
+        for size in SIZES:
+            ms = measure(size, arena, Path(folder) / "shm_name.txt")
+            figures["sizes"]["{}x{}".format(*size)] = {
+                "milliseconds": {name: round(value, 2) for name, value in ms.items()},
+                "times_faster_than_PIL": round(ms[PIL] / ms[OURS], 2),
+                "times_faster_than_torchvision": round(ms[TORCHVISION] / ms[OURS], 2),
+                "over_decode_and_resize": round(ms[OURS] / ms[DECODE_AND_RESIZE] - 1, 3),
+            }
     write("preprocess", figures)
     plot("preprocess", lambda axes: draw(axes, figures["sizes"]))
 

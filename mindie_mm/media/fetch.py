@@ -59,11 +59,13 @@ async def fetch(
     timeout_s: float,
     allowed_domains: Sequence[str] = (),
     allow_private: bool = False,
+    spend: Callable[[int], None] | None = None,
 ) -> bytes:
     """The body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
 
     `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. `allow_private` lets
-    through addresses that are not public. Raises MediaError, and LimitExceeded for a body that is too long.
+    through addresses that are not public. `spend` is told of each piece's bytes as it comes; what it raises ends the
+    fetch. Raises MediaError, and LimitExceeded for a body that is too long.
     """
     target = _checked(url, allowed_domains)
     connector = aiohttp.TCPConnector(
@@ -84,7 +86,7 @@ async def fetch(
             for _ in range(1 + MAX_REDIRECTS):
                 async with session.get(target, allow_redirects=False) as response:
                     if response.status not in _REDIRECTS:
-                        return await _body(response, max_bytes)
+                        return await _body(response, max_bytes, spend)
                     target = _checked(_location(response, target), allowed_domains)
             raise MediaError(f"{target.host} redirects more than {MAX_REDIRECTS} times")
     except TimeoutError as error:
@@ -125,7 +127,7 @@ def _location(response: aiohttp.ClientResponse, base: URL) -> str:
         raise MediaError(f"{base.host} redirects to a URL that cannot be parsed") from error
 
 
-async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callable[[int], None] | None) -> bytes:
     host = response.url.host
     if response.status != 200:
         raise MediaError(f"{host} answered with status {response.status}")
@@ -138,6 +140,8 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         body += chunk
         if len(body) > max_bytes:
             raise LimitExceeded(f"{host} sends more than {max_bytes} bytes, the limit for one item")
+        if spend is not None:
+            spend(len(chunk))
     return bytes(body)
 
 

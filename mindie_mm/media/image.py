@@ -25,6 +25,7 @@ Data = bytes | Pixels
 """What preprocessing starts from: encoded bytes, or pixels."""
 
 _ORIENTATION_TAG = 0x0112
+_START_OF_SCAN = b"\xff\xda"
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -35,10 +36,7 @@ class EncodedImage:
     height: int
     """Pixels, upright: after the EXIF orientation."""
     width: int
-    data: bytes
     file: Image.Image
-    fast: bool
-    """A plain JPEG, which libjpeg-turbo decodes to the same bits as Pillow in less than half the time."""
 
     @classmethod
     def open(cls, data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> EncodedImage:
@@ -58,21 +56,10 @@ class EncodedImage:
             raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
         if orientation in {5, 6, 7, 8} and file.format != "TIFF":  # of a TIFF Pillow gives the upright size
             width, height = height, width
-        upright = orientation not in {2, 3, 4, 5, 6, 7, 8}
-        # MPO is the JPEG with further pictures behind it that some cameras write.
-        fast = file.format in {"JPEG", "MPO"} and file.mode in {"RGB", "L"} and upright
-        return cls(height, width, data, file, fast)
+        return cls(height, width, file)
 
     def decode(self) -> Pixels:
         """uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
-        if self.fast:
-            try:
-                rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
-            except ValueError:
-                pass  # an irregular one: Pillow is the judge of it
-            else:
-                if rgb.shape == (self.height, self.width, 3):
-                    return rgb
         try:
             return np.asarray(pil_to_rgb(self.file))
         except MemoryError:
@@ -81,6 +68,23 @@ class EncodedImage:
             raise MediaError(
                 f"the {self.file.format} image of {self.width}x{self.height} pixels is broken or truncated"
             ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJpeg:
+    """A JPEG that libjpeg-turbo decodes to the same bits as Pillow, in less than half the time."""
+
+    height: int
+    width: int
+    data: bytes
+
+    def decode(self) -> Pixels:
+        """uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
+        try:
+            rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
+        except ValueError:  # an irregular one: Pillow is the judge of it
+            return EncodedImage.open(self.data).decode()
+        return rgb
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,12 +106,15 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data, max_pixels: int = MAX_IMAGE_PIXELS) -> EncodedImage | DecodedImage:
+def open_image(data: Data, max_pixels: int = MAX_IMAGE_PIXELS) -> PlainJpeg | EncodedImage | DecodedImage:
     """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded."""
-    if isinstance(data, bytes):
+    if not isinstance(data, bytes):
+        _check_pixels(data.shape[1], data.shape[0], max_pixels)
+        return DecodedImage(data)
+    if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data, max_pixels)
-    _check_pixels(data.shape[1], data.shape[0], max_pixels)
-    return DecodedImage(data)
+    _check_pixels(size[1], size[0], max_pixels)
+    return PlainJpeg(*size, data)
 
 
 def pil_to_rgb(image: Image.Image) -> Image.Image:
@@ -139,6 +146,23 @@ def resize(rgb: Pixels, height: int, width: int) -> Pixels:
     )
     array: Pixels = resized.permute(0, 2, 3, 1).numpy()
     return array.reshape(*rgb.shape[:-3], height, width, 3)
+
+
+def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG in grays or RGB whose header names no orientation; None for anything else."""
+    place = 2
+    while data[place : place + 2] != _START_OF_SCAN:
+        if data[place : place + 1] != b"\xff":  # the end of the data among others
+            return None
+        place += 2 + int.from_bytes(data[place + 2 : place + 4])
+    header = data[:place]
+    if not header.startswith(b"\xff\xd8\xff") or b"Exif\0" in header or b"tiff:Orientation" in header:
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None
 
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from mindie_mm.shm import Arena
+from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.process import answer
 from mindie_mm.tokenize.prompt import Prompt
@@ -26,6 +26,7 @@ class LocalTokenizer:
     @classmethod
     async def start(cls, model_path: Path, arena_bytes: int) -> Self:
         """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError."""
+        await asyncio.to_thread(collect)  # no service runs here that would do it in time
         arena = Arena.create(arena_bytes)
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, model_path, arena=arena)

@@ -175,7 +175,7 @@ class Tokenizer:
                         item.plan.write(block)
                     except InputError as error:
                         raise type(error)(f"media item {index} ({item.run.kind}): {error}") from error
-                    refs.append(block.publish(_digest(item)))
+                    refs.append(block.publish(content_digest(item.plan.settings, item.data)))
         except BaseException:
             for ref in refs:
                 free(ref)
@@ -202,16 +202,15 @@ class Tokenizer:
             self._processor.placeholder(item.kind)
 
 
-def _digest(item: _Planned) -> bytes:
-    """Names the content of an item's block: equal source bytes under equal settings make equal arrays."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    digest.update(item.plan.settings.encode())
-    if isinstance(item.data, np.ndarray):
-        digest.update(f"\0pixels {item.data.shape}\0".encode())
-        digest.update(np.ascontiguousarray(item.data).data)
+def content_digest(settings: str, data: Data) -> bytes:
+    """Names the content of an item's block: equal sources under equal settings (`Plan.settings`) make equal arrays."""
+    digest = hashlib.blake2b(settings.encode(), digest_size=DIGEST_BYTES)
+    if isinstance(data, np.ndarray):
+        digest.update(f"\0pixels {data.shape}\0".encode())
+        digest.update(np.ascontiguousarray(data).data)
     else:
         digest.update(b"\0bytes\0")
-        digest.update(item.data)
+        digest.update(data)
     return digest.digest()
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.image import EncodedImage, open_image, pil_to_rgb, resize
+from mindie_mm.media.image import EncodedImage, PlainJpeg, open_image, pil_to_rgb, resize
 from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, photograph
 
 
@@ -22,9 +22,10 @@ def load_image(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "data"), jpeg_variants(), ids=lambda value: value if isinstance(value, str) else "")
 def test_jpegs_decode_as_pillow_decodes_them(name, data):
-    image = EncodedImage.open(data)
+    image = open_image(data)
     pixels = image.decode()
-    assert image.fast == (name not in ("cmyk", "rotated"))
+    assert isinstance(image, PlainJpeg) == (name not in ("cmyk", "rotated"))
+    assert np.array_equal(pixels, EncodedImage.open(data).decode())
     assert pixels.shape == (image.height, image.width, 3)
     assert np.array_equal(pixels, load_image(data))
 
@@ -68,9 +69,26 @@ def test_exif_orientation_is_applied_to_size_and_pixels(orientation, file_format
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(photograph("rocket.jpg", (50, 30)), file_format, exif=exif)
-    image = EncodedImage.open(data)
+    image = open_image(data)
     assert (image.height, image.width) == ((50, 30) if orientation >= 5 else (30, 50))
     assert np.array_equal(image.decode(), load_image(data))
+
+
+def test_an_orientation_in_xmp_is_applied():
+    xmp = (
+        b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+        b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+    )
+    data = encoded(photograph("rocket.jpg", (50, 30)), xmp=xmp)
+    image = open_image(data)
+    assert (image.height, image.width) == (50, 30)
+    assert np.array_equal(image.decode(), load_image(data))
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4, 20, 200, 400])
+def test_a_jpeg_cut_in_its_header_is_refused(cut):
+    with pytest.raises(MediaError):
+        open_image(encoded(photograph(size=(50, 30)))[:cut]).decode()
 
 
 def test_sixteen_bits_are_scaled_not_clipped():
@@ -95,7 +113,7 @@ def test_the_pixel_cap_reads_only_the_header():
     with pytest.raises(LimitExceeded, match="178956970"):
         EncodedImage.open(bomb)
     with pytest.raises(LimitExceeded, match=r"300x200 = 60000 pixels; the limit is 59999"):
-        EncodedImage.open(encoded(photograph(size=(300, 200))), max_pixels=59_999)
+        open_image(encoded(photograph(size=(300, 200))), max_pixels=59_999)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +129,7 @@ def test_what_is_no_image_is_refused(data):
 def test_a_truncated_image_is_refused(file_format):
     data = encoded(photograph(size=(200, 150)), file_format)
     with pytest.raises(MediaError, match=r"truncated|no readable image") as caught:
-        EncodedImage.open(data[: len(data) // 2]).decode()
+        open_image(data[: len(data) // 2]).decode()
     assert "Truncated" not in str(caught.value)
     assert "OSError" not in str(caught.value)
 
