@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -42,6 +42,12 @@ class EngineConfig:
     num_threads: int = 0
     """Threads of the engine process on the CPU; 0 is torch's own choice."""
 
+    def __post_init__(self) -> None:
+        at_least_one = ("max_num_seqs", "max_num_batched_tokens", "max_tower_tokens", "kv_cache_bytes", "kv_block_size")
+        _require(self, dict.fromkeys(at_least_one, 1) | {"encoder_cache_bytes": 0, "num_threads": 0})
+        if self.max_model_len is not None:
+            _require(self, {"max_model_len": 2})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
@@ -55,7 +61,10 @@ class WorkerConfig:
     """Shared memory of each tokenizer process."""
     truncate: bool = False
     """Drop the oldest text and whole media items of a prompt that is too long, instead of refusing it."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        _require(self, {"num_tokenizers": 1, "arena_bytes": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +89,8 @@ class ServiceConfig:
     """How long running requests may go on after a stop was asked for, before they are aborted."""
     max_request_bytes: int = 64 * MiB
     """Longest request body."""
+    max_held_bytes: int = 1 * GiB
+    """Longest sum of the bodies of the requests being read and answered; further ones are refused."""
     max_item_bytes: int = 64 * MiB
     """Longest media item, decoded from base64, before it is decoded as media."""
     max_media_bytes: int = 256 * MiB
@@ -88,12 +99,21 @@ class ServiceConfig:
     """Most media items in one request."""
     fetch_timeout_s: float = 30.0
     """Longest that fetching one item over HTTP may take."""
+    max_concurrent_fetches: int = 16
+    """Most items being fetched over HTTP; further ones wait."""
     allowed_media_dir: Path | None = None
     """Files named by a request must lie under this folder; None: no file is read."""
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts, with their subdomains, that media may be fetched from; empty: every host."""
     allow_private_media: bool = False
     """Fetch from addresses that are not public, too."""
+
+
+def _require(settings: Any, least: dict[str, int]) -> None:
+    """InputError for a setting below its least value."""
+    for name, value in least.items():
+        if getattr(settings, name) < value:
+            raise InputError(f"{name} is {getattr(settings, name)}, it must be at least {value}")
 
 
 def default_spool() -> Path:
@@ -107,9 +127,9 @@ def environment(cls: type[Any]) -> dict[str, Any]:
     """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
     hints = get_type_hints(cls)
     return {
-        field.name: _parse(variable, text, hints[field.name])
-        for field in fields(cls)
-        if (text := os.environ.get(variable := f"MINDIE_MM_{field.name.upper()}")) is not None
+        one.name: _parse(variable, text, hints[one.name])
+        for one in fields(cls)
+        if (text := os.environ.get(variable := f"MINDIE_MM_{one.name.upper()}")) is not None
     }
 
 

@@ -9,7 +9,6 @@ asyncio. A closed end is the death of the peer, however it died: the kernel clos
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import struct
@@ -21,6 +20,9 @@ from typing import Self
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that the 4-byte length can frame."""
+
+CLOSE_TIMEOUT_S = 2.0
+"""How long a peer may take to read what was sent before the channel is closed under it."""
 
 _LENGTH = struct.Struct("!i")
 
@@ -42,12 +44,11 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
 
 
 async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit status of `process`, None if it runs on after `timeout_s`. It needs no thread: at exit there are none."""
+    """The exit status of `process`, None if it runs on after `timeout_s`. No thread: at exit there are none."""
+    if (status := process.poll()) is not None:
+        return status
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:  # reaped already
-        return process.wait()
+    descriptor = os.pidfd_open(process.pid)  # not reaped yet, so the number is still its own
     loop.add_reader(descriptor, ended.set)
     try:
         async with asyncio.timeout(timeout_s):
@@ -78,13 +79,6 @@ class Channel:
         assert len(message) <= MAX_MESSAGE_BYTES, len(message)
         self._writer.writelines((_LENGTH.pack(len(message)), message))
 
-    async def drain(self) -> None:
-        """Waits until the peer has taken enough of what was sent. EOFError when it is gone."""
-        try:
-            await self._writer.drain()
-        except ConnectionError as error:
-            raise EOFError("the peer is gone") from error
-
     async def recv(self) -> bytes:
         """The next message. EOFError when the peer is gone."""
         try:
@@ -94,10 +88,15 @@ class Channel:
             raise EOFError("the peer is gone") from error
 
     async def close(self) -> None:
-        """Closes this end; the worker then reads the end of its stream and exits."""
+        """Closes this end; the worker reads its stream to the end and exits. What a stuck one leaves is dropped."""
         self._writer.close()
-        with contextlib.suppress(ConnectionError):  # the peer died first: closed is closed
-            await self._writer.wait_closed()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._writer.wait_closed()
+        except TimeoutError:
+            self._writer.transport.abort()
+        except ConnectionError:
+            pass  # the peer died first: closed is closed
 
 
 class ChildChannel:
@@ -117,8 +116,8 @@ class ChildChannel:
         except ConnectionError as error:
             raise EOFError("the parent is gone") from error
 
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether `recv` would return, or raise EOFError, at once; waits up to `timeout_s` for that."""
+    def poll(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether `recv` would return, or raise EOFError, at once; waits for that up to `timeout_s`, None: for ever."""
         return self._connection.poll(timeout_s)
 
     def fileno(self) -> int:

@@ -32,9 +32,6 @@ class Device(ABC):
     def free_bytes(self) -> int:
         """Memory that a model and its cache may still take."""
 
-    def prepare(self, model: torch.nn.Module) -> None:
-        """Rearranges a loaded model's weights for this device, in place; results stay within rounding."""
-
     def set_num_threads(self, count: int) -> None:
         """Host threads for compute; 0 keeps torch's choice."""
         if count:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Ready, Start, Stats, Stepped, ToEngine
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import MindieMMError, ProcessDied, error_named
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_named
 from mindie_mm.ipc import Channel, exited, open_channel, spawn
 
 STOP_TIMEOUT_S = 10.0
@@ -79,6 +79,7 @@ class AsyncEngine:
         Raises what the engine found wrong with it, StaleReference and such, and ProcessDied.
         """
         assert request_id not in self._requests, request_id
+        params = _typed(params).check(self.info.vocab_size)
         if not self.alive:
             raise await self._death()
         queue: asyncio.Queue[Progress | MindieMMError] = asyncio.Queue()
@@ -120,6 +121,8 @@ class AsyncEngine:
                     if queue := self._requests.get(progress.request_id):
                         queue.put_nowait(progress)
         except EOFError:
+            pass
+        finally:
             death = await self._death()
             for queue in self._requests.values():
                 queue.put_nowait(death)
@@ -133,3 +136,11 @@ class AsyncEngine:
         if status is None:
             return ProcessDied(f"the engine process {self._process.pid} closed its channel and runs on")
         return ProcessDied(f"the engine process {self._process.pid} is gone, exit status {status}")
+
+
+def _typed(params: SamplingParams) -> SamplingParams:
+    """`params` as the engine process will read it; InputError names a setting of another type."""
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise InputError(f"the sampling parameters are not of their types: {error}") from error

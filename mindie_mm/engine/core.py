@@ -17,7 +17,7 @@ from mindie_mm.engine.runner import PromptRows, Runner
 from mindie_mm.engine.sampler import sample, token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
 from mindie_mm.engine.sequence import Sequence
-from mindie_mm.errors import ContextLengthExceeded, DeviceError, MindieMMError, TokenOutOfRange, error_name
+from mindie_mm.errors import ContextLengthExceeded, DeviceError, MindieMMError, TokenOutOfRange, WorldError, error_name
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import plain_ids
 
@@ -71,6 +71,9 @@ class Engine:
             sequence = self._sequence(message)
         except MindieMMError as error:
             return _failure(message.request_id, error)
+        except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
+            _log.exception("request %s", message.request_id)
+            return _failure(message.request_id, WorldError(f"the request failed: {type(error).__name__}"))
         self._encoder_cache.count(list(sequence.items))
         self._sequences[message.request_id] = sequence
         self._scheduler.add(sequence)
@@ -84,12 +87,13 @@ class Engine:
     def step(self) -> Stepped:
         """Computes one step. What no request is to blame for fails the requests of the step, and no other."""
         step = self._scheduler.schedule()
+        progress: list[Progress] = []
         try:
-            progress = self._run(step)
+            self._run(step, progress)
         except Exception as error:  # noqa: BLE001 - whatever a device or a kernel raises must not end the other requests
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
-            progress = [self._fail(s.sequence, failure) for s in step if s.sequence.request_id in self._sequences]
+            progress += [self._fail(s.sequence, failure) for s in step if s.sequence.request_id in self._sequences]
         return Stepped(progress, self.stats)
 
     def _sequence(self, message: Add) -> Sequence:
@@ -106,7 +110,7 @@ class Engine:
         items = self._model.read(ids)
         positions, delta = self._model.positions(len(ids), items)
         generator = None
-        if params.temperature > 0:
+        if not params.greedy:
             generator = torch.Generator()
             if params.seed is None:
                 generator.seed()
@@ -124,12 +128,13 @@ class Engine:
             generator=generator,
         )
 
-    def _run(self, step: Step[Scheduled]) -> list[Progress]:
+    def _run(self, step: Step[Scheduled], progress: list[Progress]) -> None:
+        """Computes a step, and adds its news to `progress`, so that none is lost should a later part fail."""
         features, failed = self._runner.encode(step)
-        progress = [self._fail(sequence, error) for sequence, error in failed.items()]
+        progress += [self._fail(sequence, error) for sequence, error in failed.items()]
         step = [scheduled for scheduled in step if scheduled.sequence not in failed]
         if not step:
-            return progress
+            return
         logits = self._runner.forward(step, features)
         for rows in logits.prompts:
             _collect_prompt_logprobs(rows)
@@ -142,7 +147,7 @@ class Engine:
         }
         tokens = sample(logits.sampled, sampling, self._model.spec.eos_token_ids)
         logprobs = {i: token_logprobs(row, [tokens[i]], sampling[i].params.logprobs or 0) for i, row in raw.items()}
-        return progress + [
+        progress += [
             self._advance(sequence, token, logprobs.get(i))
             for i, (sequence, token) in enumerate(zip(sampling, tokens, strict=True))
         ]
@@ -201,5 +206,5 @@ def _num_blocks(model: Model, config: EngineConfig, max_model_len: int) -> int:
     """Blocks of the KV cache: what the configured bytes hold, and no more than all sequences at full length need."""
     spec = model.spec
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-    useful_tokens = config.max_num_seqs * max_model_len
-    return max(1, min(config.kv_cache_bytes // token_bytes, useful_tokens) // config.kv_block_size)
+    useful = config.max_num_seqs * -(-max_model_len // config.kv_block_size)
+    return max(1, min(config.kv_cache_bytes // (token_bytes * config.kv_block_size), useful))

@@ -11,8 +11,9 @@ from tokenizers.decoders import DecodeStream
 class Detokenizer:
     """One request's output as text. Text that may yet begin a stop string is held back."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._min_tokens = min_tokens
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._hold = max((len(text) for text in stop), default=1) - 1
@@ -44,7 +45,7 @@ class Detokenizer:
         searched = max(0, len(self._text) - self._hold)
         self._text += piece
         hits = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
-        if hits:
+        if hits and len(self._ids) >= self._min_tokens:
             at, self.stopped_by = min(hits)
             self._text = self._text[:at]
             self._hold = 0

@@ -33,6 +33,8 @@ class EncoderCache:
     def put(self, item: MediaItem, features: Tensor) -> None:
         """Keeps the item's features; those that were used longest ago make room, so that one item always fits."""
         self.drop(item)
+        if features.untyped_storage().nbytes() > features.nbytes:
+            features = features.clone()  # a view would keep the features of all its neighbours
         self._features[_key(item)] = features
         self._bytes += features.nbytes
         while self._bytes > self._capacity_bytes and len(self._features) > 1:

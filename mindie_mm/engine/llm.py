@@ -7,17 +7,17 @@ import threading
 import uuid
 import weakref
 from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from mindie_mm.config import WorkerConfig, default_spool
+from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import InputError, MindieMMError
-from mindie_mm.shm import request_directory
+from mindie_mm.errors import ArenaFull, InputError, MindieMMError
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
@@ -45,8 +45,10 @@ class LLM:
     """
 
     def __init__(self, path: str | Path | None = None, config: WorkerConfig | None = None) -> None:
-        """Serves the checkpoint directory `path`; None is the embedded one. Errors as Worker.start."""
-        config = replace(config or WorkerConfig(), model=Path(path) if path is not None else None)
+        """Serves the checkpoint directory `path`, or `config.model`, or the embedded one. Errors as Worker.start."""
+        config = config or WorkerConfig()
+        if path is not None:
+            config = replace(config, model=Path(path))
         self._loop = _Loop()
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))
@@ -98,33 +100,35 @@ class LLM:
     async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
         # As many at a time as the engine runs: more would only fill the arena with pictures that wait.
         places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
+        running = 0
 
         async def one(request: TokenizeRequest) -> Output:
+            nonlocal running
             async with places:
+                running += 1
                 try:
-                    return await self._answer(request, params)
+                    while True:
+                        try:
+                            return await self._answer(request, params)
+                        except ArenaFull:
+                            if running == 1:  # nobody is left whose end would make room
+                                raise
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
+                finally:
+                    running -= 1
 
         return await asyncio.gather(*(one(request) for request in requests))
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
         text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
-        with request_directory(default_spool()) as directory:
-            request = TokenizeRequest(
-                messages=request.messages,
-                items=request.items,
-                text=request.text,
-                chat=request.chat,
-                path_file=str(directory.path_file),
-            )
-            async for delta in self._worker.answer(request, params, uuid.uuid4().hex):
+        async with aclosing(self._worker.answer(request, params, uuid.uuid4().hex)) as deltas:
+            async for delta in deltas:
                 text += delta.text
                 token_ids += delta.token_ids
                 logprobs += delta.logprobs or []
-        return Output(
-            text, token_ids, delta.finish_reason, delta.timings, logprobs if params.logprobs is not None else None
-        )
+        asked = params.logprobs is not None
+        return Output(text, token_ids, delta.finish_reason, delta.timings, logprobs if asked else None)
 
 
 class _Loop:
@@ -136,12 +140,22 @@ class _Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; an interrupt while waiting cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """The result of `work`. An interrupt cancels it, and is raised again once it has cleaned up."""
+        ended = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
-        finally:
-            future.cancel()
+            ended.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task is born on that thread
+            ended.wait()
+            raise
+        return tasks[0].result()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

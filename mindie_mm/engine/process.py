@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from mindie_mm.config import EngineConfig
 from mindie_mm.device import open_device
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Start, Stepped, ToEngine
+from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Start, Stepped, ToEngine
 from mindie_mm.errors import MindieMMError, error_name
 from mindie_mm.ipc import ChildChannel
 from mindie_mm.models import load_model
@@ -42,18 +42,19 @@ def serve(channel: ChildChannel) -> None:
     _send(channel, engine.ready)
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     while True:
-        failures = []
-        while not engine.has_work() or channel.poll():
+        failures: list[Progress] = []
+        # At rest it waits for one message; at work it takes those that are there.
+        while channel.poll(None if not (engine.has_work() or failures) else 0):
             match decoder.decode(channel.recv()):
                 case Add() as message:
-                    if failure := engine.add(message):
-                        failures.append(failure)
-                        break
+                    failures += filter(None, [engine.add(message)])
                 case Abort() as message:
                     engine.abort(message)
-        if failures:
+                    if not engine.has_work():
+                        break
+        if failures or not engine.has_work():
             _send(channel, Stepped(failures, engine.stats))
-        else:
+        if engine.has_work():
             _send(channel, engine.step())
 
 

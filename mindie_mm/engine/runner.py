@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Step
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from torch import Tensor
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
-from mindie_mm.errors import MindieMMError
+from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.shm import Ref
+
+_log = logging.getLogger(__name__)
 
 Features = dict[Ref, Tensor]
 """[num_features, hidden] of each media item of a step."""
@@ -66,13 +69,18 @@ class Runner:
         groups = [missing] if missing else []
         while groups:
             group = [(sequence, item) for sequence, item in groups.pop() if sequence not in failed]
+            if not group:
+                continue
             try:
                 self._run_tower(group, features)
-            except MindieMMError as error:
-                if len(group) == 1:
-                    failed[group[0][0]] = error
-                else:
+            except Exception as error:  # noqa: BLE001 - what a device raises is no more the neighbours' fault
+                if len(group) > 1:
                     groups += [[pair] for pair in group]
+                    continue
+                if not isinstance(error, MindieMMError):
+                    _log.exception("the tower failed on %s", group[0][1].ref)
+                    error = DeviceError(f"the tower failed: {type(error).__name__}")
+                failed[group[0][0]] = error
         return features, failed
 
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> None:

@@ -21,7 +21,7 @@ def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: tuple[int, 
     for row, sequence in zip(logits, sequences, strict=True):
         _bias(row, sequence, eos_token_ids)
     tokens = logits.argmax(dim=-1).tolist()
-    drawn = [i for i, sequence in enumerate(sequences) if sequence.params.temperature > 0]
+    drawn = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
     if drawn:
         picked = [sequences[i] for i in drawn]
         for i, token in zip(drawn, _draw(logits[drawn], picked), strict=True):

@@ -48,6 +48,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     """The same for each position of the prompt but the first."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken: below 1e-5 a temperature no longer divides a float32."""
+        return self.temperature < 1e-5
+
     def check(self, vocab_size: int) -> SamplingParams:
         """Returns itself; InputError names the setting, its value and its limits."""
         for name, low, high in _RANGES:

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+import msgspec
 from tokenizers import Tokenizer
 
-from mindie_mm.config import WorkerConfig
+from mindie_mm.config import WorkerConfig, default_spool
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt
@@ -38,7 +41,7 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
-    """With the last delta."""
+    """With the last delta, unless a stop string ended it."""
 
 
 class TokenizerStage(Protocol):
@@ -58,7 +61,8 @@ class TokenizerStage(Protocol):
 class Worker:
     """Tokenizer processes and an engine process over one checkpoint.
 
-    The caller owns each request's path file: `with request_directory(root) as directory:` around `answer`.
+    `answer` is a request's whole way. A service that spools media first has its own directory for each request, and
+    calls `tokenize` and `generate` inside it.
     """
 
     def __init__(
@@ -76,27 +80,39 @@ class Worker:
         `in_process` tokenises on a thread of this process. UnsupportedCheckpoint, SharedMemoryError, DeviceError,
         InputError, ProcessDied.
         """
-        checkpoint = Checkpoint.open(config.model)
-        stage, engine = await asyncio.gather(
-            _start_tokenizers(config, checkpoint.path, in_process=in_process),
-            AsyncEngine.start(checkpoint.path, config.engine),
-            return_exceptions=True,
+        path = Checkpoint.open(config.model).path
+        starting = (
+            asyncio.create_task(_start_tokenizers(config, path, in_process=in_process)),
+            asyncio.create_task(AsyncEngine.start(path, config.engine)),
         )
-        if isinstance(stage, BaseException) or isinstance(engine, BaseException):
-            for part in (stage, engine):
+        try:
+            tokenizers, engine = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            for part in await asyncio.gather(*starting, return_exceptions=True):
                 if not isinstance(part, BaseException):
                     await part.close()
-            raise next(part for part in (stage, engine) if isinstance(part, BaseException))
-        return cls(config, stage, engine, load_tokenizer(checkpoint.path))
+            raise
+        return cls(config, tokenizers, engine, load_tokenizer(path))
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Delta, None]:
-        """The line as one function."""
-        prompt = await self.tokenize(request)
-        async with aclosing(self.generate(prompt, params, request_id)) as deltas:
-            async for delta in deltas:
-                yield delta
+        """The line as one function: what the request put into shared memory is freed on every way out."""
+        with request_directory(default_spool()) as directory:
+            request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
+            prompt = await self.tokenizers.tokenize(request)
+            async with aclosing(self.generate(prompt, params, request_id)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
+        """`request` with the room that the context leaves beside what `params` ask for; ContextLengthExceeded."""
+        context, wanted = self.engine.info.max_model_len, params.max_tokens or 1
+        if wanted >= context:
+            raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {context} with a prompt in it")
+        return msgspec.structs.replace(request, max_tokens=context - wanted, truncate=self.config.truncate)
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
@@ -104,7 +120,7 @@ class Worker:
 
     async def generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
         """The output for a prompt, as it comes; leaving early aborts it. Errors as AsyncEngine.generate."""
-        detokenizer = Detokenizer(self.tokenizer, params.stop)
+        detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:
                 text = detokenizer.push(step.token_ids)

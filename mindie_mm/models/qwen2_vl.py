@@ -342,7 +342,6 @@ class Qwen2VL(Family):
         spec = ModelSpec(
             vocab_size=text.vocab_size,
             max_model_len=text.max_position_embeddings,
-            hidden_size=text.hidden_size,
             num_layers=text.num_hidden_layers,
             num_kv_heads=text.num_key_value_heads,
             head_dim=text.hidden_size // text.num_attention_heads,

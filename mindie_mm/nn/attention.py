@@ -1,6 +1,6 @@
 """Attention of a flat batch of sequences over a paged KV cache, plugged into transformers' own layers.
 
-(nn/weights.py registers it there.) A flat batch lays the tokens of all its sequences in one row: transformers' decoder sees a batch of one, [1, T].
+A flat batch lays the tokens of all its sequences in one row: transformers' decoder sees a batch of one, [1, T].
 `PagedBatch` says which rows belong together and where their keys and values are kept. It reaches `attend` as the
 keyword argument `paged`, through the decoder's own forward.
 """

@@ -25,25 +25,27 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:
-        """Reads config.json of `path` (None: the embedded checkpoint); UnsupportedCheckpoint if there is none."""
+        """Reads config.json of `path` (None: the embedded one); UnsupportedCheckpoint if there is none."""
         root = Path(path) if path is not None else EMBEDDED
         file = root / "config.json"
         if not file.is_file():
             raise UnsupportedCheckpoint(f"{root} is no checkpoint directory: it has no config.json")
-        try:
-            config = json.loads(file.read_text())
-        except ValueError as error:
-            raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
-        if not isinstance(config, dict) or "model_type" not in config:
+        config = _read(file)
+        if "model_type" not in config:
             raise UnsupportedCheckpoint(f"{file} names no model_type")
         return cls(root, config)
 
     def json(self, name: str) -> dict[str, Any]:
         """The file `name` parsed, or {} where the checkpoint has none."""
         file = self.path / name
-        if not file.is_file():
-            return {}
+        return _read(file) if file.is_file() else {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
         value = json.loads(file.read_text())
-        if not isinstance(value, dict):
-            raise UnsupportedCheckpoint(f"{file} holds no JSON object")
-        return value
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UnsupportedCheckpoint(f"{file} holds no JSON object")
+    return value

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import MediaItem, MediaShape, Splice, plain_ids, read_media, splice
-from mindie_mm.shm import View, attach
+from mindie_mm.shm import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class ModelSpec:
     vocab_size: int
     max_model_len: int
     """Most positions, from the checkpoint's config."""
-    hidden_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -68,8 +67,8 @@ class Model(ABC):
     ) -> Tensor:
         """Logits float32 [rows, vocabulary] of a flat batch.
 
-        input_ids int64 [T], a word among them reads as its placeholder, which `splices` overwrites; positions
-        int64 [axes, T]; rows int64, or None for all.
+        input_ids int64 [T]; a word among them stands on a slot that `splices` overwrites. positions int64 [axes, T];
+        rows int64, or None for all.
         """
         hidden = splice(self.embed(input_ids.clamp(min=0)), splices)
         hidden = self.decode(hidden, positions, paged)
@@ -82,7 +81,7 @@ class Model(ABC):
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """The tower's features of each item; StaleReference if a block was freed or reused while it was read."""
-        views = [attach(item.ref) for item in items]
+        views = [item.view for item in items]
         features = self.tower(views)
         for view in views:
             view.verify()

@@ -27,7 +27,7 @@ class MediaShape:
     """The family's own geometry, such as patches (t, h, w)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
     """One media item in one sequence's ids."""
 
@@ -35,10 +35,19 @@ class MediaItem:
     """First slot of its run."""
     stop: int
     """Slot behind the run."""
-    ref: Ref
+    view: View
+    """Its arrays; once attached, they outlive the arena's file."""
     shape: MediaShape
-    digest: bytes | None
-    """Names the content: two items with one digest have the same features. None: never cached."""
+
+    @property
+    def ref(self) -> Ref:
+        """The reference that the words carry."""
+        return self.view.ref
+
+    @property
+    def digest(self) -> bytes | None:
+        """Names the content: two items with one digest have the same features. None: never cached."""
+        return self.view.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +73,9 @@ def read_media(ids: NDArray[np.int64], describe: Callable[[View], MediaShape]) -
         ref, behind = _reference(ids, start)
         if negative and negative[0] < behind:
             negative.pop(0)
-        with attach(ref) as view:
-            shape, digest = describe(view), view.digest
+        view = attach(ref)
+        shape = describe(view)
+        view.verify()
         stop = behind
         while stop < len(ids) and ids[stop] == shape.token:
             stop += 1
@@ -73,7 +83,7 @@ def read_media(ids: NDArray[np.int64], describe: Callable[[View], MediaShape]) -
             raise FeatureCountMismatch(
                 f"the {shape.kind} at slot {start} has {stop - start} slots, its features are {shape.num_features}"
             )
-        items.append(MediaItem(start, stop, ref, shape, digest))
+        items.append(MediaItem(start, stop, view, shape))
     return items
 
 

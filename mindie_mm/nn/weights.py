@@ -15,7 +15,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention
 from mindie_mm.nn.checkpoint import Checkpoint
 
-# Their frequencies depend on the longest position in the batch, so one sequence of a flat batch would bend another's.
+# Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -25,22 +25,30 @@ def load_pretrained(cls: type[PreTrainedModel], checkpoint: Checkpoint, device: 
     UnsupportedCheckpoint where rotary frequencies depend on the batch, or weights do not load.
     """
     try:
-        module = cls.from_pretrained(checkpoint.path, dtype=dtype, local_files_only=True)
+        config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
+        _check_rope(checkpoint, config)
+        module, loaded = cls.from_pretrained(
+            checkpoint.path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
-    text: Any = module.config.get_text_config()
-    rope_type = (text.rope_parameters or {}).get("rope_type", "default")
-    if rope_type in BATCH_DEPENDENT_ROPE:
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on the longest sequence in a batch"
-        )
+    if missing := sorted(loaded["missing_keys"]):
+        # transformers would draw them at random, and the answers would look like a bad model's
+        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks {len(missing)} weights, the first is {missing[0]}")
     AttentionInterface.register(attention.NAME, attention.attend)
     # A plain name would switch the towers as well; those that are not named keep sdpa.
-    parts = {name: "sdpa" for name in module.config.sub_configs}
+    parts = dict.fromkeys(module.config.sub_configs, "sdpa")
     module.set_attn_implementation({**parts, "text_config": attention.NAME})
     module.requires_grad_(False).eval().to(device.torch_device)
-    device.prepare(module)
     return module
+
+
+def _check_rope(checkpoint: Checkpoint, config: Any) -> None:
+    rope_type = (config.get_text_config().rope_parameters or {}).get("rope_type", "default")
+    if rope_type in BATCH_DEPENDENT_ROPE:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
+        )
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

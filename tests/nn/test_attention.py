@@ -44,8 +44,14 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
     expected = [reference(*parts, window) for parts in zip(query, key, value, strict=True)]
 
     cache = PagedCache.allocate(
-        num_layers=1, num_blocks=64, block_size=BLOCK, num_kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=torch.float32, device=CPU
-    )  # fmt: skip
+        num_layers=1,
+        num_blocks=64,
+        block_size=BLOCK,
+        num_kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=CPU,
+    )
     order = torch.randperm(64, generator=generator).tolist()
     blocks = [[order.pop() for _ in range(-(-n // BLOCK))] for n in lengths]
     pending = list(chunks_of(lengths, generator))
