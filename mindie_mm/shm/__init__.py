@@ -1,4 +1,4 @@
-"""Arrays in shared memory: words, arena, path file, reclaim. Normative: docs/wire-format.md.
+"""Arrays in shared memory: words, arena, path file, spool, reclaim. Normative: docs/wire-format.md.
 
 with Arena.create(capacity_bytes) as arena:
     with arena.allocate({"pixel_values": ArraySpec((n, 588), "uint8")}, path_file=path_file) as block:
@@ -13,11 +13,12 @@ release(path_file)                                              # any process
 
 from mindie_mm.shm.arena import Arena
 from mindie_mm.shm.block import Block
-from mindie_mm.shm.path_file import PATH_FILE_NAME, RequestDirectory, release, request_directory
+from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 from mindie_mm.shm.reader import View, attach, free
 from mindie_mm.shm.reclaim import ArenaInfo, BlockInfo, Collected, collect, survey
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
+from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory
 from mindie_mm.shm.words import NAME_WORD_STOP, is_name_word
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "collect",
     "free",
     "is_name_word",
+    "make_spool",
     "release",
     "request_directory",
     "survey",

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm.layout import file_name
-from mindie_mm.shm.life import LifeLock
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.words import MAX_BLOCK, MAX_GENERATION
@@ -87,10 +81,20 @@ def release(path_file: Path) -> int:
     """Frees every block that the file names; the number of blocks that this call freed.
 
     Idempotent, from any process; a missing file, a missing arena and a block freed before count nothing. Lines that
-    are no reference are skipped, and when all others are freed CorruptReference names them.
+    are no reference are skipped, and when all others are freed CorruptReference names them; SharedMemoryError if an
+    arena could not be mapped, likewise once the others are done.
     """
     refs, damaged = read(path_file)
-    freed = sum([release_block(ref) for ref in refs])
+    freed, troubles = 0, []
+    for ref in refs:
+        try:
+            freed += release_block(ref)
+        except SharedMemoryError as error:
+            troubles.append(error)
+    if troubles:
+        raise SharedMemoryError(
+            f"path file {path_file}: {len(troubles)} of {len(refs)} blocks could not be released: {troubles[0]}"
+        ) from troubles[0]
     if damaged:
         numbers = ", ".join(str(number) for number in damaged[:10])
         raise CorruptReference(
@@ -98,44 +102,3 @@ def release(path_file: Path) -> int:
             "were released"
         )
     return freed
-
-
-@dataclass(frozen=True, slots=True)
-class RequestDirectory:
-    """A living request's directory."""
-
-    path: Path
-    path_file: Path
-
-
-@contextmanager
-def request_directory(root: Path, request_id: str | None = None) -> Iterator[RequestDirectory]:
-    """Makes `<root>/<request>/` (0700) with an empty path file; on any exit frees what that names and removes it all.
-
-    A lock on the path file, held meanwhile, tells `collect` that the request lives. InputError for a request id that
-    is no file name or is in use.
-    """
-    name = uuid4().hex if request_id is None else request_id
-    if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
-        raise InputError(f"request id {name!r} is no file name of 1 to 255 bytes")
-    path = root / name
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError as error:
-        raise InputError(f"request directory {path} exists") from error
-    except OSError as error:
-        raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
-    path_file = path / PATH_FILE_NAME
-    # Named once it is locked: nobody ever sees the path file of a living request without its lock.
-    unnamed = path / ".unlocked"
-    lock = LifeLock(os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    unnamed.rename(path_file)
-    try:
-        yield RequestDirectory(path, path_file)
-    finally:
-        try:
-            release(path_file)
-        finally:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(path)
-            lock.release()

@@ -6,14 +6,13 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindie_mm.errors import BadReference, SegmentMissing
+from mindie_mm.errors import MindieMMError, SegmentMissing
 from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
 from mindie_mm.shm.layout import (
     ALLOCATED_NS,
@@ -31,10 +30,10 @@ from mindie_mm.shm.layout import (
     Owner,
 )
 from mindie_mm.shm.life import is_locked, unlink_same
-from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 from mindie_mm.shm.reader import drop_removed, release_block
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
+from mindie_mm.shm.spool import collect_request, request_directories
 
 _log = logging.getLogger(__name__)
 _FILE_NAME = re.compile(r"mindie_mm-([0-9a-f]{4})")
@@ -104,19 +103,14 @@ def collect(request_roots: Iterable[Path] = ()) -> Collected:
     """Reclaims what belongs to the dead, and nothing else:
 
     arenas whose owner holds no lock; published blocks of living arenas whose path file is gone, where it would be
-    seen from here; below each of `request_roots`, request directories that no process holds.
+    seen from here; below each of `request_roots`, request directories that no process holds. What cannot be reclaimed
+    is logged, and left for the next time.
     """
     requests = tuple(directory for root in request_roots for directory in _collect_requests(root))
-    arenas, arena_bytes = [], 0
-    for _, path in _arena_files():
-        with _opened(path, os.O_RDWR) as descriptor:
-            size = 0 if descriptor is None else _unlink_if_dead(path, descriptor)
-        if size:
-            arenas.append(str(path))
-            arena_bytes += size
-    blocks = tuple(ref for ref in _orphans(survey()) if release_block(ref))
+    arenas = dict(_collect_arenas())
+    blocks = tuple(_collect_blocks())
     drop_removed()
-    return Collected(tuple(arenas), arena_bytes, blocks, requests)
+    return Collected(tuple(arenas), sum(arenas.values()), blocks, requests)
 
 
 def _arena_files() -> list[tuple[int, Path]]:
@@ -192,6 +186,21 @@ def _blocks(descriptor: int, header: ArenaHeader) -> Iterator[BlockInfo]:
         yield BlockInfo(block, generation, STATE_NAMES[state], size, arrays, request, age_s)
 
 
+def _collect_arenas() -> Iterator[tuple[str, int]]:
+    """Removes the arenas of dead owners; the path and the bytes of each."""
+    for _, path in _arena_files():
+        with _going_on(path), _opened(path, os.O_RDWR) as descriptor:
+            if descriptor is not None and (size := _unlink_if_dead(path, descriptor)):
+                yield str(path), size
+
+
+def _collect_blocks() -> Iterator[Ref]:
+    for ref in _orphans(survey()):
+        with _going_on(ref):
+            if release_block(ref):
+                yield ref
+
+
 def _unlink_if_dead(path: Path, descriptor: int) -> int:
     """Bytes of the arena that was removed; 0 if its owner lives."""
     try:
@@ -214,29 +223,17 @@ def _orphans(arenas: Iterable[ArenaInfo]) -> Iterator[Ref]:
 
 
 def _collect_requests(root: Path) -> Iterator[Path]:
-    for path_file in sorted(root.glob(f"*/{PATH_FILE_NAME}")):
-        try:
-            descriptor = os.open(path_file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:  # gone meanwhile, a link, or not ours to open
-            continue
-        try:
-            if _collect_request(path_file, descriptor):
-                yield path_file.parent
-        finally:
-            os.close(descriptor)
+    with _going_on(root):
+        for directory in request_directories(root):
+            with _going_on(directory):
+                if collect_request(directory):
+                    yield directory
 
 
-def _collect_request(path_file: Path, descriptor: int) -> bool:
-    """Releases and removes a request directory; False if the request lives, or has ended meanwhile."""
+@contextmanager
+def _going_on(what: object) -> Iterator[None]:
+    """What cannot be collected keeps nothing else from it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    if os.fstat(descriptor).st_nlink == 0:
-        return False
-    try:
-        release(path_file)
-    except BadReference as error:
-        _log.warning("%s", error)
-    shutil.rmtree(path_file.parent)
-    return True
+        yield
+    except (MindieMMError, OSError) as error:
+        _log.warning("collecting %s: %s", what, error)

@@ -1,4 +1,4 @@
-"""Path files and request directories."""
+"""Path files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, attach, collect, release, request_directory
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError, StaleReference
+from mindie_mm.shm import Arena, ArraySpec, attach, release
 
 SPECS = {"x": ArraySpec((1000,), "uint8")}
 
@@ -107,69 +107,15 @@ def test_a_path_file_has_at_most_16_mib(path_file: Path) -> None:
         release(path_file)
 
 
-def test_a_request_directory_is_private_and_ends_with_its_request(arena: Arena, tmp_path: Path) -> None:
-    with request_directory(tmp_path) as directory:
-        assert directory.path.parent == tmp_path
-        assert directory.path.stat().st_mode & 0o777 == 0o700
-        assert directory.path_file == directory.path / "shm_name.txt"
-        assert directory.path_file.read_bytes() == b""
-        (directory.path / "image").mkdir()
-        (directory.path / "image" / "0.jpg").touch()
-        publish(arena, directory.path_file)
-        assert arena.num_blocks == 1
-    assert arena.num_blocks == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit, SystemExit])
-def test_any_way_out_releases(arena: Arena, tmp_path: Path, error: type[BaseException]) -> None:
-    def request() -> None:
-        with request_directory(tmp_path, "r1") as directory:
-            publish(arena, directory.path_file)
-            raise error
-
-    with pytest.raises(error):
-        request()
-    assert arena.num_blocks == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_request_directory_that_was_removed_meanwhile_is_fine(tmp_path: Path) -> None:
-    with request_directory(tmp_path) as directory:
-        directory.path_file.unlink()
-        directory.path.rmdir()
-
-
-@pytest.mark.parametrize("request_id", ["", ".", "..", "a/b", "/etc", "a\0b", "x" * 256])
-def test_a_request_id_is_a_file_name(tmp_path: Path, request_id: str) -> None:
-    with pytest.raises(InputError, match="request id"), request_directory(tmp_path, request_id):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_request_id_in_use_is_refused_and_its_directory_stays(tmp_path: Path) -> None:
-    with request_directory(tmp_path, "r1") as directory:
-        with pytest.raises(InputError, match="exists"), request_directory(tmp_path, "r1"):
-            pass
-        assert directory.path_file.exists()
-
-
-REQUEST = """
-with request_directory(Path(sys.argv[1]), "r1") as directory:
-    say(directory.path_file)
-    hear()
-"""
-
-
-def test_the_directory_of_a_dead_request_is_collected_and_of_a_living_one_kept(
-    arena: Arena, tmp_path: Path, start
-) -> None:
-    process = start(REQUEST, tmp_path)
-    path_file = Path(process.hear())
+def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, path_file: Path, tmp_path: Path) -> None:
+    number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
+    link = Path(f"/dev/shm/mindie_mm-{number:04x}")
+    path_file.write_text(f"{link.name} 0 1\n")
     publish(arena, path_file)
-    assert collect([tmp_path]).requests == ()
-    assert arena.num_blocks == 1
-    process.kill()
-    assert collect([tmp_path]).requests == (tmp_path / "r1",)
-    assert list(tmp_path.iterdir()) == []
+    link.symlink_to(tmp_path)
+    try:
+        with pytest.raises(SharedMemoryError, match=rf"1 of 2 blocks could not be released: {link} cannot be opened"):
+            release(path_file)
+    finally:
+        link.unlink()
     assert arena.num_blocks == 0

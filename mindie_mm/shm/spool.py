@@ -1,0 +1,166 @@
+"""The spool: a folder in which every living request has a directory, with its path file and its media.
+
+A directory is hidden, by its name, while it is made and while it is removed: under its own name it has a path file
+that its request holds locked, or its request is dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from mindie_mm.errors import InputError, SharedMemoryError
+from mindie_mm.shm.life import LifeLock
+from mindie_mm.shm.path_file import PATH_FILE_NAME, release
+
+_HIDDEN = ".mindie_mm-"
+
+# A hidden directory that is younger may just be made: its lock, or its path file, is still to come.
+_MAKING_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDirectory:
+    """A living request's directory."""
+
+    path: Path
+    path_file: Path
+
+
+def make_spool(root: Path) -> None:
+    """Makes the folder of request directories (0700) if it is missing.
+
+    SharedMemoryError unless it then is a directory of this user that nobody else may write: where everybody can make
+    files, such as in /tmp, another user may have made it, or linked it elsewhere.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SharedMemoryError(f"spool {root} cannot be made: {error.strerror}") from error
+    _require_private(root)
+
+
+def _require_private(root: Path) -> None:
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise SharedMemoryError(f"spool {root} is no directory")
+    if status.st_uid != os.geteuid():
+        raise SharedMemoryError(f"spool {root} is user {status.st_uid}'s, not user {os.geteuid()}'s")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SharedMemoryError(f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: others may write it")
+
+
+@contextmanager
+def request_directory(root: Path, request_id: str | None = None) -> Iterator[RequestDirectory]:
+    """Makes `<root>/<request>/` (0700) with an empty path file; on any exit frees what that names and removes it all.
+
+    A lock on the path file, held meanwhile, tells `collect` that the request lives. InputError for a request id that
+    is no file name or is in use; SharedMemoryError if the directory cannot be made or removed, or `root` cannot serve
+    as `make_spool` says.
+    """
+    name = uuid4().hex if request_id is None else request_id
+    if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+        raise InputError(f"request id {name!r} is no file name of 1 to 255 bytes")
+    make_spool(root)
+    path = root / name
+    lock = _make(path)
+    try:
+        yield RequestDirectory(path, path / PATH_FILE_NAME)
+    finally:
+        try:
+            _remove(path)
+        except OSError as error:
+            raise SharedMemoryError(f"request directory {path} cannot be removed: {error.strerror}") from error
+        finally:
+            lock.release()
+
+
+def request_directories(root: Path) -> list[Path]:
+    """The request directories in a spool, hidden ones too. SharedMemoryError for what `make_spool` refuses."""
+    if not os.path.lexists(root):
+        return []
+    _require_private(root)
+    named = {path_file.parent for path_file in root.glob(f"*/{PATH_FILE_NAME}")}
+    return sorted(named.union(root.glob(f"{_HIDDEN}*")))
+
+
+def collect_request(path: Path) -> bool:
+    """Frees and removes a request directory; False if its request lives, or it has gone meanwhile.
+
+    Once it is removed, raises what could not be freed, as `release`. OSError if it cannot be removed.
+    """
+    hidden, path_file = path.name.startswith(_HIDDEN), path / PATH_FILE_NAME
+    try:
+        if hidden and time.time() - path.lstat().st_mtime < _MAKING_S:
+            return False
+        descriptor = os.open(path_file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:  # its maker or its remover died
+        return hidden and _remove(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # By now another request may have that name.
+        return os.path.samestat(path_file.lstat(), os.fstat(descriptor)) and _remove(path)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: Path) -> LifeLock:
+    """The lock of a new request directory, which gets its name once it is locked."""
+    hidden = _hidden(path.parent)
+    path_file = hidden / PATH_FILE_NAME
+    try:
+        with ExitStack() as undo:
+            hidden.mkdir(mode=0o700)
+            undo.callback(hidden.rmdir)
+            undo.callback(path_file.unlink, missing_ok=True)
+            lock = _lock_new(path_file)
+            undo.callback(lock.release)
+            hidden.rename(path)
+            undo.pop_all()
+    except OSError as error:
+        if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
+            raise InputError(f"request directory {path} exists") from error
+        raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
+    return lock
+
+
+def _lock_new(path_file: Path) -> LifeLock:
+    descriptor = os.open(path_file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return LifeLock(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _remove(path: Path) -> bool:
+    """Frees what a request's path file names, and removes its directory even if that fails; whether it was there.
+
+    Hidden first: a tokenizer that still works for the request then fails to record, and makes no file anew.
+    """
+    hidden = _hidden(path.parent)
+    try:
+        path.rename(hidden)
+    except FileNotFoundError:
+        return False
+    try:
+        release(hidden / PATH_FILE_NAME)
+    finally:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(hidden)
+    return True
+
+
+def _hidden(root: Path) -> Path:
+    return root / f"{_HIDDEN}{uuid4().hex}"

@@ -1,0 +1,245 @@
+"""The spool and its request directories."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.errors import InputError, SharedMemoryError
+from mindie_mm.shm import Arena, ArraySpec, collect, make_spool, request_directory
+
+SPECS = {"x": ArraySpec((1000,), "uint8")}
+
+
+def publish(arena: Arena, path_file: Path):
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        return block.publish()
+
+
+def test_a_spool_is_made_with_its_parents_and_is_private(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "spool"
+    make_spool(root)
+    make_spool(root)
+    assert root.stat().st_mode & 0o777 == 0o700
+    with request_directory(tmp_path / "b" / "spool") as directory:
+        assert directory.path_file.exists()
+
+
+def _link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def _writable(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o770)
+
+
+def _anothers(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_link, "is no directory"),
+        (lambda path: path.symlink_to("/nowhere"), "cannot be made: File exists"),
+        (Path.touch, "cannot be made: File exists"),
+        (_writable, "has mode 770: others may write it"),
+        (_anothers, "is user 12345's, not user 0's"),
+    ],
+)
+def test_a_spool_that_others_may_have_made_is_refused(
+    tmp_path: Path, make: Callable[[Path], None], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "spool"
+    make(root)
+    for use in (lambda: make_spool(root), lambda: request_directory(root).__enter__()):
+        with pytest.raises(SharedMemoryError, match=f"{root} {message}"):
+            use()
+    collect([root])
+    assert str(root) in caplog.text
+
+
+def test_a_request_directory_is_private_and_ends_with_its_request(arena: Arena, tmp_path: Path) -> None:
+    with request_directory(tmp_path) as directory:
+        assert directory.path.parent == tmp_path
+        assert directory.path.stat().st_mode & 0o777 == 0o700
+        assert directory.path_file == directory.path / "shm_name.txt"
+        assert directory.path_file.read_bytes() == b""
+        (directory.path / "image").mkdir()
+        (directory.path / "image" / "0.jpg").touch()
+        publish(arena, directory.path_file)
+        assert arena.num_blocks == 1
+    assert arena.num_blocks == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit, SystemExit])
+def test_any_way_out_releases(arena: Arena, tmp_path: Path, error: type[BaseException]) -> None:
+    def request() -> None:
+        with request_directory(tmp_path, "r1") as directory:
+            publish(arena, directory.path_file)
+            raise error
+
+    with pytest.raises(error):
+        request()
+    assert arena.num_blocks == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_directory_that_was_removed_meanwhile_is_fine(tmp_path: Path) -> None:
+    with request_directory(tmp_path) as directory:
+        directory.path_file.unlink()
+        directory.path.rmdir()
+
+
+@pytest.mark.parametrize("request_id", ["", ".", "..", "a/b", "/etc", "a\0b", "x" * 256])
+def test_a_request_id_is_a_file_name(tmp_path: Path, request_id: str) -> None:
+    with pytest.raises(InputError, match="request id"), request_directory(tmp_path, request_id):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_id_in_use_is_refused_and_its_directory_stays(tmp_path: Path) -> None:
+    with request_directory(tmp_path, "r1") as directory:
+        with pytest.raises(InputError, match="exists"), request_directory(tmp_path, "r1"):
+            pass
+        assert directory.path_file.exists()
+
+
+REQUEST = """
+with request_directory(Path(sys.argv[1]), "r1") as directory:
+    say(directory.path_file)
+    hear()
+"""
+
+
+def test_the_directory_of_a_dead_request_is_collected_and_of_a_living_one_kept(
+    arena: Arena, tmp_path: Path, start
+) -> None:
+    process = start(REQUEST, tmp_path)
+    path_file = Path(process.hear())
+    publish(arena, path_file)
+    assert collect([tmp_path]).requests == ()
+    assert arena.num_blocks == 1
+    process.kill()
+    assert collect([tmp_path]).requests == (tmp_path / "r1",)
+    assert list(tmp_path.iterdir()) == []
+    assert arena.num_blocks == 0
+
+
+def test_no_descriptors_left_is_an_error_that_leaves_nothing(tmp_path: Path, start) -> None:
+    process = start(
+        """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 1024))
+try:
+    with request_directory(Path(sys.argv[1])):
+        pass
+except SharedMemoryError as error:
+    say(error)
+""",
+        tmp_path,
+    )
+    assert process.hear().endswith("cannot be made: Too many open files")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_directory_that_cannot_be_removed_is_left_to_the_collector(
+    arena: Arena, tmp_path: Path, start
+) -> None:
+    process = start(
+        """
+import resource
+try:
+    with request_directory(Path(sys.argv[1])) as directory:
+        say(directory.path_file)
+        hear()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 1024))
+except SharedMemoryError as error:
+    say(error)
+hear()
+""",
+        tmp_path,
+    )
+    publish(arena, Path(process.hear()))
+    process.say("end")
+    assert process.hear().endswith("cannot be removed: Too many open files")
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    assert collect([tmp_path]).requests == (left,), "while the process lives"
+    assert list(tmp_path.iterdir()) == []
+    assert arena.num_blocks == 0
+
+
+def test_a_tokenizer_that_still_works_for_a_request_that_ends_makes_no_file_anew(arena: Arena, tmp_path: Path) -> None:
+    why: list[str] = []
+
+    def record(path_file: Path) -> None:
+        try:
+            while True:
+                arena.allocate(SPECS, path_file=path_file).__exit__(None, None, None)
+        except SharedMemoryError as error:
+            why.append(str(error))
+
+    for _ in range(5):
+        with request_directory(tmp_path) as directory:
+            for number in range(200):
+                (directory.path / str(number)).touch()
+            tokenizer = threading.Thread(target=record, args=(directory.path_file,))
+            tokenizer.start()
+        tokenizer.join()
+        assert why.pop() == f"path file {directory.path_file} cannot be written: No such file or directory"
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_death_left_while_a_directory_was_made_or_removed_is_collected_when_it_is_old(tmp_path: Path) -> None:
+    made, removed = tmp_path / ".mindie_mm-0", tmp_path / ".mindie_mm-1"
+    made.mkdir()
+    removed.mkdir()
+    (removed / "0.jpg").touch()
+    anothers = tmp_path / "not-ours"
+    anothers.mkdir()
+    os.utime(anothers, (0, 0))
+    assert collect([tmp_path]).requests == (), "they may just be made"
+    for path in (made, removed):
+        os.utime(path, (0, 0))
+    assert collect([tmp_path]).requests == (made, removed)
+    assert list(tmp_path.iterdir()) == [anothers]
+
+
+TROUBLE = """
+import resource
+spool = Path(sys.argv[1])
+deep = spool / "deep"
+deep.joinpath(*map(str, range(20))).mkdir(parents=True)
+(deep / "shm_name.txt").touch()
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 1024))
+collected = collect([spool])
+say(*(request.name for request in collected.requests))
+say(*collected.arenas)
+"""
+
+
+def test_collecting_goes_on_past_what_cannot_be_collected(tmp_path: Path, start) -> None:
+    dead = start("arena = Arena.create(1 << 16); say(arena.path); hear()")
+    arena_path = dead.hear()
+    dead.kill()
+    for name in ("a_pipe", "large", "z_last"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "a_pipe" / "shm_name.txt")
+    with (tmp_path / "large" / "shm_name.txt").open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    (tmp_path / "z_last" / "shm_name.txt").touch()
+    process = start(TROUBLE, tmp_path)
+    assert process.hear() == "z_last"
+    assert arena_path in process.hear().split()
+    assert [path.name[:11] for path in tmp_path.iterdir()] == [".mindie_mm-"], "the deep one is tried again later"
