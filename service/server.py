@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +19,8 @@ from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import WorldError
 from service.app import create_app
 from service.state import Service
+
+_log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -47,6 +50,8 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
 
 @asynccontextmanager
 async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
+    model = config.model or "the embedded checkpoint"
+    _log.info("loading %s on device %s with %d tokenizer processes", model, config.engine.device, config.num_tokenizers)
     worker = await Worker.start(config)
     try:
         yield worker
@@ -57,16 +62,17 @@ async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
 @contextlib.contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
     """A socket bound to `host` and `port`, not listening yet; WorldError names an address that cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as listener:
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            yield listener
-    except OSError as error:
-        raise WorldError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        except OSError as error:
+            raise WorldError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        yield listener
 
 
 class _Server(uvicorn.Server):
