@@ -45,7 +45,7 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
             await service.admission.stop(grace_s=0)
 
     app = FastAPI(title="mindie_mm", version=version("mindie_mm"), lifespan=lifespan)
-    app.add_middleware(Border, max_body_bytes=config.max_request_bytes, metrics=metrics)
+    app.add_middleware(Border, config=config, metrics=metrics)
     errors.install(app)
     for module in (chat, completions, infer, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)

@@ -1,7 +1,8 @@
-"""What surrounds every request: the cap on its body, its line in the log, its count."""
+"""What surrounds every request: the caps on bodies, its line in the log, its count."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from secrets import token_hex
@@ -9,18 +10,24 @@ from secrets import token_hex
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mindie_mm.config import ServiceConfig
 from service.metrics import Metrics
 
 _log = logging.getLogger("service.access")
 
 
 class Border:
-    """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id."""
+    """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, metrics: Metrics) -> None:
+    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter.
+    """
+
+    def __init__(self, app: ASGIApp, *, config: ServiceConfig, metrics: Metrics) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._config = config
         self._metrics = metrics
+        self.held_bytes = 0
+        """Bodies of the requests being read and answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
@@ -28,8 +35,9 @@ class Border:
             await self._app(scope, receive, send)
             return
         request_id = token_hex(12)
-        scope.setdefault("state", {})["request_id"] = request_id
         started = time.perf_counter()
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
+        body = _Body(scope, receive, self, self._config)
         status = 499
 
         async def sending(message: Message) -> None:
@@ -40,31 +48,59 @@ class Border:
             await send(message)
 
         try:
-            await self._app(scope, self._capped(scope, receive), sending)
+            await self._app(scope, body.receive, sending)
         except Exception:
             status = 500  # answered further out
             raise
         finally:
+            self.held_bytes -= body.num_bytes
             route = scope.get("route")
             path = route.path if route is not None else "none"
             self._metrics.http_requests.labels(path, scope["method"], status).inc()
             duration_s = time.perf_counter() - started
             _log.info("%s %s %s %d %.3f s", request_id, scope["method"], path, status, duration_s)
 
-    def _capped(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive`, which refuses a body longer than the cap: at once where it is announced, else when it comes."""
+
+class _Body:
+    """A request's body on its way in: bounded by itself, together with all others, and in time."""
+
+    def __init__(self, scope: Scope, receive: Receive, border: Border, config: ServiceConfig) -> None:
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        refused = HTTPException(413, f"the request's body is longer than the limit of {self._max_body_bytes} bytes")
-        received = 0
+        self._announced = int(announced) if announced.isdigit() else 0
+        self._receive = receive
+        self._border = border
+        self._config = config
+        self._deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        self._whole = False
+        self.num_bytes = 0
+        """What has come."""
 
-        async def receiving() -> Message:
-            nonlocal received
-            if announced.isdigit() and int(announced) > self._max_body_bytes:
-                raise refused
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
-                raise refused
-            return message
+    async def receive(self) -> Message:
+        """The next message; HTTPException for a body that is longer than its cap, at once where that is announced."""
+        if self._whole:
+            return await self._receive()
+        self._check(self._announced)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError as error:
+            limit_s = self._config.request_timeout_s
+            raise HTTPException(408, f"the request's body took longer than the limit of {limit_s:g} s") from error
+        self._whole = not message.get("more_body", False)
+        num_bytes = len(message.get("body", b""))
+        self.num_bytes += num_bytes
+        self._border.held_bytes += num_bytes
+        self._check(self.num_bytes)
+        return message
 
-        return receiving
+    def _check(self, num_bytes: int) -> None:
+        limit = self._config.max_request_bytes
+        if num_bytes > limit:
+            raise HTTPException(413, f"the request's body is longer than the limit of {limit} bytes")
+        held = self._border.held_bytes - self.num_bytes + num_bytes
+        if held > self._config.max_held_bytes:
+            raise HTTPException(
+                429,
+                f"the bodies of all requests take {held} bytes, the limit is {self._config.max_held_bytes}",
+                headers={"Retry-After": "1"},
+            )

@@ -18,17 +18,19 @@ from service.json_response import JSONResponse
 from service.line import Choice, collect, generate, limited, tokenized, usage
 from service.openai_types import ChatBody
 from service.sse import EventStream
-from service.state import RequestId, Service, ServiceDep
+from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import chat_logprobs
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatBody, request: Request, service: ServiceDep, request_id: RequestId) -> Response:
+async def chat_completions(
+    body: ChatBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
+) -> Response:
     """Answers a chat, with images and videos in it; streamed on request."""
     service.check_model(body.model)
-    chat = _Chat(service, body, _sampling_params(service, body), f"chatcmpl-{request_id}", int(time.time()))
+    chat = _Chat(service, body, _sampling_params(service, body), f"chatcmpl-{request_id}", int(time.time()), arrived)
     if body.stream:
         return EventStream(chat.events, service.admission)
     async with service.admission.admit(request.receive):
@@ -48,6 +50,7 @@ class _Chat:
     params: SamplingParams
     id: str
     created: int
+    arrived: float
 
     @property
     def n(self) -> int:
@@ -64,7 +67,9 @@ class _Chat:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         async with tokenized(self.service, self.request()) as prompt:
-            choices = await collect(generate(self.service, [prompt], self.params, self.n, self.id), self.n)
+            choices = await collect(
+                generate(self.service, [prompt], self.params, self.n, self.id, self.arrived), self.n
+            )
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head("chat.completion"),
@@ -78,7 +83,7 @@ class _Chat:
         num_generated = 0
         async with (
             tokenized(self.service, self.request()) as prompt,
-            aclosing(generate(self.service, [prompt], self.params, self.n, self.id)) as deltas,
+            aclosing(generate(self.service, [prompt], self.params, self.n, self.id, self.arrived)) as deltas,
         ):
             async for index, delta in deltas:
                 num_generated += len(delta.token_ids)

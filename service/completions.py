@@ -21,18 +21,20 @@ from service.line import Choice, collect, generate, limited, prompt_of_ids, toke
 from service.media import gather
 from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import EventStream
-from service.state import RequestId, Service, ServiceDep
+from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import completion_logprobs
 
 router = APIRouter()
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionBody, request: Request, service: ServiceDep, request_id: RequestId) -> Response:
+async def completions(
+    body: CompletionBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
+) -> Response:
     """Continues texts or token ids; streamed on request."""
     service.check_model(body.model)
     params = body.completion_sampling_params().check(service.worker.engine.info.vocab_size)
-    completion = _Completion(service, body, params, f"cmpl-{request_id}", int(time.time()))
+    completion = _Completion(service, body, params, f"cmpl-{request_id}", int(time.time()), arrived)
     if body.stream:
         return EventStream(completion.events, service.admission)
     async with service.admission.admit(request.receive):
@@ -48,6 +50,7 @@ class _Completion:
     params: SamplingParams
     id: str
     created: int
+    arrived: float
 
     @property
     def n(self) -> int:
@@ -72,7 +75,7 @@ class _Completion:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         prompts = await self.prompts()
-        deltas = generate(self.service, prompts, self.params, self.n, self.id)
+        deltas = generate(self.service, prompts, self.params, self.n, self.id, self.arrived)
         choices = await collect(deltas, len(prompts) * self.n)
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
@@ -86,7 +89,7 @@ class _Completion:
         prompts = await self.prompts()
         choices = [Choice(index) for index in range(len(prompts) * self.n)]
         lengths = [0] * len(choices)
-        async with aclosing(generate(self.service, prompts, self.params, self.n, self.id)) as deltas:
+        async with aclosing(generate(self.service, prompts, self.params, self.n, self.id, self.arrived)) as deltas:
             async for index, delta in deltas:
                 part = Choice(index)
                 part.add(delta)

@@ -45,7 +45,13 @@ TABLE: Mapping[type[BaseException], Outcome] = {
 }
 """The class nearest to the error's own, over its method resolution order, decides."""
 
-_KINDS = {401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError"}
+_KINDS = {
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "TimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+}
 
 
 class ErrorObject(BaseModel):

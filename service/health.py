@@ -18,8 +18,9 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(service: ServiceDep) -> Response:
-    """200 if a request would be answered, else 503."""
-    return Response(status_code=200 if service.healthy else 503)
+    """200 if a request would be answered, else 503 and the reason."""
+    service.check_healthy()
+    return Response(status_code=200)
 
 
 @router.get("/health/live")

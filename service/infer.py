@@ -19,7 +19,7 @@ from service.json_response import JSONResponse
 from service.line import Choice, collect, generate, limited, tokenized
 from service.openai_types import Body
 from service.sse import EventStream
-from service.state import RequestId, Service, ServiceDep
+from service.state import Arrived, RequestId, Service, ServiceDep
 
 router = APIRouter()
 
@@ -73,12 +73,14 @@ class InferBody(Body):
 
 
 @router.post("/infer")
-async def infer(body: InferBody, request: Request, service: ServiceDep, request_id: RequestId) -> Response:
+async def infer(
+    body: InferBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
+) -> Response:
     """Answers a text, or a list of texts, images and videos; streamed on request."""
     service.check_model(body.model)
     parameters = body.parameters or InferParameters()
     params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    call = _Infer(service, body, parameters, params, request_id)
+    call = _Infer(service, body, parameters, params, request_id, arrived)
     if body.stream:
         return EventStream(call.events, service.admission, last=b"", timeout_s=parameters.timeout)
     async with service.admission.admit(request.receive, parameters.timeout):
@@ -94,6 +96,7 @@ class _Infer:
     parameters: InferParameters
     params: SamplingParams
     id: str
+    arrived: float
 
     def request(self) -> TokenizeRequest:
         inputs = self.body.inputs
@@ -108,7 +111,7 @@ class _Infer:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         async with tokenized(self.service, self.request()) as prompt:
-            (choice,) = await collect(generate(self.service, [prompt], self.params, 1, self.id), 1)
+            (choice,) = await collect(generate(self.service, [prompt], self.params, 1, self.id, self.arrived), 1)
         answer: dict[str, Any] = {"generated_text": choice.text}
         if self.parameters.details:
             answer["details"] = self._details(choice) | {"generated_token_ids": choice.token_ids}
@@ -120,7 +123,7 @@ class _Infer:
         choice = Choice(0)
         async with (
             tokenized(self.service, self.request()) as prompt,
-            aclosing(generate(self.service, [prompt], self.params, 1, self.id)) as deltas,
+            aclosing(generate(self.service, [prompt], self.params, 1, self.id, self.arrived)) as deltas,
         ):
             async for _, delta in deltas:
                 now = time.perf_counter()

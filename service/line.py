@@ -63,11 +63,11 @@ def _check_values(request: TokenizeRequest) -> None:
 
 
 async def generate(
-    service: Service, prompts: Sequence[Prompt], params: SamplingParams, n: int, request_id: str
+    service: Service, prompts: Sequence[Prompt], params: SamplingParams, n: int, request_id: str, arrived: float
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
 
-    Choices of a seeded request draw from seeds that follow one another.
+    Choices of a seeded request draw from seeds that follow one another. Latencies count from `arrived`.
     """
     choices = []
     for index in range(len(prompts) * n):
@@ -75,7 +75,7 @@ async def generate(
         if params.seed is not None and index % n:
             seeded = msgspec.structs.replace(params, seed=params.seed + index % n)
         prompt = prompts[index // n]
-        choices.append(_measured(service, prompt, seeded, f"{request_id}-{index}"))
+        choices.append(_measured(service, prompt, seeded, f"{request_id}-{index}", arrived))
     for prompt in prompts:
         service.metrics.count_prompt(len(prompt))
     async with aclosing(merge(choices)) as deltas:
@@ -84,11 +84,11 @@ async def generate(
 
 
 async def _measured(
-    service: Service, prompt: Prompt, params: SamplingParams, request_id: str
+    service: Service, prompt: Prompt, params: SamplingParams, request_id: str, arrived: float
 ) -> AsyncGenerator[Delta, None]:
     """One choice, counted and timed."""
     metrics = service.metrics
-    started = last = time.perf_counter()
+    last = arrived
     num_tokens = 0
     reason, timings = "abort", None
     try:
@@ -105,7 +105,7 @@ async def _measured(
         raise
     finally:
         metrics.count_choice(reason, num_tokens, timings)
-        metrics.e2e_s.observe(time.perf_counter() - started)
+        metrics.e2e_s.observe(time.perf_counter() - arrived)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -54,11 +54,12 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class MediaPolicy:
     """Where media may come from, and how much of it."""
 
-    config: ServiceConfig
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
 
     async def spool(self, items: Sequence[Media], directory: Path) -> list[Path]:
         """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
@@ -82,22 +83,24 @@ class MediaPolicy:
             if (path := self._local_path(source)) is not None:
                 return await _in_thread(lambda: self._copy(path, stem, budget))
             if source[:5].lower() == "http:" or source[:6].lower() == "https:":
-                data = await self._fetch(source)
+                data = await self._fetch(source, budget)
             else:
                 data = self._inline(source)
-            budget.spend(len(data))
+                budget.spend(len(data))
             return await _in_thread(lambda: _write(data, stem))
         except InputError as error:
             raise type(error)(f"media item {index} ({item.kind}): {error}") from error
 
-    async def _fetch(self, url: str) -> bytes:
-        return await fetch(
-            url,
-            max_bytes=self.config.max_item_bytes,
-            timeout_s=self.config.fetch_timeout_s,
-            allowed_domains=self.config.allowed_media_domains,
-            allow_private=self.config.allow_private_media,
-        )
+    async def _fetch(self, url: str, budget: _Budget) -> bytes:
+        async with self._fetching:
+            return await fetch(
+                url,
+                max_bytes=self.config.max_item_bytes,
+                timeout_s=self.config.fetch_timeout_s,
+                allowed_domains=self.config.allowed_media_domains,
+                allow_private=self.config.allow_private_media,
+                spend=budget.spend,
+            )
 
     def _local_path(self, source: str) -> str | None:
         """The path that `source` names as a file: URL or by itself; None if it is something else.

@@ -36,9 +36,11 @@ class Metrics:
         self._finished = counter("request_success", "Choices finished, by reason.", "finished_reason")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
         self._generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
-        self.first_token_s = histogram("time_to_first_token_seconds", "From token ids to first token.", _LONG_S)
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to a choice's first token.", _LONG_S
+        )
         self.inter_token_s = histogram("inter_token_latency_seconds", "Between two steps of a choice.", _SHORT_S)
-        self.e2e_s = histogram("e2e_request_latency_seconds", "From token ids to last token.", _LONG_S)
+        self.e2e_s = histogram("e2e_request_latency_seconds", "From a request's arrival to a choice's end.", _LONG_S)
         self.tokenize_s = histogram("request_tokenize_time_seconds", "Media and text to token ids.", _LONG_S)
         self._queue_s = histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG_S)
         self._prefill_s = histogram("request_prefill_time_seconds", "Scheduled to first token.", _LONG_S)

@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import ModelNotFound
+from mindie_mm.errors import ModelNotFound, ProcessDied, ServiceStopping
 from service.admission import Admission
 from service.media import MediaPolicy
 from service.metrics import Metrics
@@ -31,10 +31,14 @@ class Service:
     created: int
     """When it started, Unix time."""
 
-    @property
-    def healthy(self) -> bool:
-        """Whether a request would be answered."""
-        return self.worker.engine.alive and bool(self.worker.tokenizers.pids) and not self.admission.stopping
+    def check_healthy(self) -> None:
+        """ServiceStopping or ProcessDied unless a request would be answered."""
+        if self.admission.stopping:
+            raise ServiceStopping("the service is stopping")
+        if not self.worker.engine.alive:
+            raise ProcessDied("the engine process is gone; the service must be started again")
+        if not self.worker.tokenizers.pids:
+            raise ProcessDied("no tokenizer process is alive; others are being started")
 
     def check_model(self, name: str | None) -> None:
         """ModelNotFound unless `name` is the served model's, or none."""
@@ -48,6 +52,12 @@ def _service(request: Request) -> Service:
     return service
 
 
+def _arrived(request: Request) -> float:
+    arrived = request.state.arrived
+    assert isinstance(arrived, float)
+    return arrived
+
+
 def _request_id(request: Request) -> str:
     request_id = request.state.request_id
     assert isinstance(request_id, str)
@@ -56,3 +66,5 @@ def _request_id(request: Request) -> str:
 
 ServiceDep = Annotated[Service, Depends(_service)]
 RequestId = Annotated[str, Depends(_request_id)]
+Arrived = Annotated[float, Depends(_arrived)]
+"""When the request's head came, on the clock of time.perf_counter."""

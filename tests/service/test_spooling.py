@@ -1,5 +1,6 @@
 """Media as the tokenizers find them: files in the request's directory."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -41,18 +42,61 @@ async def test_the_request_has_a_budget(tmp_path: Path) -> None:
         await policy.spool(items, tmp_path)
 
 
+async def test_the_budget_ends_a_fetch(tmp_path: Path, web_server: str, sent: list[int]) -> None:
+    config = ServiceConfig(allow_private_media=True, max_item_bytes=1 << 30, max_media_bytes=1 << 20)
+    with pytest.raises(LimitExceeded, match=r"the request's media take \d+ bytes, the limit is 1048576"):
+        await MediaPolicy(config).spool([Media("image", f"{web_server}/endless")] * 4, tmp_path)
+    assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
+
+
+async def test_fetches_wait_for_one_another(tmp_path: Path, web_server: str) -> None:
+    config = ServiceConfig(allow_private_media=True, max_concurrent_fetches=2)
+    paths = await MediaPolicy(config).spool([Media("image", f"{web_server}/crowd")] * 6, tmp_path)
+    assert max(path.read_bytes()[-1] for path in paths) == 2
+
+
 async def test_jpeg_as_base64_is_no_path(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
     (path,) = await policy.spool([Media("image", "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBD")], tmp_path)
     assert path.suffix == ".jpg"
 
 
+@pytest.fixture(scope="module")
+def sent() -> list[int]:
+    """Bytes of each piece that `/endless` has sent."""
+    return []
+
+
 @pytest_asyncio.fixture(scope="module")
-async def web_server() -> AsyncIterator[str]:
+async def web_server(sent: list[int]) -> AsyncIterator[str]:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=b"\x89PNG\r\n\x1a\n" + request.path.encode())
 
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(10_000):
+            await response.write(bytes(1 << 16))
+            sent.append(1 << 16)
+        return response
+
+    inside = 0
+    pairs = asyncio.Barrier(2)
+
+    async def crowd(_: web.Request) -> web.Response:
+        """Answers two requests at a time, with how many there were."""
+        nonlocal inside
+        inside += 1
+        body = bytes([inside])
+        await pairs.wait()
+        body = max(body, bytes([inside]))
+        await pairs.wait()
+        inside -= 1
+        return web.Response(body=body)
+
     app = web.Application()
+    app.router.add_get("/endless", endless)
+    app.router.add_get("/crowd", crowd)
     app.router.add_get("/{name}", answer)
     async with TestServer(app, host="127.0.0.1") as running:
         yield f"http://127.0.0.1:{running.port}"

@@ -1,0 +1,68 @@
+"""Bodies on their way in: each bounded, and all of them together."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from mindie_mm.config import ServiceConfig
+from service.border import Border
+from service.metrics import Metrics
+
+
+class Inside:
+    """An application that reads the body, and holds it until it is let go."""
+
+    def __init__(self) -> None:
+        self.read = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        self.read.set()
+        await self.go.wait()
+
+
+def call(border: Border, body: bytes, headers: Any = ()) -> Any:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    return border({"type": "http", "method": "POST", "headers": headers}, receive, send)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_bodies_have_a_limit_together(announced: bool) -> None:
+    inside = Inside()
+    border = Border(inside, config=ServiceConfig(max_request_bytes=100, max_held_bytes=150), metrics=Metrics("x"))
+    first = asyncio.create_task(call(border, bytes(100)))
+    await inside.read.wait()
+    headers = [(b"content-length", b"51")] if announced else []
+    with pytest.raises(HTTPException, match="take 151 bytes, the limit is 150") as caught:
+        await call(border, bytes(51), headers)
+    assert caught.value.status_code == 429
+    assert border.held_bytes == 100
+    inside.go.set()
+    await call(border, bytes(50))
+    await first
+    await call(border, bytes(100))
+    assert border.held_bytes == 0
+
+
+async def test_a_body_that_does_not_come() -> None:
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    border = Border(Inside(), config=ServiceConfig(request_timeout_s=0.05), metrics=Metrics("x"))
+    with pytest.raises(HTTPException, match=r"limit of 0\.05 s") as caught:
+        await border({"type": "http", "method": "POST", "headers": []}, never, send)
+    assert caught.value.status_code == 408
