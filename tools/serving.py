@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 _READY = re.compile(r"mindie_mm serves (\S+) at (http://\S+)")
 
@@ -27,6 +28,7 @@ class RunningService:
     process: subprocess.Popen[str]
     model: str
     url: str
+    log: Path
 
     def get(self, path: str) -> Any:
         """The JSON behind `path`."""
@@ -52,27 +54,29 @@ class RunningService:
 
 
 @contextmanager
-def running_service(settings: Mapping[str, object], log: Path) -> Iterator[RunningService]:
-    """A service on a free loopback port, with `settings` in its environment as MINDIE_MM_<NAME>; its log in `log`.
+def running_service(
+    settings: Mapping[str, object], log: Path, model: Path | None = None, *, start_timeout_s: float = START_TIMEOUT_S
+) -> Iterator[RunningService]:
+    """`mindie-mm serve` on a free loopback port, with `settings` as its flags and its log in `log`.
 
-    Leaving stops it, if it is not stopped already. RuntimeError, with the end of the log, if it does not start.
+    `model` is the checkpoint's directory; None is the embedded one. Leaving stops the service, if it is not stopped
+    already. RuntimeError, with the end of the log, if it is not ready within `start_timeout_s` seconds.
     """
-    variables = {f"MINDIE_MM_{name.upper()}": str(value) for name, value in {"port": 0, **settings}.items()}
+    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", *_flags({"port": 0, **settings})]
+    if model is not None:
+        command.append(str(model))
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "service"],
-            env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)  # noqa: S603 - our own
     assert process.stdout is not None
     try:
-        ready = _READY.search(process.stdout.readline())
+        said, _, _ = select.select([process.stdout], [], [], start_timeout_s)
+        ready = _READY.search(process.stdout.readline()) if said else None
         if ready is None:
+            process.terminate()
             process.wait(STOP_TIMEOUT_S)
-            raise RuntimeError(f"the service did not start:\n{log.read_text()[-2000:]}")
-        yield RunningService(process, ready[1], ready[2])
+            what = "start" if said else f"start within {start_timeout_s:g} s"
+            raise RuntimeError(f"the service did not {what}:\n{log.read_text()[-2000:]}")
+        yield RunningService(process, ready[1], ready[2], log)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -82,3 +86,12 @@ def running_service(settings: Mapping[str, object], log: Path) -> Iterator[Runni
                 process.kill()
                 process.wait()
         process.stdout.close()
+
+
+def _flags(settings: Mapping[str, object]) -> list[str]:
+    """The options of `mindie-mm serve` for settings by their names."""
+    flags = []
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        flags.append(f"--{'' if value else 'no-'}{option}" if isinstance(value, bool) else f"--{option}={value}")
+    return flags

@@ -9,10 +9,12 @@ import httpx2
 import openai
 import pytest
 
+import mindie_mm
 from tools.demo import data_url, picture, write_video
 from tools.serving import RunningService, running_service
 
 MiB = 2**20
+TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 SETTINGS = {
     "arena_bytes": 64 * MiB,
     "kv_cache_bytes": 64 * MiB,
@@ -46,7 +48,7 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(tmp_path_factory: pytest.TempPathFactory, media_dir: Path) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("service")
     settings = SETTINGS | {"spool": folder / "spool", "allowed_media_dir": media_dir}
-    with running_service(settings, folder / "log") as running:
+    with running_service(settings, folder / "log", TINY) as running:
         yield running
         found = running.wait_until_free()
         assert found["blocks"] == 0, found

@@ -14,6 +14,11 @@ def test_health(http: Any) -> None:
     assert http.get("/health/live").status_code == 200
 
 
+def test_the_log_says_what_is_loaded(service: RunningService) -> None:
+    first = service.log.read_text().splitlines()[0]
+    assert first.endswith("assets/tiny on device auto with 1 tokenizer processes")
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == "tiny"

@@ -1,0 +1,159 @@
+"""A service with --truncate and --allow-private-media; at the end its processes are killed, one after another."""
+
+import asyncio
+import base64
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import psutil
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tests.service.conftest import SETTINGS
+from tools.demo import encode, picture
+from tools.serving import RunningService, running_service
+
+CHAT = "/v1/chat/completions"
+STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
+
+
+@pytest.fixture(scope="module")
+def lenient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("lenient")
+    settings = SETTINGS | {"spool": folder / "spool", "truncate": True, "allow_private_media": True}
+    with running_service(settings, folder / "log") as running:
+        yield running
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert not list((folder / "spool").iterdir()), "request directories are left"
+
+
+@pytest_asyncio.fixture(scope="module")
+async def picture_url() -> AsyncIterator[str]:
+    """A picture on a web server at a loopback address."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=STAR)
+
+    app = web.Application()
+    app.router.add_get("/star.png", answer)
+    async with TestServer(app, host="127.0.0.1") as running:
+        yield f"http://127.0.0.1:{running.port}/star.png"
+
+
+def chat(media: list[str], text: str, **changes: Any) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in media]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 4, "ignore_eos": True} | changes
+
+
+def post(service: RunningService, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = httpx2.post(service.url + path, json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_square: str) -> None:
+    limit = lenient.get("/v1/models")["data"][0]["max_model_len"]
+    room = limit - 4
+    short, longer = (post(lenient, "/tokenize", chat([red_square], "?" + " a" * n)) for n in (10, 11))
+    pad = max(short["tokens"], key=short["tokens"].count)
+    start, num_pads = short["tokens"].index(pad), short["tokens"].count(pad)
+    per_word = longer["count"] - short["count"]
+    # As many words as put the cut into the middle of the picture; what is left begins behind its end token.
+    num_words = 10 + (room + start + num_pads // 2 - short["count"]) // per_word
+    whole = short["count"] + (num_words - 10) * per_word
+    assert start < whole - room < start + num_pads
+    answer = post(lenient, CHAT, chat([red_square], "?" + " a" * num_words))
+    assert answer["usage"]["prompt_tokens"] == whole - (start + num_pads + 1)
+    assert lenient.wait_until_free()["blocks"] == 0
+
+
+def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: RunningService, red_square: str) -> None:
+    limit = service.get("/v1/models")["data"][0]["max_model_len"]
+    text = "red square " * limit
+    message = post(service, CHAT, chat([red_square], text), 400)["error"]["message"]
+    assert f"the limit is {limit - 4}" in message
+    answer = post(lenient, CHAT, chat([red_square], text))
+    assert answer["usage"] == {"prompt_tokens": limit - 4, "completion_tokens": 4, "total_tokens": limit}
+    assert answer["choices"] == post(lenient, CHAT, chat([], text))["choices"], "the picture was the oldest"
+    assert lenient.wait_until_free()["blocks"] == 0
+
+
+async def test_media_from_a_private_address(service: RunningService, lenient: RunningService, picture_url: str) -> None:
+    body = chat([picture_url], "What is in the image?")
+    answer = await asyncio.to_thread(post, lenient, CHAT, body)
+    assert answer["usage"]["completion_tokens"] == 4
+    refused = await asyncio.to_thread(post, service, CHAT, body, 400)
+    assert refused["error"]["message"].endswith("its address is not public")
+    inline = chat([base64.b64encode(STAR).decode()], "What is in the image?")
+    same = await asyncio.to_thread(post, service, CHAT, inline)
+    assert (answer["choices"], answer["usage"]) == (same["choices"], same["usage"])
+
+
+def children(service: RunningService, module: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(service.process.pid).children() if module in child.cmdline()]
+
+
+def wait_for_health(service: RunningService, status: int) -> httpx2.Response:
+    deadline = time.monotonic() + 60
+    while (answer := httpx2.get(f"{service.url}/health", timeout=10)).status_code != status:
+        assert time.monotonic() < deadline, answer.text
+    return answer
+
+
+def test_without_tokenizers_it_is_unhealthy_until_others_have_started(lenient: RunningService, red_square: str) -> None:
+    for child in children(lenient, "mindie_mm.tokenize.process"):
+        child.kill()
+    error = wait_for_health(lenient, 503).json()["error"]
+    assert "no tokenizer process" in error["message"]
+    assert httpx2.get(f"{lenient.url}/health/live").status_code == 200
+    wait_for_health(lenient, 200)
+    assert post(lenient, CHAT, chat([red_square], "What?"))["usage"]["completion_tokens"] == 4
+
+
+def test_an_engine_that_dies_fails_what_runs_and_what_comes(lenient: RunningService, red_square: str) -> None:
+    """The last one: the engine is not started again."""
+    limit = lenient.get("/v1/models")["data"][0]["max_model_len"]
+    body = chat([red_square], "What?", max_tokens=limit // 2)
+    host = urlsplit(lenient.url)
+    data = json.dumps(body | {"stream": True}).encode()
+    with (
+        socket.create_connection((str(host.hostname), host.port or 80), timeout=30) as stream,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        begun = first_tokens(lenient)
+        whole = pool.submit(post, lenient, CHAT, body, 503)
+        stream.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode())
+        stream.sendall(f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        deadline = time.monotonic() + 30
+        while first_tokens(lenient) < begun + 2:
+            assert time.monotonic() < deadline
+        (engine,) = children(lenient, "mindie_mm.engine.process")
+        engine.kill()
+        said = b""
+        while b"data: [DONE]" not in said:
+            said += stream.recv(1 << 16)
+        assert "engine process" in whole.result()["error"]["message"]
+    assert b"HTTP/1.1 200" in said
+    assert b'data: {"error":{"message":"the engine process' in said
+    error = wait_for_health(lenient, 503).json()["error"]
+    assert error["type"] == "ServiceUnavailableError"
+    assert "engine process" in error["message"]
+    assert httpx2.get(f"{lenient.url}/health/live").status_code == 200
+    assert "engine process" in post(lenient, "/v1/completions", {"prompt": "a"}, 503)["error"]["message"]
+    assert lenient.wait_until_free()["blocks"] == 0
+
+
+def first_tokens(service: RunningService) -> float:
+    """How many choices have had their first token."""
+    lines = httpx2.get(f"{service.url}/metrics").text.splitlines()
+    (line,) = (line for line in lines if line.startswith("mindie_mm:time_to_first_token_seconds_count"))
+    return float(line.rsplit(" ", 1)[1])
