@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from mindie_mm import LLM, SamplingParams
-from mindie_mm.errors import InputError, MediaError
+from mindie_mm.config import EngineConfig, WorkerConfig
+from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -57,6 +58,25 @@ def test_one_bad_input_leaves_the_others(llm):
 def test_chat_and_logprobs(llm):
     output = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=3, logprobs=2))
     assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_a_prompt_that_is_too_long_is_refused_or_by_option_truncated(random_checkpoint, picture):
+    long = [[{"text": "old words " * 300}, {"image": picture}, {"text": "What?"}]]
+    engine = EngineConfig(max_model_len=128)
+    with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine)) as llm:
+        with pytest.raises(ContextLengthExceeded, match="122"):
+            llm.generate(long, GREEDY)
+        with pytest.raises(ContextLengthExceeded, match="200"):
+            llm.generate(["Hello"], SamplingParams(max_tokens=200))
+    with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine, truncate=True)) as llm:
+        assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
+
+
+def test_an_arena_too_small_for_all_at_once_is_waited_for(random_checkpoint):
+    images = [Image.new("RGB", (200, 200), (i, i, i)) for i in range(12)]
+    with LLM(random_checkpoint, WorkerConfig(arena_bytes=300_000)) as llm:
+        outputs = llm.generate([[{"image": image}, {"text": "What?"}] for image in images], GREEDY)
+    assert all(output.finish_reason == "length" for output in outputs)
 
 
 @pytest.mark.parametrize("inputs", ["text", [5], [[]], [[{"image": "a.png", "text": "b"}]]])

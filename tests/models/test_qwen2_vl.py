@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from mindie_mm.config import EngineConfig
@@ -223,6 +224,16 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoi
     config["text_config"]["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedCheckpoint, match="dynamic"):
+        load_model(path, device="cpu")
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(random_checkpoint, tmp_path):
+    path = shutil.copytree(random_checkpoint, tmp_path / "torn")
+    weights = load_file(path / "model.safetensors")
+    lost = next(name for name in weights if name.endswith("o_proj.weight"))
+    del weights[lost]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights.*o_proj"):
         load_model(path, device="cpu")
 
 
