@@ -108,6 +108,10 @@ class ServiceConfig:
     allow_private_media: bool = False
     """Fetch from addresses that are not public, too."""
 
+    def __post_init__(self) -> None:
+        at_least_one = ("max_concurrent_requests", "max_request_bytes", "max_held_bytes", "max_concurrent_fetches")
+        _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0, "max_media_items": 0})
+
 
 def _require(settings: Any, least: dict[str, int]) -> None:
     """InputError for a setting below its least value."""

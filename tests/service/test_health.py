@@ -27,13 +27,14 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny") == model
 
 
-def test_metrics_count(http: Any) -> None:
+def test_metrics_count(http: Any, red_square: str) -> None:
     def read() -> dict[str, float]:
         families = text_string_to_metric_families(http.get("/metrics").text)
         return {sample.name: sample.value for family in families for sample in family.samples}
 
     before = read()
-    http.post("/v1/completions", json={"prompt": "What colour", "max_tokens": 4, "ignore_eos": True})
+    messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What colour"}]}]
+    http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 4, "ignore_eos": True})
     after = read()
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["mindie_mm:generation_tokens_total"] == 4
@@ -41,6 +42,9 @@ def test_metrics_count(http: Any) -> None:
     assert grown["mindie_mm:time_to_first_token_seconds_count"] == 1
     assert grown["mindie_mm:e2e_request_latency_seconds_count"] == 1
     assert grown["mindie_mm:request_prefill_time_seconds_count"] == 1
+    parts = ("tokenize", "queue", "prefill", "decode")
+    spent_s = sum(grown[f"mindie_mm:request_{part}_time_seconds_sum"] for part in parts)
+    assert grown["mindie_mm:e2e_request_latency_seconds_sum"] > spent_s, "latency counts from the request's arrival"
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"mindie_mm:{name}" in after
 

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from mindie_mm.config import ServiceConfig
+from mindie_mm.errors import InputError
 from mindie_mm.shm import collect
 from service.server import _bound
 from tools.serving import RunningService, running_service
@@ -103,3 +105,8 @@ def test_a_port_in_use(settings: dict[str, object], tmp_path: Path) -> None:
 def test_only_failing_to_listen_is_called_so() -> None:
     with pytest.raises(FileNotFoundError), _bound("127.0.0.1", 0):
         raise FileNotFoundError("a worker's")
+
+
+def test_settings_that_would_stall_the_service() -> None:
+    with pytest.raises(InputError, match="max_concurrent_fetches is 0, it must be at least 1"):
+        ServiceConfig(max_concurrent_fetches=0)
