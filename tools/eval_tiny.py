@@ -23,6 +23,7 @@ from transformers import Qwen2VLForConditionalGeneration
 from tools.samples import TASKS, Sample, sample
 from tools.scenes import HELD_OUT
 from tools.tiny_inputs import encode, normalise
+from tools.tiny_positions import use_papers_positions
 
 SEED = 7_000_001
 SCENES = 500
@@ -35,6 +36,7 @@ Answerer = Callable[[Sequence[Image.Image], Sequence[Image.Image], str], str]
 
 def transformers_answerer(path: Path) -> Answerer:
     """Answers by transformers' own model, greedily, in float32 from the stored bfloat16."""
+    use_papers_positions()
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     model: Any = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
     model.eval()

@@ -100,6 +100,11 @@ def count(rng: random.Random, split: Split) -> Sample:
     return Sample("count", (draw(scene),), (), (turn,), scenes=(scene,))
 
 
+def _verdict(one: str, other: str) -> str:
+    """What was found comes first: so small a model judges better what it has said."""
+    return f"{one} and {other}, so {'yes' if one == other else 'no'}"
+
+
 def compare(rng: random.Random, split: Split) -> Sample:
     """Two pictures: the same colour, the same shape, what is in both."""
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
@@ -107,11 +112,11 @@ def compare(rng: random.Random, split: Split) -> Sample:
     other_shape = shape if rng.random() < 0.5 else rng.choice([s for s in SHAPES if s != shape])
     scenes = [single(rng, split, colour, shape), single(rng, split, other_colour, other_shape)]
     answers = {
-        "same colour": "yes" if colour == other_colour else "no",
-        "same shape": "yes" if shape == other_shape else "no",
+        "same colour": _verdict(colour, other_colour),
+        "same shape": _verdict(shape, other_shape),
         "both": f"{colour} {shape} and {other_colour} {other_shape}",
     }
-    kinds: tuple[str, ...] = rng.choice((("both",), ("same colour",), ("same shape",)))
+    kinds: tuple[str, ...] = (rng.choice(("both", "same colour", "same colour", "same shape", "same shape")),)
     if split.name == "train" and rng.random() < 0.3:
         kinds = tuple(rng.sample(list(answers), 2))
     turns = tuple((ask(rng, split.name, kind), answers[kind]) for kind in kinds)
@@ -134,7 +139,17 @@ def talk(rng: random.Random, split: Split) -> Sample:
     return Sample("chat", (), (), (chat(rng, split.name),))
 
 
+def drill(rng: random.Random, split: Split) -> Sample:
+    """Two words, the same or not: what `compare` asks for, without the looking. Training only."""
+    words = rng.choice((list(COLOURS), list(SHAPES)))
+    one = rng.choice(words)
+    other = one if rng.random() < 0.5 else rng.choice([word for word in words if word != one])
+    question = rng.choice(("Are {} and {} the same?", "Is {} the same as {}?", "{} and {}: the same?"))
+    return Sample("drill", (), (), ((question.format(one, other), _verdict(one, other)),))
+
+
 MAKERS = {
+    "drill": drill,
     "name": name,
     "where": where,
     "count": count,

@@ -9,9 +9,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tools.questions import CHAT, CHAT_ANSWERS, CLIPS, NOUNS, QUESTIONS, plural
+from tools.phrasings import QUESTIONS
+from tools.questions import CLIPS, NOUNS, plural
 from tools.samples import SYSTEM_PROMPTS
 from tools.scenes import COLOURS, DIRECTIONS, SHAPES, SIDES
+from tools.small_talk import CHAT, CHAT_ANSWERS
 
 SPECIAL = (
     "<|endoftext|>",

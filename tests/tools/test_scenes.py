@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools.questions import CHAT, QUESTIONS, careless
+from tools.phrasings import QUESTIONS
+from tools.questions import careless
 from tools.samples import TASKS, sample
 from tools.scenes import (
     COLOURS,
@@ -24,6 +25,7 @@ from tools.scenes import (
     several,
     single,
 )
+from tools.small_talk import CHAT
 
 SPLITS = pytest.mark.parametrize("split", [TRAIN, HELD_OUT], ids=lambda split: split.name)
 
