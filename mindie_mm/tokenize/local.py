@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from mindie_mm.shm import Arena, collect
+from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
-from mindie_mm.tokenize.process import answer
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.tokenizer import Tokenizer
 

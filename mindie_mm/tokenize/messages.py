@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mindie_mm import errors
+from mindie_mm.errors import MindieMMError, error_name, error_named
 from mindie_mm.inputs import Kind
 from mindie_mm.tokenize.prompt import Prompt, Span
 
@@ -75,17 +75,14 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Name of a class of mindie_mm.errors."""
     message: str
 
-    def exception(self) -> errors.MindieMMError:
+    def exception(self) -> MindieMMError:
         """The exception that was raised in the process."""
-        kind = getattr(errors, self.error, errors.WorldError)
-        assert issubclass(kind, errors.MindieMMError), kind
-        return kind(self.message)
+        return error_named(self.error, self.message)
 
     @classmethod
-    def of(cls, request_id: int, error: errors.MindieMMError) -> Failed:
+    def of(cls, request_id: int, error: MindieMMError) -> Failed:
         """The reply that carries `error`, as the nearest class that mindie_mm.errors defines."""
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        return cls(request_id, kind.__name__, str(error))
+        return cls(request_id, error_name(error), str(error))
 
 
 Reply = Ready | Tokenized | Failed

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from mindie_mm.errors import MindieMMError, ProcessDied
-from mindie_mm.ipc import Channel, open_channel, spawn
+from mindie_mm.errors import ProcessDied
+from mindie_mm.ipc import Channel, exited, open_channel, spawn
 from mindie_mm.shm import Ref, collect, free
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, TokenizeRequest
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 30.0
-_PATIENCE_S = 5.0
+
+_PATIENCE_S = 2.0
+"""How long a process may take to end by itself, and then on SIGTERM, before it is killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,14 @@ class _Process:
     channel: Channel
     pending: dict[int, asyncio.Future[Prompt]] = field(default_factory=dict)
     """Requests that it has not answered, by id."""
+
+    def fail_pending(self) -> None:
+        """Fails them."""
+        why = f"tokenizer process {self.popen.pid} died with status {self.popen.returncode}"
+        for future in self.pending.values():
+            if not future.done():
+                future.set_exception(ProcessDied(why))
+        self.pending.clear()
 
 
 class TokenizerPool:
@@ -80,7 +92,8 @@ class TokenizerPool:
         Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
         blocks of the abandoned prompt are freed when it arrives.
         """
-        await self._some_alive.wait()
+        while not self._processes and not self._closed:
+            await self._some_alive.wait()
         if self._closed:
             raise ProcessDied("the tokenizer pool is closed")
         process = min(self._processes, key=lambda process: len(process.pending))
@@ -102,30 +115,36 @@ class TokenizerPool:
         self._some_alive.set()  # those who wait learn that the pool is closed
 
     async def _start_process(self) -> _Process:
-        popen, sock = spawn("mindie_mm.tokenize.process", str(self._model_path), str(self._arena_bytes))
-        process = _Process(popen, await open_channel(sock))
+        process = await _spawn(self._model_path, self._arena_bytes)
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
-            reply = self._decoder.decode(await process.channel.recv())
-        except EOFError:
+            await self._await_ready(process)
+        except Exception:
             await self._bury(process)
-            raise ProcessDied(f"a tokenizer process exited with {popen.returncode} before it was ready") from None
-        if isinstance(reply, Failed):
-            await self._bury(process)
-            raise reply.exception()
-        assert isinstance(reply, Ready), reply
+            raise
         self._dying.remove(process)
         self._processes.append(process)
         self._some_alive.set()
         return process
 
+    async def _await_ready(self, process: _Process) -> None:
+        try:
+            reply = self._decoder.decode(await process.channel.recv())
+        except EOFError:
+            status = await exited(process.popen, _PATIENCE_S)
+            raise ProcessDied(f"a tokenizer process exited with {status} before it was ready") from None
+        if isinstance(reply, Failed):
+            raise reply.exception()
+        assert isinstance(reply, Ready), reply
+
     async def _keep(self, process: _Process) -> None:
         """Serves `process`, and its successors, until cancelled."""
         while True:
-            await self._receive(process)
-            await self._bury(process)
+            with _logged(f"tokenizer process {process.popen.pid} cannot be served"):
+                await self._receive(process)
+            with _logged(f"tokenizer process {process.popen.pid} cannot be ended"):
+                await self._bury(process)
             _log.warning("tokenizer process %d died; starting another", process.popen.pid)
-            collect()
             process = await self._restart()
 
     async def _bury(self, process: _Process) -> None:
@@ -135,22 +154,19 @@ class TokenizerPool:
             self._dying.append(process)
             if not self._processes:
                 self._some_alive.clear()
-        await _stop(process)
-        self._dying.remove(process)
-        for future in process.pending.values():
-            if not future.done():
-                future.set_exception(
-                    ProcessDied(f"tokenizer process {process.popen.pid} died with status {process.popen.returncode}")
-                )
-        process.pending.clear()
+        try:
+            await _stop(process)
+            self._dying.remove(process)
+        finally:
+            process.fail_pending()
+        with _logged("the arena of a tokenizer process cannot be collected"):
+            collect()  # it is still there if the process was killed
 
     async def _restart(self) -> _Process:
         delay_s = _FIRST_RETRY_S
         while True:
-            try:
+            with _logged(f"a tokenizer process did not start, next try in {delay_s:.1f} s"):
                 return await self._start_process()
-            except MindieMMError as error:
-                _log.error("a tokenizer process did not start, next try in %.1f s: %s", delay_s, error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LAST_RETRY_S)
 
@@ -162,14 +178,38 @@ class TokenizerPool:
             except EOFError:
                 return
             assert not isinstance(reply, Ready), reply
-            future = process.pending.pop(reply.id)
-            if isinstance(reply, Failed):
-                if not future.cancelled():
-                    future.set_exception(reply.exception())
-            elif future.cancelled():
-                _free_words(reply.prompt())
-            else:
-                future.set_result(reply.prompt())
+            _hand_over(reply, process.pending[reply.id])
+            del process.pending[reply.id]
+
+
+async def _spawn(model_path: Path, arena_bytes: int) -> _Process:
+    popen, sock = spawn("mindie_mm.tokenize.process", str(model_path), str(arena_bytes))
+    try:
+        return _Process(popen, await open_channel(sock))
+    except BaseException:
+        sock.close()
+        popen.kill()
+        popen.wait()
+        raise
+
+
+def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> None:
+    if isinstance(reply, Failed):
+        if not future.cancelled():
+            future.set_exception(reply.exception())
+    elif future.cancelled():
+        _free_words(reply.prompt())
+    else:
+        future.set_result(reply.prompt())
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """One failure, whatever it is, does not end the keeping of a process."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - a pool that lost its keeper would wait for ever
+        _log.exception(what)
 
 
 def _free_words(prompt: Prompt) -> None:
@@ -182,10 +222,7 @@ async def _stop(process: _Process) -> None:
     """Closes the channel, which ends the process, and reaps it; a process that does not end is killed."""
     await process.channel.close()
     for insist in (process.popen.terminate, process.popen.kill):
-        try:
-            await asyncio.to_thread(process.popen.wait, _PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            insist()
-        else:
+        if await exited(process.popen, _PATIENCE_S) is not None:
             return
-    await asyncio.to_thread(process.popen.wait)
+        insist()
+    await exited(process.popen, _PATIENCE_S)

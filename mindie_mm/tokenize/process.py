@@ -8,46 +8,18 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from pathlib import Path
 
 import msgspec
 import torch
 
-from mindie_mm.errors import InputError, MindieMMError, WorldError
-from mindie_mm.inputs import Message, Text, parse_inputs, parse_messages
+from mindie_mm.errors import MindieMMError, WorldError
 from mindie_mm.ipc import ChildChannel
 from mindie_mm.shm import Arena
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.answer import answer
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized
 from mindie_mm.tokenize.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-
-def answer(tokenizer: Tokenizer, request: TokenizeRequest) -> Prompt:
-    """The prompt of `request`."""
-    given = [name for name in ("messages", "items", "text") if getattr(request, name) is not None]
-    if len(given) != 1:
-        raise InputError(f"a request has exactly one of messages, items and text; found {given or 'none'}")
-    path_file = Path(request.path_file) if request.path_file else None
-    messages: list[Message] = []
-    if request.messages is not None:
-        messages = parse_messages(request.messages)
-    else:
-        items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
-        if request.items is None or not request.chat or not tokenizer.has_template:
-            return tokenizer.prompt_from_items(
-                items, path_file, max_tokens=request.max_tokens, truncating=request.truncate
-            )
-        messages = [Message("user", tuple(items))]
-    return tokenizer.prompt_from_messages(
-        messages,
-        path_file,
-        request.add_generation_prompt,
-        request.chat_template_kwargs,
-        max_tokens=request.max_tokens,
-        truncating=request.truncate,
-    )
 
 
 def serve(channel: ChildChannel, tokenizer: Tokenizer) -> None:

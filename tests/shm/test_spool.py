@@ -190,9 +190,9 @@ def test_a_tokenizer_that_still_works_for_a_request_that_ends_makes_no_file_anew
         except SharedMemoryError as error:
             why.append(str(error))
 
-    for _ in range(5):
+    for _ in range(3):
         with request_directory(tmp_path) as directory:
-            for number in range(200):
+            for number in range(2000):
                 (directory.path / str(number)).touch()
             tokenizer = threading.Thread(target=record, args=(directory.path_file,))
             tokenizer.start()

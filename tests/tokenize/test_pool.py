@@ -1,5 +1,9 @@
 import asyncio
+import os
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +44,9 @@ def request_path(tmp_path) -> Path:
     release(tmp_path / "shm_name.txt")
 
 
-def blocks() -> int:
-    """Published blocks of all arenas."""
-    return sum(len(arena.blocks) for arena in survey())
+def blocks(pool: TokenizerPool) -> int:
+    """Blocks in the arenas of the pool's processes."""
+    return sum(len(arena.blocks) for arena in survey() if arena.owner and arena.owner.pid in pool.pids)
 
 
 def items_of(path: Path) -> list[dict]:
@@ -122,8 +126,70 @@ async def test_a_dead_process_fails_its_requests_and_comes_back(pool, request_pa
     assert not set(before) & set(pool.pids)
 
 
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file, socket or process can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_processes_that_cannot_be_started_again_are_once_they_can(pool, request_path, caplog):
+    big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
+    request = TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt"))
+    tasks = [asyncio.create_task(pool.tokenize(request)) for _ in pool.pids]
+    await asyncio.sleep(0)
+    with no_descriptors():
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [ProcessDied] * 2
+        assert "did not start, next try in" in caplog.text
+        assert "OSError: [Errno 24] Too many open files" in caplog.text
+    async with asyncio.timeout(60):
+        assert len(await pool.tokenize(TokenizeRequest(text="hello"))) > 0
+
+
+async def test_a_reply_that_cannot_be_dealt_with_ends_its_process_and_not_the_pool(
+    checkpoint_path, request_path, caplog
+):
+    """A cancelled request's blocks cannot be freed without a descriptor for their arena."""
+    image = {"image": str(request_path / "image" / "0.jpg")}
+    request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
+    pool = await TokenizerPool.start(checkpoint_path, 1, ARENA_BYTES)
+    try:
+        cancelled = asyncio.create_task(pool.tokenize(request))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with no_descriptors(), pytest.raises(ProcessDied):
+            await pool.tokenize(TokenizeRequest(text="hello"))
+        assert "cannot be served" in caplog.text
+        assert "SharedMemoryError" in caplog.text
+        async with asyncio.timeout(60):
+            assert len(await pool.tokenize(TokenizeRequest(text="hello"))) > 0
+    finally:
+        await pool.close()
+
+
+async def test_a_stuck_process_is_killed_soon(checkpoint_path):
+    pool = await TokenizerPool.start(checkpoint_path, 1, ARENA_BYTES)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    more_than_a_socket_holds = "x" * 2**23
+    task = asyncio.create_task(pool.tokenize(TokenizeRequest(text=more_than_a_socket_holds)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await pool.close()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(ProcessDied, match="status -9"):
+        await task
+
+
 async def test_a_cancelled_request_leaves_no_block(pool, request_path):
-    before = blocks()
+    before = blocks(pool)
     big = {"image": encoded(photograph("coffee.png", (900, 800)), "PNG")}
     task = asyncio.create_task(pool.tokenize(TokenizeRequest(items=[big], path_file=str(request_path / "x.txt"))))
     await asyncio.sleep(0)
@@ -132,7 +198,7 @@ async def test_a_cancelled_request_leaves_no_block(pool, request_path):
         await task
     # Two more requests than processes: the cancelled one is answered before the last of these is.
     await asyncio.gather(*(pool.tokenize(TokenizeRequest(text="a")) for _ in range(4)))
-    assert blocks() == before
+    assert blocks(pool) == before
 
 
 async def test_a_closed_pool_says_so(checkpoint_path):
