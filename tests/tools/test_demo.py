@@ -1,0 +1,10 @@
+"""What the demo concludes from."""
+
+from mindie_mm.shm import Arena
+from tools.demo import arenas
+
+
+def test_an_arena_that_is_left_is_seen() -> None:
+    before = arenas()
+    with Arena.create(1 << 20):
+        assert len(arenas() - before) >= 1
