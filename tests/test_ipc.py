@@ -36,7 +36,6 @@ async def test_the_frame_on_the_wire():
     channel = await open_channel(ours)
     with theirs:
         channel.send(b"abc")
-        await channel.drain()
         assert theirs.recv(100) == b"\x00\x00\x00\x03abc"
         theirs.sendall(struct.pack("!i", 2) + b"xy")
         assert await channel.recv() == b"xy"
