@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from mindie_mm.config import ServiceConfig, default_spool
 from mindie_mm.engine.worker import Worker
+from mindie_mm.shm import make_spool
 from service import chat, completions, errors, health, infer, models, tokens
 from service.admission import Admission
 from service.border import Border
@@ -29,7 +30,7 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
-        spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_spool(spool)
         async with reclaiming(spool, config.reclaim_interval_s):
             app.state.service = service = Service(
                 worker=worker,
