@@ -188,7 +188,7 @@ def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]
         if key == "input_audio":
             nested.pop("format", None)
             value = f"data:;base64,{value}"
-    if key == "base64":
+    if key == "base64" and isinstance(value, str):
         value = f"data:;base64,{value}"
     if isinstance(value, os.PathLike):
         value = os.fspath(value)

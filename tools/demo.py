@@ -92,7 +92,12 @@ def make_questions(folder: Path) -> list[Question]:
         chat("a picture given as a file", WHAT, [image(f"file://{path}")], "blue circle"),
         chat("a picture given as raw base64", WHAT, [image(raw)], "green star"),
         chat("the same, streamed", "What colour is it?", [image(raw)], "green", stream=True),
-        chat("two pictures compared", "Do both pictures show the same colour?", [image(red_url), image(raw)], "no"),
+        chat(
+            "two pictures compared",
+            "Do both pictures show the same colour?",
+            [image(red_url), image(raw)],
+            "red and green, so no",
+        ),
         chat("a video", "Which way does the shape move?", [video_part(video)], "right"),
         chat("plain text", "Hello!", [], CHAT_ANSWERS["hello"]),
         infer("MindIE's /infer with a file", [{"image": str(path)}, {"text": WHAT}], "blue circle"),

@@ -26,7 +26,8 @@ def _get_rope_index(
     """As the method that it replaces: int64 [3, B, T] and [B, 1]. Rows are padded on the right, if at all."""
     merge = self.config.vision_config.spatial_merge_size
     grids = {
-        kind: iter([] if found is None else found.tolist()) for kind, found in ((1, image_grid_thw), (2, video_grid_thw))
+        kind: iter([] if found is None else found.tolist())
+        for kind, found in ((1, image_grid_thw), (2, video_grid_thw))
     }
     positions, deltas = [], []
     for kinds in mm_token_type_ids.tolist():

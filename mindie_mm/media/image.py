@@ -47,7 +47,7 @@ class EncodedImage:
                 file = Image.open(io.BytesIO(data), formats=FORMATS)
                 width, height = file.size
                 _check_pixels(width, height, max_pixels)
-                orientation = file.getexif().get(_ORIENTATION_TAG, 1)
+                orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
         except Image.DecompressionBombError:
             raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
         except (LimitExceeded, MemoryError):
@@ -115,6 +115,11 @@ def open_image(data: Data, max_pixels: int = MAX_IMAGE_PIXELS) -> PlainJpeg | En
         return EncodedImage.open(data, max_pixels)
     _check_pixels(size[1], size[0], max_pixels)
     return PlainJpeg(*size, data)
+
+
+def _has_exif(file: Image.Image, data: bytes) -> bool:
+    """Whether asking Pillow for the orientation is worth it: of a PNG it would decode every pixel first, to be sure."""
+    return file.format != "PNG" or b"eXIf" in data or b"XML:com.adobe.xmp" in data or b"Raw profile type" in data
 
 
 def pil_to_rgb(image: Image.Image) -> Image.Image:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -16,6 +18,9 @@ from mindie_mm.media.image import Data, Pixels, pil_to_rgb
 
 MAX_SOURCE_BYTES = 512 * 2**20
 """Most bytes of one encoded source, unless the caller sets another cap."""
+
+FETCH_TIMEOUT_S = 30.0
+"""Longest that fetching a URL may take."""
 
 _MIN_BASE64_CHARS = 64
 
@@ -66,12 +71,21 @@ def _read_text(source: str, max_bytes: int) -> bytes:
     if scheme == "data":
         return decode_data_url(source, max_bytes)
     if scheme in {"http", "https"}:
-        raise InputError(f"{_shortened(source)} is not fetched here; the service fetches URLs, a library caller first")
+        return _fetch(source, max_bytes)
     if scheme == "file":
         return _read_file(_file_url_path(source), max_bytes)
     if not _is_file(source) and (data := _decode_base64(source)) is not None:
         return _capped(data, max_bytes)
     return _read_file(Path(source), max_bytes)
+
+
+def _fetch(url: str, max_bytes: int) -> bytes:
+    """Behind the same fence as the service's fetching, which spools before it tokenises and never comes here."""
+    from mindie_mm.media.fetch import fetch  # late: an HTTP client takes long to import, and most callers have files
+
+    # On a thread of its own, for a caller may be inside an event loop, as a notebook is.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, fetch(url, max_bytes=max_bytes, timeout_s=FETCH_TIMEOUT_S)).result()
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:

@@ -1,5 +1,6 @@
 import io
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -155,3 +156,17 @@ def test_pil_images_are_made_upright():
     exif[0x0112] = 8
     rotated = Image.open(io.BytesIO(encoded(image, "PNG", exif=exif)))
     assert pil_to_rgb(rotated).size == (20, 40)
+
+
+def test_the_header_of_a_png_is_read_without_its_pixels():
+    """Else planning a prompt would hold every picture of it in memory at once."""
+    out = io.BytesIO()
+    Image.new("RGB", (3000, 2000)).save(out, "PNG")
+    opened = open_image(out.getvalue())
+    assert (opened.width, opened.height) == (3000, 2000)
+    tracemalloc.start()
+    open_image(out.getvalue())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert opened.file._im is None
+    assert peak < 10**6
