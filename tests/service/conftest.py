@@ -36,8 +36,9 @@ def settings() -> dict[str, object]:
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder from which the service reads files."""
     folder = tmp_path_factory.mktemp("media")
-    picture("blue", (40, 80, 220), "circle", x=0.6).save(folder / "blue circle.png")
-    picture("green", (40, 160, 60), "star", x=0.5).save(folder / "green_star.jpg", quality=90)
+    star = picture("green", (40, 160, 60), "star", x=0.5)
+    star.save(folder / "green_star.jpg", quality=90)
+    star.save(folder / "green star.jpg", quality=90)
     write_video(
         folder / "right.mp4", [picture("red", (220, 40, 40), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
     )
