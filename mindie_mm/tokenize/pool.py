@@ -159,12 +159,14 @@ class TokenizerPool:
             self._dying.remove(process)
         finally:
             process.fail_pending()
+        with _logged("the arena of a tokenizer process cannot be collected"):
+            collect()  # it is still there if the process was killed
 
     async def _restart(self) -> _Process:
         delay_s = _FIRST_RETRY_S
         while True:
             with _logged(f"a tokenizer process did not start, next try in {delay_s:.1f} s"):
-                collect()  # the arena of the one before is still there if it was killed
+                collect()  # what could not be collected before, for want of what a start needs too
                 return await self._start_process()
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LAST_RETRY_S)

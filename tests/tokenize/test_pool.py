@@ -151,6 +151,8 @@ async def test_processes_that_cannot_be_started_again_are_once_they_can(pool, re
         assert "OSError: [Errno 24] Too many open files" in caplog.text
     async with asyncio.timeout(60):
         assert len(await pool.tokenize(TokenizeRequest(text="hello"))) > 0
+        while len(pool.pids) < 2:  # noqa: ASYNC110 - the pool tells nobody when it is whole again
+            await asyncio.sleep(0.05)
 
 
 async def test_a_reply_that_cannot_be_dealt_with_ends_its_process_and_not_the_pool(
