@@ -1,18 +1,24 @@
 # Everything runs in .venv, which `make install` fills; each target sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: install demo test lint format serve bench soak clean
+.PHONY: install demo test lint format serve bench clean python3-venv
 
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -m venv --help >/dev/null 2>&1 && $(PYTHON) -c 'import ensurepip' 2>/dev/null \
-		|| { echo "python3-venv is missing: sudo apt-get install -y python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory python3-venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# Debian and Ubuntu split venv's own pip off into a package.
+python3-venv:
+	$(SUDO) apt-get update --quiet
+	$(SUDO) apt-get install --quiet --yes python3-venv
 
 demo: install
 	$(BIN)/python -m tools.demo
