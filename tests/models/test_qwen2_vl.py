@@ -15,7 +15,7 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.shm import free, request_directory
+from mindie_mm.shm import Arena, ArraySpec, free, request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
@@ -173,6 +173,22 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
     assert [progress.error[0] for progress in news if progress.request_id == "bad"] == ["StaleReference"]
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]
     assert tokens == reference.generate(TWO_IMAGES, 12)
+
+
+def test_a_tower_that_breaks_on_one_picture_fails_its_own_request_alone(reference, model, tokenizer, path_file):
+    """Fewer patches than the grid says: no error of ours, but one of torch's, in the middle of a step."""
+    good = tokenizer.tokenize(TWO_IMAGES, path_file)
+    with Arena.create(1 << 20) as arena:
+        specs = {"pixel_values": ArraySpec((16, 588), "uint8"), "grid_thw": ArraySpec((3,), "int64")}
+        with arena.allocate(specs, path_file=path_file) as block:
+            block["pixel_values"][...] = 0
+            block["grid_thw"][...] = (1, 8, 8)
+            words = block.publish().to_words()
+        pad = model._module.config.image_token_id
+        bad = torch.tensor([10, *words, *[pad] * 14, 11])
+        outputs, errors = run(Engine(model, EngineConfig()), [bad, good], max_tokens=12)
+    assert errors == {0: ("DeviceError", "the tower failed: RuntimeError")}
+    assert outputs[1] == reference.generate(TWO_IMAGES, 12)
 
 
 def test_another_number_of_slots_than_features_fails_with_both_numbers(model, tokenizer, path_file):
