@@ -78,7 +78,8 @@ class ServiceConfig:
     served_model_name: str | None = None
     """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
     spool: Path | None = None
-    """Folder in which requests keep their path files and media; None: `default_spool()`."""
+    """Folder in which requests keep their path files and media; None: mindie_mm-<uid> in the
+    temporary directory."""
     reclaim_interval_s: float = 60.0
     """How often shared memory of dead processes is looked for."""
     max_concurrent_requests: int = 256
