@@ -95,6 +95,16 @@ _MAX_FRAMES = 2**20
 _MAX_FPS = 1000.0
 
 
+def media_of(items: Sequence[Item]) -> list[Media]:
+    """The media among `items`, in order."""
+    return [item for item in items if isinstance(item, Media)]
+
+
+def media_of_messages(messages: Sequence[Message]) -> list[Media]:
+    """The media of `messages`, in order."""
+    return [media for m in messages if isinstance(m.content, tuple) for media in media_of(m.content)]
+
+
 def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
     """The items of a `List[Dict]`, in order. InputError names the index, the key and the limit."""
     return list(_parse_parts(inputs, "inputs"))

@@ -15,7 +15,7 @@ from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service.json_response import JSONResponse
-from service.line import Choice, collect, generate, limited, tokenized, usage
+from service.line import Choice, collect, generate, tokenized, usage
 from service.openai_types import ChatBody
 from service.sse import EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
@@ -62,7 +62,7 @@ class _Chat:
             add_generation_prompt=self.body.add_generation_prompt,
             chat_template_kwargs=self.body.chat_template_kwargs or {},
         )
-        return limited(self.service, request, self.params)
+        return self.service.worker.limited(request, self.params)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""

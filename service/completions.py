@@ -17,7 +17,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 from service.json_response import JSONResponse
-from service.line import Choice, collect, generate, limited, prompt_of_ids, tokenized, usage
+from service.line import Choice, collect, generate, prompt_of_ids, tokenized, usage
 from service.media import gather
 from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import EventStream
@@ -68,7 +68,7 @@ class _Completion:
     async def _prompt(self, given: str | list[int]) -> Prompt:
         if isinstance(given, list):
             return prompt_of_ids(self.service, given)
-        request = limited(self.service, TokenizeRequest(text=given), self.params)
+        request = self.service.worker.limited(TokenizeRequest(text=given), self.params)
         async with tokenized(self.service, request) as prompt:
             return prompt
 

@@ -16,7 +16,7 @@ from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service.json_response import JSONResponse
-from service.line import Choice, collect, generate, limited, tokenized
+from service.line import Choice, collect, generate, tokenized
 from service.openai_types import Body
 from service.sse import EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
@@ -106,7 +106,7 @@ class _Infer:
             request = TokenizeRequest(text=inputs)
         else:
             request = TokenizeRequest(items=inputs, chat=self.body.chat_template)
-        return limited(self.service, request, self.params)
+        return self.service.worker.limited(request, self.params)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""

@@ -16,11 +16,11 @@ from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, MindieMMError, TokenOutOfRange
-from mindie_mm.inputs import parse_inputs, parse_messages
+from mindie_mm.inputs import media_of, media_of_messages, parse_inputs, parse_messages
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.media import media_of, media_of_messages, messages_with_paths, remove_media, with_paths
+from service.media import messages_with_paths, remove_media, with_paths
 from service.state import Service
 
 T = TypeVar("T")
@@ -136,16 +136,6 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 
 async def _next(stream: AsyncGenerator[T, None]) -> T | None:
     return await anext(stream, None)
-
-
-def limited(service: Service, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
-    """`request` with room in the context for the tokens that `params` ask for."""
-    room = service.worker.engine.info.max_model_len - (params.max_tokens or 1)
-    if room < 1:
-        raise InputError(
-            f"max_tokens is {params.max_tokens}, the model's context holds {room + (params.max_tokens or 1)} tokens"
-        )
-    return msgspec.structs.replace(request, max_tokens=room, truncate=service.worker.config.truncate)
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int]) -> Prompt:

@@ -175,16 +175,6 @@ class _Budget:
             raise LimitExceeded(f"the request's media take {self.spent} bytes, the limit is {self.limit}")
 
 
-def media_of(items: Sequence[Item]) -> list[Media]:
-    """The media among `items`, in order."""
-    return [item for item in items if isinstance(item, Media)]
-
-
-def media_of_messages(messages: Sequence[Message]) -> list[Media]:
-    """The media of `messages`, in order."""
-    return [media for m in messages if isinstance(m.content, tuple) for media in media_of(m.content)]
-
-
 def with_paths(items: Sequence[Item], paths: Iterator[Path]) -> list[dict[str, Any]]:
     """`items` as a `List[Dict]`; each medium takes the next of `paths`."""
     return [_as_dict(item, paths) for item in items]

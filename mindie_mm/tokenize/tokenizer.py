@@ -14,7 +14,17 @@ import numpy as np
 import torch
 
 from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded
-from mindie_mm.inputs import Item, Kind, Media, Message, Text, parse_inputs, parse_messages
+from mindie_mm.inputs import (
+    Item,
+    Kind,
+    Media,
+    Message,
+    Text,
+    media_of,
+    media_of_messages,
+    parse_inputs,
+    parse_messages,
+)
 from mindie_mm.media.image import Data
 from mindie_mm.media.source import read_source, source_path
 from mindie_mm.models import family_of
@@ -80,7 +90,7 @@ class Tokenizer:
         Raises InputError and below, ArenaFull, SharedMemoryError; then nothing stays allocated.
         """
         items = parse_inputs(inputs)
-        media = [item for item in items if isinstance(item, Media)]
+        media = media_of(items)
         prompt = self.prompt_from_items(items, _path_file(media, shm_name_save_path))
         return torch.from_numpy(prompt.ids)
 
@@ -93,7 +103,7 @@ class Tokenizer:
     ) -> torch.Tensor:
         """int64 [T], cpu: chat messages through the checkpoint's template; else as `tokenize`."""
         parsed = parse_messages(messages)
-        path_file = _path_file(_media_of(parsed), shm_name_save_path)
+        path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         prompt = self.prompt_from_messages(parsed, path_file, add_generation_prompt, template_kwargs)
         return torch.from_numpy(prompt.ids)
 
@@ -101,7 +111,7 @@ class Tokenizer:
         self, items: Sequence[Item], path_file: Path | None, *, max_tokens: int = 0, truncating: bool = False
     ) -> Prompt:
         """The prompt of `items`, one after another. `max_tokens` 0 is no limit; ContextLengthExceeded above it."""
-        media = [item for item in items if isinstance(item, Media)]
+        media = media_of(items)
         self._check_counts(media)
         rendered = self._text.render_items([item if isinstance(item, Text) else self._spell(item) for item in items])
         return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=True)
@@ -117,7 +127,7 @@ class Tokenizer:
         truncating: bool = False,
     ) -> Prompt:
         """The prompt of chat messages, through the checkpoint's template."""
-        media = _media_of(messages)
+        media = media_of_messages(messages)
         self._check_counts(media)
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs or {})
         return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=False)
@@ -212,11 +222,6 @@ def content_digest(settings: str, data: Data) -> bytes:
         digest.update(b"\0bytes\0")
         digest.update(data)
     return digest.digest()
-
-
-def _media_of(messages: Sequence[Message]) -> list[Media]:
-    contents = (message.content for message in messages if isinstance(message.content, tuple))
-    return [item for content in contents for item in content if isinstance(item, Media)]
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
