@@ -1,7 +1,7 @@
 """The bytes of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
 
-    0                header: one page
-    4096             table: 32 bytes an entry: state word, offset, size, time of allocation
+    0                header: one page; from byte 512 what the owner counts (stats.py)
+    4096             table: 64 bytes an entry: state word, offset, size, time of allocation, end of the lease
     releases_offset  release words: the doorbell, then one word an entry; a page of its own, for every process to write
     data_offset      blocks, on page boundaries
 
@@ -33,10 +33,13 @@ VERSION = 1
 _HEADER = struct.Struct("<8sIIIIQQQQQQ16sQQQ")
 _CRC = struct.Struct("<I")
 
-ENTRY_BYTES = 32
+ENTRY_BYTES = 64
 WORDS_PER_ENTRY = ENTRY_BYTES // 8
-STATE, OFFSET, SIZE, ALLOCATED_NS = range(WORDS_PER_ENTRY)
-"""Places of an entry's words: (generation << 8 | state), offset in the file, bytes, CLOCK_BOOTTIME."""
+STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS = range(5)
+"""Places of an entry's words: (generation << 8 | state), offset in the file, bytes, two times of CLOCK_BOOTTIME.
+
+EXPIRES_NS is the end of a block's lease, for blocks without a request; 0 if it has none.
+"""
 
 FREE, FILLING, PUBLISHED = range(3)
 STATE_NAMES = ("free", "filling", "published")

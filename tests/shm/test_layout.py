@@ -24,7 +24,7 @@ HEADER = ArenaHeader(0x1F2A, 64, 1 << 20, 1_700_000_000_000_000_000, OWNER)
 
 def test_an_arena_header_is_these_bytes() -> None:
     expected = struct.pack(
-        "<8s4I6Q", b"mindieMM", 1, 0x1F2A, 64, 32, 8192, 12288, 1 << 20, 1_700_000_000_000_000_000, 1234, 5678
+        "<8s4I6Q", b"mindieMM", 1, 0x1F2A, 64, 64, 8192, 12288, 1 << 20, 1_700_000_000_000_000_000, 1234, 5678
     )
     expected += bytes.fromhex(OWNER.boot_id.replace("-", "")) + struct.pack("<3Q", 4026531836, 4026531841, 0)
     assert HEADER.pack() == expected + struct.pack("<I", zlib.crc32(expected))
@@ -135,7 +135,7 @@ def test_the_file_on_disk_is_the_layout(arena: Arena) -> None:
         ref = block.publish()
     data = Path(arena.path).read_bytes()
     header = ArenaHeader.unpack(data, len(data))
-    state, offset, size, _ = struct.unpack_from("<4Q", data, 4096 + 32 * ref.block)
+    state, offset, size, *_ = struct.unpack_from("<8Q", data, 4096 + 64 * ref.block)
     assert state == ref.generation << 8 | 2
     assert (offset, size) == (header.data_offset, 4096)
     found = BlockHeader.unpack(data, offset, offset + size)

@@ -1,0 +1,45 @@
+"""What an arena's owner counts, in words of the header page: seen by every process, also when no service answers."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import astuple, dataclass
+from typing import Self
+
+STATS_OFFSET = 512
+"""Place of the words in the arena's first page."""
+
+POPULATED, USED, PEAK, ALLOCATIONS, WAITS, FULL, TAKEN_BACK = range(7)
+"""Places of the words; one a field of `ArenaStats`."""
+
+_WORDS = struct.Struct("<7Q")
+STATS_BYTES = _WORDS.size
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """Read while the owner goes on counting: each number is right, two need not be of one moment."""
+
+    populated_bytes: int
+    """Of the arena's file, faulted in from its start."""
+    used_bytes: int
+    """Bytes in blocks, as the owner saw it last: a freed block counts until it is taken back."""
+    peak_bytes: int
+    """The most that `used_bytes` ever was."""
+    allocations: int
+    """Blocks that were ever allocated."""
+    waits: int
+    """Allocations that had to wait for room."""
+    full: int
+    """Allocations that waited in vain: ArenaFull."""
+    taken_back: int
+    """Published blocks that were freed and taken back."""
+
+    @classmethod
+    def read(cls, descriptor: int) -> Self:
+        """Of the arena behind an open file of at least a page."""
+        return cls(*_WORDS.unpack(os.pread(descriptor, STATS_BYTES, STATS_OFFSET)))
+
+    def __add__(self, other: ArenaStats) -> ArenaStats:
+        return ArenaStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
