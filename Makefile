@@ -43,3 +43,14 @@ bench: install
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+
+.PHONY: fuzz stress
+
+# 10^6 inputs for each reader of bytes; where atheris has no wheel (aarch64) by seeded mutation alone.
+fuzz: install
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz
+
+# A writer and 8 readers, 10^6 times; minutes.
+stress: install
+	$(BIN)/python -m tools.shm_stress
