@@ -128,6 +128,12 @@ def default_spool() -> Path:
     return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
 
 
+def fault_folder() -> Path | None:
+    """Where tests put the triggers of `faults`; no setting for users."""
+    folder = os.environ.get("MINDIE_MM_FAULTS")
+    return Path(folder) if folder else None
+
+
 def environment(cls: type[Any]) -> dict[str, Any]:
     """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
     hints = get_type_hints(cls)

@@ -1,7 +1,7 @@
 """Byte messages between a process and the workers that it starts.
 
-A worker is a module of its own (`python -m module`), so the caller's `__main__` is never imported again. It inherits
-one end of a socket pair. A message is a 4-byte big-endian length and that many bytes, which is how
+A worker is a module of its own (`mindie_mm.child` runs it), so the caller's `__main__` is never imported again. It
+inherits one end of a socket pair. A message is a 4-byte big-endian length and that many bytes, which is how
 `multiprocessing.connection.Connection` frames them too: the worker blocks in a Connection, the parent awaits in
 asyncio. A closed end is the death of the peer, however it died: the kernel closes sockets.
 """
@@ -9,14 +9,25 @@ asyncio. A closed end is the death of the peer, however it died: the kernel clos
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from threading import Lock, Thread
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+from mindie_mm import faults
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that the 4-byte length can frame."""
@@ -24,17 +35,23 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 CLOSE_TIMEOUT_S = 2.0
 """How long a peer may take to read what was sent before the channel is closed under it."""
 
+PATIENCE_S = 2.0
+"""How long a worker may take to end by itself, and then on SIGTERM, before it is killed."""
+
+RESTART_WAIT_S = 120.0
+"""How long a request waits for a process that is started again."""
+
+_FIRST_RETRY_S = 0.5
+_LAST_RETRY_S = 30.0
+
 _LENGTH = struct.Struct("!i")
 
 
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts `python -m module FD arguments...` and returns it with the parent's end of the socket pair.
-
-    FD is the number of the worker's inherited end, for `ChildChannel(FD)`.
-    """
+    """Starts `module.main(channel, lifeline, *arguments)` in a process, and returns it with our end of the channel."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", module, str(theirs.fileno()), *arguments]
+        command = [sys.executable, "-m", "mindie_mm.child", str(theirs.fileno()), module, *arguments]
         try:
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))  # noqa: S603 - our own module
         except BaseException:
@@ -59,6 +76,27 @@ async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | No
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+@contextmanager
+def logged(what: str) -> Iterator[None]:
+    """One failure, whatever it is, does not end the keeping of a process: its requests would wait for ever."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - whatever it is
+        _log.exception(what)
+
+
+async def insist(start: Callable[[], Awaitable[T]], what: str) -> T:
+    """What `start` gives, called again, after pauses that grow, for as long as it fails."""
+    delay_s = _FIRST_RETRY_S
+    while True:
+        try:
+            return await start()
+        except Exception:  # noqa: BLE001 - whatever keeps it from starting may pass
+            _log.exception("%s did not start, next try in %.1f s", what, delay_s)
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, _LAST_RETRY_S)
 
 
 async def open_channel(sock: socket.socket) -> Channel:
@@ -99,6 +137,45 @@ class Channel:
             pass  # the peer died first: closed is closed
 
 
+class Child:
+    """A worker process with its channel, from its start to its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        """For `start`."""
+        self._process = process
+        self.channel = channel
+
+    @classmethod
+    async def start(cls, module: str, *arguments: str) -> Self:
+        """Starts `module` as `spawn` does. OSError if that cannot be done."""
+        process, sock = spawn(module, *arguments)
+        try:
+            return cls(process, await open_channel(sock))
+        except BaseException:
+            sock.close()
+            process.kill()
+            process.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    async def end(self) -> None:
+        """Closes the channel, which ends the worker, and reaps it; one that does not end is killed. Idempotent."""
+        await self.channel.close()
+        for insistence in (self._process.terminate, self._process.kill):
+            if await exited(self._process, PATIENCE_S) is not None:
+                return
+            insistence()
+        await exited(self._process, PATIENCE_S)
+
+
 class ChildChannel:
     """The worker's side, blocking. A context manager."""
 
@@ -131,3 +208,35 @@ class ChildChannel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._connection.close()
+
+
+class Lifeline:
+    """Ends this process when its parent is gone, or has closed the channel, in the midst of whatever it is doing.
+
+    A worker may be minutes away from its next look at the channel; nobody wants its answer any more.
+    """
+
+    def __init__(self, channel: ChildChannel) -> None:
+        self._descriptor = os.dup(channel.fileno())
+        self._lock = Lock()
+        self._removals: list[Callable[[], None]] = []
+        Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def hold(self, make: Callable[[], T], remove: Callable[[T], None]) -> T:
+        """What `make` gives, which is removed before the process ends; there is no moment at which it could be left."""
+        with self._lock:
+            made = make()
+            self._removals.append(lambda: remove(made))
+        return made
+
+    def _watch(self) -> None:
+        hangup = select.poll()
+        hangup.register(self._descriptor, 0)  # POLLHUP is always reported, and nothing else is asked for
+        hangup.poll()
+        with self._lock:
+            try:
+                faults.point("stopping")
+                for removal in self._removals:
+                    removal()
+            finally:
+                os._exit(0)

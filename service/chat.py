@@ -66,15 +66,15 @@ class _Chat:
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request()) as prompt:
+        async with tokenized(self.service, self.request()) as source:
             choices = await collect(
-                generate(self.service, [prompt], self.params, self.n, self.id, self.arrived), self.n
+                generate(self.service, [source], self.params, self.n, self.id, self.arrived), self.n
             )
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(choice) for choice in choices],
-            "usage": usage([prompt], num_generated),
+            "usage": usage([source.prompt], num_generated),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -82,8 +82,8 @@ class _Chat:
         begun: set[int] = set()
         num_generated = 0
         async with (
-            tokenized(self.service, self.request()) as prompt,
-            aclosing(generate(self.service, [prompt], self.params, self.n, self.id, self.arrived)) as deltas,
+            tokenized(self.service, self.request()) as source,
+            aclosing(generate(self.service, [source], self.params, self.n, self.id, self.arrived)) as deltas,
         ):
             async for index, delta in deltas:
                 num_generated += len(delta.token_ids)
@@ -93,7 +93,7 @@ class _Chat:
                 if delta.text or delta.logprobs or delta.finish_reason:
                     yield self._chunk([self._delta(index, delta)])
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield {**self._chunk([]), "usage": usage([prompt], num_generated)}
+            yield {**self._chunk([]), "usage": usage([source.prompt], num_generated)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model_name}

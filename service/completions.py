@@ -12,7 +12,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
@@ -69,13 +71,13 @@ class _Completion:
         if isinstance(given, list):
             return prompt_of_ids(self.service, given)
         request = self.service.worker.limited(TokenizeRequest(text=given), self.params)
-        async with tokenized(self.service, request) as prompt:
-            return prompt
+        async with tokenized(self.service, request) as source:
+            return source.prompt
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         prompts = await self.prompts()
-        deltas = generate(self.service, prompts, self.params, self.n, self.id, self.arrived)
+        deltas = self._generate(prompts)
         choices = await collect(deltas, len(prompts) * self.n)
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
@@ -89,7 +91,7 @@ class _Completion:
         prompts = await self.prompts()
         choices = [Choice(index) for index in range(len(prompts) * self.n)]
         lengths = [0] * len(choices)
-        async with aclosing(generate(self.service, prompts, self.params, self.n, self.id, self.arrived)) as deltas:
+        async with aclosing(self._generate(prompts)) as deltas:
             async for index, delta in deltas:
                 part = Choice(index)
                 part.add(delta)
@@ -102,6 +104,10 @@ class _Completion:
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             num_generated = sum(len(choice.token_ids) for choice in choices)
             yield {**self._head(), "choices": [], "usage": usage(prompts, num_generated)}
+
+    def _generate(self, prompts: list[Prompt]) -> AsyncGenerator[tuple[int, Delta], None]:
+        sources = [PromptSource(prompt) for prompt in prompts]  # no media, so nothing that could be lost
+        return generate(self.service, sources, self.params, self.n, self.id, self.arrived)
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.model_name}

@@ -110,8 +110,8 @@ class _Infer:
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request()) as prompt:
-            (choice,) = await collect(generate(self.service, [prompt], self.params, 1, self.id, self.arrived), 1)
+        async with tokenized(self.service, self.request()) as source:
+            (choice,) = await collect(generate(self.service, [source], self.params, 1, self.id, self.arrived), 1)
         answer: dict[str, Any] = {"generated_text": choice.text}
         if self.parameters.details:
             answer["details"] = self._details(choice) | {"generated_token_ids": choice.token_ids}
@@ -122,8 +122,8 @@ class _Infer:
         last = time.perf_counter()
         choice = Choice(0)
         async with (
-            tokenized(self.service, self.request()) as prompt,
-            aclosing(generate(self.service, [prompt], self.params, 1, self.id, self.arrived)) as deltas,
+            tokenized(self.service, self.request()) as source,
+            aclosing(generate(self.service, [source], self.params, 1, self.id, self.arrived)) as deltas,
         ):
             async for _, delta in deltas:
                 now = time.perf_counter()

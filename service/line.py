@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from mindie_mm import faults
 from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, MindieMMError, TokenOutOfRange
@@ -27,14 +29,17 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator[Prompt]:
-    """The prompt of `request`, whose media are as the client gave them; leaving frees its shared memory."""
+async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator[PromptSource]:
+    """The prompt of `request`, whose media are as the client gave them; leaving frees its shared memory.
+
+    The media's files stay, for a second try, until `generate` has the first output of every choice.
+    """
     started = time.perf_counter()
     _check_values(request)
     if request.messages is None and request.items is None:
-        prompt = await service.worker.tokenize(request)
+        source = await service.worker.tokenize(request)
         service.metrics.tokenize_s.observe(time.perf_counter() - started)
-        yield prompt
+        yield source
         return
     with request_directory(service.spool) as directory:
         changes: dict[str, Any] = {"path_file": str(directory.path_file)}
@@ -46,10 +51,12 @@ async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator
             items = parse_inputs(request.items)
             paths = await service.media.spool(media_of(items), directory.path)
             changes["items"] = with_paths(items, iter(paths))
-        prompt = await service.worker.tokenize(msgspec.structs.replace(request, **changes))
-        remove_media(directory.path)
+        faults.point("spooled")
+        source = await service.worker.tokenize(msgspec.structs.replace(request, **changes))
+        faults.point("tokenized")
         service.metrics.tokenize_s.observe(time.perf_counter() - started)
-        yield prompt
+        source.on_settled = lambda: remove_media(directory.path)
+        yield source
 
 
 def _check_values(request: TokenizeRequest) -> None:
@@ -63,28 +70,36 @@ def _check_values(request: TokenizeRequest) -> None:
 
 
 async def generate(
-    service: Service, prompts: Sequence[Prompt], params: SamplingParams, n: int, request_id: str, arrived: float
+    service: Service, sources: Sequence[PromptSource], params: SamplingParams, n: int, request_id: str, arrived: float
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
 
     Choices of a seeded request draw from seeds that follow one another. Latencies count from `arrived`.
     """
     choices = []
-    for index in range(len(prompts) * n):
+    for index in range(len(sources) * n):
         seeded = params
         if params.seed is not None and index % n:
             seeded = msgspec.structs.replace(params, seed=params.seed + index % n)
-        prompt = prompts[index // n]
-        choices.append(_measured(service, prompt, seeded, f"{request_id}-{index}", arrived))
-    for prompt in prompts:
-        service.metrics.count_prompt(len(prompt))
+        choices.append(_measured(service, sources[index // n], seeded, f"{request_id}-{index}", arrived))
+    for source in sources:
+        service.metrics.count_prompt(len(source.prompt))
+    silent = [set(range(n)) for _ in sources]  # each prompt's choices that have given no output yet
     async with aclosing(merge(choices)) as deltas:
         async for index, delta in deltas:
+            waiting = silent[index // n]
+            if index % n in waiting:
+                waiting.remove(index % n)
+                faults.point("first-delta")
+                if not waiting:
+                    sources[index // n].settle()
+            else:
+                faults.point("next-delta")
             yield index, delta
 
 
 async def _measured(
-    service: Service, prompt: Prompt, params: SamplingParams, request_id: str, arrived: float
+    service: Service, source: PromptSource, params: SamplingParams, request_id: str, arrived: float
 ) -> AsyncGenerator[Delta, None]:
     """One choice, counted and timed."""
     metrics = service.metrics
@@ -92,7 +107,7 @@ async def _measured(
     num_tokens = 0
     reason, timings = "abort", None
     try:
-        async with aclosing(service.worker.generate(prompt, params, request_id)) as deltas:
+        async with aclosing(service.worker.generate(source, params, request_id)) as deltas:
             async for delta in deltas:
                 now = time.perf_counter()
                 (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
@@ -100,8 +115,9 @@ async def _measured(
                 num_tokens += len(delta.token_ids)
                 reason, timings = delta.finish_reason or reason, delta.timings
                 yield delta
-    except MindieMMError:
+    except MindieMMError as error:
         reason = "error"
+        metrics.count_error(error)
         raise
     finally:
         metrics.count_choice(reason, num_tokens, timings)

@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import ModelNotFound, ProcessDied, ServiceStopping
+from mindie_mm.errors import ModelNotFound, ServiceStopping
 from service.admission import Admission
 from service.media import MediaPolicy
 from service.metrics import Metrics
@@ -35,10 +35,7 @@ class Service:
         """ServiceStopping or ProcessDied unless a request would be answered."""
         if self.admission.stopping:
             raise ServiceStopping("the service is stopping")
-        if not self.worker.engine.alive:
-            raise ProcessDied("the engine process is gone; the service must be started again")
-        if not self.worker.tokenizers.pids:
-            raise ProcessDied("no tokenizer process is alive; others are being started")
+        self.worker.check()
 
     def check_model(self, name: str | None) -> None:
         """ModelNotFound unless `name` is the served model's, or none."""

@@ -32,8 +32,8 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep) ->
         chat_template_kwargs=body.chat_template_kwargs or {},
         max_tokens=service.worker.engine.info.max_model_len,
     )
-    async with service.admission.admit(request.receive), tokenized(service, wanted) as prompt:
-        ids: list[int] = prompt.plain_ids.tolist()
+    async with service.admission.admit(request.receive), tokenized(service, wanted) as source:
+        ids: list[int] = source.prompt.plain_ids.tolist()
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.worker.engine.info.max_model_len,

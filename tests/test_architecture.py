@@ -8,9 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors"},
+    {"errors", "faults"},
     {"inputs", "config", "ipc"},
-    {"device", "shm"},
+    {"device", "shm", "child"},
     {"media", "nn"},
     {"models"},
     {"tokenize"},

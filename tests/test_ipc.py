@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 
-from mindie_mm.ipc import Channel, ChildChannel, open_channel, spawn
+from mindie_mm.ipc import Channel, Child, ChildChannel, insist, open_channel
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -66,11 +66,28 @@ async def test_a_message_cut_short_is_the_end_of_the_stream():
     await channel.close()
 
 
-def test_a_child_starts_as_a_module_of_its_own():
-    process, sock = spawn("this")  # a module that prints and exits, whatever its arguments
-    with sock:
-        assert process.wait(30) == 0
-        assert sock.recv(1) == b""
+async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_holds(tmp_path):
+    made = tmp_path / "made"
+    child = await Child.start("tests.busy_worker", str(made))
+    assert await child.channel.recv() == b"made"
+    assert made.exists()
+    await child.end()
+    assert child.status == 0, "by itself, not by a signal"
+    assert not made.exists()
+    await child.end()
+
+
+async def test_a_start_that_fails_is_repeated(caplog):
+    tries = []
+
+    async def start() -> str:
+        tries.append(1)
+        if len(tries) < 2:
+            raise OSError("not yet")
+        return "up"
+
+    assert await insist(start, "the thing") == "up"
+    assert "the thing did not start, next try in 0.5 s" in caplog.text
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Self
@@ -16,21 +16,24 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Ready, Start, Stats, Stepped, ToEngine
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_named
-from mindie_mm.ipc import Channel, exited, open_channel, spawn
+from mindie_mm.ipc import RESTART_WAIT_S, Child, insist, logged
 
-STOP_TIMEOUT_S = 10.0
-"""How long the process may take to leave by itself; it is killed after that."""
+_log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """Starts the engine process and speaks with it. Its death fails what runs, and everything after."""
+    """Starts the engine process and speaks with it. Its death fails what runs; another is started in its place."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        self._process = process
-        self._channel = channel
+    def __init__(self, model: Path | None, config: EngineConfig) -> None:
+        """For `start`."""
+        self._start = Start(None if model is None else str(model), config)
+        self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress | MindieMMError]] = {}
         self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
-        self._receiver: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._closed = False
+        self._why_down = "is not started"
         self.info: Ready
         self.stats = Stats()
 
@@ -40,48 +43,32 @@ class AsyncEngine:
 
         Raises what kept it from starting: UnsupportedCheckpoint, DeviceError, InputError, ProcessDied.
         """
-        process, sock = spawn("mindie_mm.engine.process")
-        engine = cls(process, await open_channel(sock))
-        try:
-            engine._send(Start(None if model is None else str(model), config))
-            engine.info = await engine._started()
-        except BaseException:
-            await engine.close()
-            raise
-        engine._receiver = asyncio.create_task(engine._dispatch())
+        engine = cls(model, config)
+        await engine._launch()
+        engine._keeper = asyncio.create_task(engine._keep())
         return engine
-
-    async def _started(self) -> Ready:
-        try:
-            reply = self._decoder.decode(await self._channel.recv())
-        except EOFError:
-            raise await self._death() from None
-        if isinstance(reply, Failed):
-            raise error_named(*reply.error)
-        assert isinstance(reply, Ready), reply
-        return reply
-
-    @property
-    def alive(self) -> bool:
-        """Whether requests are taken."""
-        return self._receiver is not None and not self._receiver.done()
 
     @property
     def pid(self) -> int:
         """The engine's process id."""
-        return self._process.pid
+        return self._child.pid
+
+    def check(self) -> None:
+        """ProcessDied, with the reason, while no requests are taken."""
+        if not self._alive:
+            raise ProcessDied(f"the engine {self._why_down}")
 
     async def generate(
         self, request_id: str, ids: NDArray[np.int64], params: SamplingParams
     ) -> AsyncGenerator[Progress, None]:
         """Progress of a new request with prompt `ids`, int64 [T] with words; leaving early aborts it.
 
-        Raises what the engine found wrong with it, StaleReference and such, and ProcessDied.
+        Waits for an engine that is started again. Raises what the engine found wrong with the request, StaleReference
+        and such, and ProcessDied.
         """
         assert request_id not in self._requests, request_id
         params = _typed(params).check(self.info.vocab_size)
-        if not self.alive:
-            raise await self._death()
+        await self._wait_until_up()
         queue: asyncio.Queue[Progress | MindieMMError] = asyncio.Queue()
         self._requests[request_id] = queue
         finished = False
@@ -98,44 +85,89 @@ class AsyncEngine:
                 yield progress
         finally:
             del self._requests[request_id]
-            if not finished and self.alive:
+            if not finished and self._alive:
                 self._send(Abort(request_id))
 
     async def close(self) -> None:
         """Ends the process; requests that run fail with ProcessDied."""
-        await self._channel.close()
-        if await exited(self._process, STOP_TIMEOUT_S) is None:
-            self._process.kill()
-            self._process.wait()
-        if self._receiver is not None:
-            await self._receiver
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._bury("is closed")
+        self._up.set()  # those who wait learn that it is closed
+
+    @property
+    def _alive(self) -> bool:
+        return self._up.is_set() and not self._closed
+
+    async def _wait_until_up(self) -> None:
+        try:
+            async with asyncio.timeout(RESTART_WAIT_S):
+                await self._up.wait()
+        except TimeoutError:
+            raise ProcessDied(f"the engine {self._why_down}; it is not back after {RESTART_WAIT_S:g} s") from None
+        if self._closed:
+            raise ProcessDied("the engine is closed")
+
+    async def _launch(self) -> None:
+        """Starts a process and waits until it takes requests; nothing of it is left if it fails."""
+        self._child = await Child.start("mindie_mm.engine.process")
+        try:
+            self._send(self._start)
+            self.info = await self._started()
+        except BaseException as error:
+            await self._bury(f"did not start: {error}")
+            raise
+        self._up.set()
+
+    async def _started(self) -> Ready:
+        try:
+            reply = self._decoder.decode(await self._child.channel.recv())
+        except EOFError:
+            await self._child.end()
+            raise ProcessDied(f"its process exited with {self._child.status} before it was ready") from None
+        if isinstance(reply, Failed):
+            raise error_named(*reply.error)
+        assert isinstance(reply, Ready), reply
+        return reply
+
+    async def _keep(self) -> None:
+        """Serves the process, and its successors, until cancelled."""
+        while True:
+            with logged(f"engine process {self.pid} cannot be served"):
+                await self._dispatch()
+            with logged(f"engine process {self.pid} cannot be ended"):
+                await self._bury("process died, another is being started")
+            _log.warning("engine process %d died with status %s; starting another", self.pid, self._child.status)
+            await insist(self._launch, "the engine process")
 
     async def _dispatch(self) -> None:
         """Hands each request its progress, until the process is gone."""
+        while True:
+            try:
+                stepped = self._decoder.decode(await self._child.channel.recv())
+            except EOFError:
+                return
+            assert isinstance(stepped, Stepped), stepped
+            self.stats = stepped.stats
+            for progress in stepped.progress:
+                if queue := self._requests.get(progress.request_id):
+                    queue.put_nowait(progress)
+
+    async def _bury(self, why: str) -> None:
+        """Ends and reaps the process, and fails what it has not answered."""
+        self._up.clear()
+        self._why_down = why
+        self.stats = Stats()
         try:
-            while True:
-                stepped = self._decoder.decode(await self._channel.recv())
-                assert isinstance(stepped, Stepped), stepped
-                self.stats = stepped.stats
-                for progress in stepped.progress:
-                    if queue := self._requests.get(progress.request_id):
-                        queue.put_nowait(progress)
-        except EOFError:
-            pass
+            await self._child.end()
         finally:
-            death = await self._death()
             for queue in self._requests.values():
-                queue.put_nowait(death)
+                queue.put_nowait(ProcessDied(f"the engine process {self.pid} died with status {self._child.status}"))
 
     def _send(self, message: ToEngine | Start) -> None:
-        self._channel.send(msgspec.msgpack.encode(message))
-
-    async def _death(self) -> ProcessDied:
-        """The process is gone, or about to be: its end of the channel is closed."""
-        status = await exited(self._process, STOP_TIMEOUT_S)
-        if status is None:
-            return ProcessDied(f"the engine process {self._process.pid} closed its channel and runs on")
-        return ProcessDied(f"the engine process {self._process.pid} is gone, exit status {status}")
+        self._child.channel.send(msgspec.msgpack.encode(message))
 
 
 def _typed(params: SamplingParams) -> SamplingParams:

@@ -1,35 +1,35 @@
-"""The engine process: `python -m mindie_mm.engine.process FD`; the first message on FD says what to serve."""
+"""The engine process; the first message on its channel says what to serve."""
 
 from __future__ import annotations
 
 import logging
-import signal
-import sys
 from pathlib import Path
 
 import msgspec
 from transformers.utils.logging import disable_progress_bar
 
-from mindie_mm.config import EngineConfig
+from mindie_mm import faults
+from mindie_mm.config import EngineConfig, fault_folder
 from mindie_mm.device import open_device
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Start, Stepped, ToEngine
 from mindie_mm.errors import MindieMMError, error_name
-from mindie_mm.ipc import ChildChannel
+from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.models import load_model
 
 _log = logging.getLogger(__name__)
 
 
-def main(fd: int) -> None:
+def main(channel: ChildChannel, _lifeline: Lifeline) -> None:
     """Serves until the parent closes the channel, or dies."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    faults.arm("engine", fault_folder())
+    faults.point("starting")
     disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    with ChildChannel(fd) as channel:
-        try:
-            serve(channel)
-        except (EOFError, BrokenPipeError):
-            _log.debug("the parent closed the channel")
+    try:
+        serve(channel)
+    except (EOFError, BrokenPipeError):
+        _log.debug("the parent closed the channel")
 
 
 def serve(channel: ChildChannel) -> None:
@@ -65,8 +65,3 @@ def _load(model: str | None, config: EngineConfig) -> Engine:
 
 def _send(channel: ChildChannel, message: FromEngine) -> None:
     channel.send(msgspec.msgpack.encode(message))
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
-    main(int(sys.argv[1]))

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 from tokenizers import Tokenizer
@@ -16,6 +16,7 @@ from mindie_mm.config import WorkerConfig, default_spool
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import Timings, TokenLogprob
+from mindie_mm.engine.retry import PromptSource, TokenizerStage, generated, tokenized
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -42,20 +43,6 @@ class Delta:
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
     """With the last delta, unless a stop string ended it."""
-
-
-class TokenizerStage(Protocol):
-    """Where prompts are made: the pool's processes, or a thread."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Processes that tokenise at this moment."""
-
-    async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The request's prompt, its media in shared memory."""
-
-    async def close(self) -> None:
-        """Ends it; its arenas go with it."""
 
 
 class Worker:
@@ -102,10 +89,15 @@ class Worker:
         """The line as one function: what the request put into shared memory is freed on every way out."""
         with request_directory(default_spool()) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
-            prompt = await self.tokenizers.tokenize(request)
-            async with aclosing(self.generate(prompt, params, request_id)) as deltas:
+            source = await self.tokenize(request)
+            async with aclosing(self.generate(source, params, request_id)) as deltas:
                 async for delta in deltas:
                     yield delta
+
+    def check(self) -> None:
+        """ProcessDied, with the reason, unless a request would be answered."""
+        self.engine.check()
+        self.tokenizers.check()
 
     def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
         """`request` with the room that the context leaves beside what `params` ask for; ContextLengthExceeded."""
@@ -114,12 +106,20 @@ class Worker:
             raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {context} with a prompt in it")
         return msgspec.structs.replace(request, max_tokens=context - wanted, truncate=self.config.truncate)
 
-    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+    async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
-        return await self.tokenizers.tokenize(request)
+        return await tokenized(self.tokenizers, request)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
+    async def generate(
+        self, source: PromptSource, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Delta, None]:
         """The output for a prompt, as it comes; leaving early aborts it. Errors as AsyncEngine.generate."""
+        outputs = generated(source, lambda prompt: self._generate(prompt, params, request_id))
+        async with aclosing(outputs) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
         detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:

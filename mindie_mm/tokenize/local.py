@@ -40,6 +40,9 @@ class LocalTokenizer:
         """The caller's own process."""
         return [os.getpid()]
 
+    def check(self) -> None:
+        """Nothing: it lives as long as its caller."""
+
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """The request's prompt; errors as Tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, answer, self._tokenizer, request)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -14,32 +11,27 @@ from typing import Self
 import msgspec
 
 from mindie_mm.errors import ProcessDied
-from mindie_mm.ipc import Channel, exited, open_channel, spawn
+from mindie_mm.ipc import RESTART_WAIT_S, Child, insist, logged
 from mindie_mm.shm import Ref, collect, free
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 
-_FIRST_RETRY_S = 0.5
-_LAST_RETRY_S = 30.0
-
-_PATIENCE_S = 2.0
-"""How long a process may take to end by itself, and then on SIGTERM, before it is killed."""
+_MODULE = "mindie_mm.tokenize.process"
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
     """One tokenizer process, from its readiness to its death."""
 
-    popen: subprocess.Popen[bytes]
-    channel: Channel
+    child: Child
     pending: dict[int, asyncio.Future[Prompt]] = field(default_factory=dict)
     """Requests that it has not answered, by id."""
 
     def fail_pending(self) -> None:
         """Fails them."""
-        why = f"tokenizer process {self.popen.pid} died with status {self.popen.returncode}"
+        why = f"tokenizer process {self.child.pid} died with status {self.child.status}"
         for future in self.pending.values():
             if not future.done():
                 future.set_exception(ProcessDied(why))
@@ -84,16 +76,21 @@ class TokenizerPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the live processes."""
-        return [process.popen.pid for process in self._processes]
+        return [process.child.pid for process in self._processes]
+
+    def check(self) -> None:
+        """ProcessDied while no process takes requests."""
+        if not self._processes:
+            raise ProcessDied("no tokenizer process is alive; others are being started")
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The prompt of `request`, from the least busy process; waits while none is alive.
+        """The prompt of `request`, from the least busy process; waits for one while none is alive.
 
         Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
         blocks of the abandoned prompt are freed when it arrives.
         """
         while not self._processes and not self._closed:
-            await self._some_alive.wait()
+            await self._wait_for_process()
         if self._closed:
             raise ProcessDied("the tokenizer pool is closed")
         process = min(self._processes, key=lambda process: len(process.pending))
@@ -101,7 +98,7 @@ class TokenizerPool:
         future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
         message = self._encoder.encode(Request(self._next_id, request))
         process.pending[self._next_id] = future
-        process.channel.send(message)
+        process.child.channel.send(message)
         return await future
 
     async def close(self) -> None:
@@ -114,8 +111,16 @@ class TokenizerPool:
         await asyncio.gather(*map(self._bury, [*self._processes, *self._dying]))
         self._some_alive.set()  # those who wait learn that the pool is closed
 
+    async def _wait_for_process(self) -> None:
+        try:
+            async with asyncio.timeout(RESTART_WAIT_S):
+                await self._some_alive.wait()
+        except TimeoutError:
+            raise ProcessDied(f"no tokenizer process could be started within {RESTART_WAIT_S:g} s") from None
+
     async def _start_process(self) -> _Process:
-        process = await _spawn(self._model_path, self._arena_bytes)
+        collect()  # what earlier processes left may take the room of the new arena
+        process = _Process(await Child.start(_MODULE, str(self._model_path), str(self._arena_bytes)))
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
             await self._await_ready(process)
@@ -129,10 +134,10 @@ class TokenizerPool:
 
     async def _await_ready(self, process: _Process) -> None:
         try:
-            reply = self._decoder.decode(await process.channel.recv())
+            reply = self._decoder.decode(await process.child.channel.recv())
         except EOFError:
-            status = await exited(process.popen, _PATIENCE_S)
-            raise ProcessDied(f"a tokenizer process exited with {status} before it was ready") from None
+            await process.child.end()
+            raise ProcessDied(f"a tokenizer process exited with {process.child.status} before it was ready") from None
         if isinstance(reply, Failed):
             raise reply.exception()
         assert isinstance(reply, Ready), reply
@@ -140,12 +145,12 @@ class TokenizerPool:
     async def _keep(self, process: _Process) -> None:
         """Serves `process`, and its successors, until cancelled."""
         while True:
-            with _logged(f"tokenizer process {process.popen.pid} cannot be served"):
+            with logged(f"tokenizer process {process.child.pid} cannot be served"):
                 await self._receive(process)
-            with _logged(f"tokenizer process {process.popen.pid} cannot be ended"):
+            with logged(f"tokenizer process {process.child.pid} cannot be ended"):
                 await self._bury(process)
-            _log.warning("tokenizer process %d died; starting another", process.popen.pid)
-            process = await self._restart()
+            _log.warning("tokenizer process %d died; starting another", process.child.pid)
+            process = await insist(self._start_process, "a tokenizer process")
 
     async def _bury(self, process: _Process) -> None:
         """Ends and reaps a process, and fails what it has not answered. Once more, if it was cancelled in between."""
@@ -155,43 +160,23 @@ class TokenizerPool:
             if not self._processes:
                 self._some_alive.clear()
         try:
-            await _stop(process)
+            await process.child.end()
             self._dying.remove(process)
         finally:
             process.fail_pending()
-        with _logged("the arena of a tokenizer process cannot be collected"):
+        with logged("the arena of a tokenizer process cannot be collected"):
             collect()  # it is still there if the process was killed
-
-    async def _restart(self) -> _Process:
-        delay_s = _FIRST_RETRY_S
-        while True:
-            with _logged(f"a tokenizer process did not start, next try in {delay_s:.1f} s"):
-                collect()  # what could not be collected before, for want of what a start needs too
-                return await self._start_process()
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, _LAST_RETRY_S)
 
     async def _receive(self, process: _Process) -> None:
         """Hands replies to their callers until the process dies."""
         while True:
             try:
-                reply = self._decoder.decode(await process.channel.recv())
+                reply = self._decoder.decode(await process.child.channel.recv())
             except EOFError:
                 return
             assert not isinstance(reply, Ready), reply
             _hand_over(reply, process.pending[reply.id])
             del process.pending[reply.id]
-
-
-async def _spawn(model_path: Path, arena_bytes: int) -> _Process:
-    popen, sock = spawn("mindie_mm.tokenize.process", str(model_path), str(arena_bytes))
-    try:
-        return _Process(popen, await open_channel(sock))
-    except BaseException:
-        sock.close()
-        popen.kill()
-        popen.wait()
-        raise
 
 
 def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> None:
@@ -204,26 +189,7 @@ def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> Non
         future.set_result(reply.prompt())
 
 
-@contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """One failure, whatever it is, does not end the keeping of a process."""
-    try:
-        yield
-    except Exception:  # noqa: BLE001 - a pool that lost its keeper would wait for ever
-        _log.exception(what)
-
-
 def _free_words(prompt: Prompt) -> None:
     for span in prompt.spans:
         words = prompt.ids[span.start : min(span.stop, span.start + 2)].tolist()
         free(Ref.from_words(words[0], words[1] if len(words) > 1 else None))
-
-
-async def _stop(process: _Process) -> None:
-    """Closes the channel, which ends the process, and reaps it; a process that does not end is killed."""
-    await process.channel.close()
-    for insist in (process.popen.terminate, process.popen.kill):
-        if await exited(process.popen, _PATIENCE_S) is not None:
-            return
-        insist()
-    await exited(process.popen, _PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A tokenizer process: `python -m mindie_mm.tokenize.process FD CHECKPOINT ARENA_BYTES`, started by the pool.
+"""A tokenizer process, started by the pool with CHECKPOINT and ARENA_BYTES.
 
 It answers one request after another and exits when its channel closes: the pool closed it, or died.
 """
@@ -12,8 +12,10 @@ import sys
 import msgspec
 import torch
 
+from mindie_mm import faults
+from mindie_mm.config import fault_folder
 from mindie_mm.errors import MindieMMError, WorldError
-from mindie_mm.ipc import ChildChannel
+from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.shm import Arena
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized
@@ -30,6 +32,7 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer) -> None:
             message = channel.recv()
         except EOFError:
             return
+        faults.point("received")
         request = decoder.decode(message)
         reply: Reply
         try:
@@ -39,31 +42,29 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer) -> None:
         except Exception as error:  # noqa: BLE001 - one request fails, not all that wait behind it
             _log.exception("request %d", request.id)
             reply = Failed.of(request.id, WorldError(f"the tokenizer failed: {type(error).__name__}"))
+        faults.point("before-reply")
         channel.send(encoder.encode(reply))
+        faults.point("after-reply")
 
 
-def main() -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str) -> None:
     """Reads the checkpoint, makes the arena, says so, and serves."""
-    descriptor, path, arena_bytes = sys.argv[1:]
-    # Ctrl-C reaches the whole foreground group; the parent decides when to stop, and closes the channel.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s tokenizer: %(message)s")
+    faults.arm("tokenizer", fault_folder())
+    faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
     torch.set_num_threads(1)
-    with ChildChannel(int(descriptor)) as channel:
+    try:
+        arena = lifeline.hold(lambda: Arena.create(int(arena_bytes)), Arena.close)
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
+        return
+    with arena:
+        faults.point("arena-made")
         try:
-            arena = Arena.create(int(arena_bytes))
+            tokenizer = Tokenizer.from_pretrained(path, arena=arena)
         except MindieMMError as error:
             channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
             return
-        with arena:
-            try:
-                tokenizer = Tokenizer.from_pretrained(path, arena=arena)
-            except MindieMMError as error:
-                channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
-                return
-            channel.send(msgspec.msgpack.encode(Ready()))
-            serve(channel, tokenizer)
-
-
-if __name__ == "__main__":
-    main()
+        channel.send(msgspec.msgpack.encode(Ready()))
+        serve(channel, tokenizer)

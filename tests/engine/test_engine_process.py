@@ -102,18 +102,48 @@ async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, 
     assert len(await neighbour) == 16
 
 
-async def test_a_killed_engine_fails_what_runs_and_says_how_it_died(random_checkpoint):
+async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint):
     engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device="cpu"))
+    right, before = await tokens(engine, "before"), engine.pid
     stream = engine.generate("r", PROMPT, SamplingParams(temperature=0, ignore_eos=True))
     await anext(stream)
     os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(ProcessDied, match="exit status -9"):
+    with pytest.raises(ProcessDied, match=f"engine process {before} died with status -9"):
         async for _ in stream:
             pass
-    assert not engine.alive
-    with pytest.raises(ProcessDied):
-        await tokens(engine, "later")
+    with pytest.raises(ProcessDied, match="the engine process died, another is being started"):
+        engine.check()
+    assert await tokens(engine, "later") == right, "it waits for the next process"
+    assert engine.pid != before
+    engine.check()
     await engine.close()
+    with pytest.raises(ProcessDied, match="closed"):
+        engine.check()
+    with pytest.raises(ProcessDied, match="closed"):
+        await tokens(engine, "too late")
+
+
+async def test_an_engine_that_cannot_come_back_says_why_and_is_tried_again(random_checkpoint, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.symlink_to(random_checkpoint)
+    engine = await AsyncEngine.start(checkpoint, EngineConfig(device="cpu"))
+    checkpoint.unlink()
+    os.kill(engine.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while "did not start" not in why_down(engine):  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0.01)
+        assert "no config.json" in why_down(engine)
+        checkpoint.symlink_to(random_checkpoint)
+        assert len(await tokens(engine, "again")) == 16
+    await engine.close()
+
+
+def why_down(engine):
+    try:
+        engine.check()
+    except ProcessDied as error:
+        return str(error)
+    return ""
 
 
 async def test_a_checkpoint_that_is_none_is_said_at_the_start(tmp_path):

@@ -1,0 +1,99 @@
+"""What of a request is tried again when a process dies: the one rule, for the service and the library alike.
+
+Until a request has given output, a death costs it time:
+
+- its tokenizer died over it, or before the engine had attached its blocks: it is tokenised again, once;
+- the engine died: it is sent to the engine that is started in its place, once.
+
+After the first output nothing is tried again: the client may have it already, and drawn tokens would be others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Protocol, TypeVar
+
+from mindie_mm.errors import ProcessDied, SegmentMissing
+from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.prompt import Prompt
+
+T = TypeVar("T")
+
+
+class TokenizerStage(Protocol):
+    """Where prompts are made: the pool's processes, or a thread."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that tokenise at this moment."""
+
+    def check(self) -> None:
+        """ProcessDied while none does."""
+
+    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+        """The request's prompt, its media in shared memory."""
+
+    async def close(self) -> None:
+        """Ends it; its arenas go with it."""
+
+
+class PromptSource:
+    """A request's prompt, and another one should its blocks be lost."""
+
+    def __init__(self, prompt: Prompt, again: Callable[[], Awaitable[Prompt]] | None = None) -> None:
+        """`again` makes the prompt anew; None: there is no further try."""
+        self.prompt = prompt
+        """As it is now."""
+        self.on_settled: Callable[[], None] | None = None
+        """Drops what a further try would need."""
+        self._again = again
+        self._lock = asyncio.Lock()
+
+    async def replace(self, lost: Prompt) -> Prompt:
+        """The prompt in place of `lost`, whose blocks are gone: made once, for all who lost it. ProcessDied."""
+        async with self._lock:
+            if self.prompt is lost:
+                again, self._again = self._again, None
+                if again is None:
+                    raise ProcessDied("the request's media were lost with their tokenizer, and there is no third try")
+                self.prompt = await again()
+            return self.prompt
+
+    def settle(self) -> None:
+        """Whoever uses the prompt has had output of it: there is no further try."""
+        self._again = None
+        if self.on_settled is not None:
+            self.on_settled()
+
+
+async def tokenized(stage: TokenizerStage, request: TokenizeRequest) -> PromptSource:
+    """The request's prompt; ProcessDied if two tokenizers die over it, other errors as the stage's."""
+    try:
+        return PromptSource(await stage.tokenize(request), lambda: stage.tokenize(request))
+    except ProcessDied:
+        return PromptSource(await stage.tokenize(request))
+
+
+async def generated(
+    source: PromptSource, generate: Callable[[Prompt], AsyncGenerator[T, None]]
+) -> AsyncGenerator[T, None]:
+    """What `generate` gives for the source's prompt, which may take two of them; ProcessDied, and its own errors."""
+    prompt, engine_died = source.prompt, False
+    while True:
+        begun = False
+        try:
+            async with aclosing(generate(prompt)) as outputs:
+                async for output in outputs:
+                    begun = True
+                    yield output
+            return
+        except ProcessDied:
+            if begun or engine_died:
+                raise
+            engine_died = True
+        except SegmentMissing:
+            if begun:
+                raise
+            prompt = await source.replace(prompt)
