@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from mindie_mm.config import ServiceConfig, default_spool
 from mindie_mm.engine.worker import Worker
-from mindie_mm.shm import make_spool
+from mindie_mm.shm import arenas_of, make_spool
 from service import chat, completions, errors, health, infer, models, tokens
 from service.admission import Admission
 from service.border import Border
@@ -26,12 +26,13 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
     model_name = config.served_model_name or (worker.config.model.name if worker.config.model else "tiny")
     metrics = Metrics(model_name)
     metrics.watch(lambda: worker.engine.stats)
+    metrics.watch_arenas(lambda: arenas_of(worker.tokenizers.pids))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
         make_spool(spool)
-        async with reclaiming(spool, config.reclaim_interval_s):
+        async with reclaiming(spool, config.reclaim_interval_s, metrics.count_reclaimed):
             app.state.service = service = Service(
                 worker=worker,
                 config=config,

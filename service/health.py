@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from mindie_mm.shm import ArenaInfo, survey
+from mindie_mm.shm import arenas_of
 from service.json_response import JSONResponse
-from service.state import Service, ServiceDep
+from service.state import ServiceDep
 
 router = APIRouter()
 
 
 @router.get("/health")
 async def health(service: ServiceDep) -> Response:
-    """200 if a request would be answered, else 503 and the reason."""
+    """200 if a request would be answered, else 503 and the reason; and how far each arena is faulted in."""
     service.check_healthy()
-    return Response(status_code=200)
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizers.pids)
+    populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
+    return JSONResponse(
+        {
+            "status": "ok",
+            "shared_memory": {
+                "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
+                "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],
+            },
+        }
+    )
 
 
 @router.get("/health/live")
@@ -32,13 +41,13 @@ async def live() -> Response:
 @router.get("/metrics")
 async def metrics(service: ServiceDep) -> Response:
     """Prometheus' text format."""
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/shm")
 async def shm(service: ServiceDep) -> Response:
     """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed."""
-    arenas = await asyncio.to_thread(_arenas, service)
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizers.pids)
     return JSONResponse(
         {
             "blocks": sum(len(arena.blocks) for arena in arenas),
@@ -46,7 +55,7 @@ async def shm(service: ServiceDep) -> Response:
             "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
             "arenas": [
                 {
-                    "name": Path(arena.file).name,
+                    "name": arena.name,
                     "pid": arena.owner.pid if arena.owner else None,
                     "blocks": len(arena.blocks),
                     "bytes": arena.used_bytes,
@@ -56,8 +65,3 @@ async def shm(service: ServiceDep) -> Response:
             ],
         }
     )
-
-
-def _arenas(service: Service) -> list[ArenaInfo]:
-    pids = service.worker.tokenizers.pids
-    return [arena for arena in survey() if arena.owner is not None and arena.owner.pid in pids]

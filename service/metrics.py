@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mindie_mm.engine.messages import Stats, Timings
+from mindie_mm.errors import BadReference, CorruptReference, MindieMMError, SegmentMissing, StaleReference
+from mindie_mm.shm import ArenaInfo, Collected
+from mindie_mm.shm.reclaim import CAUSES
+from mindie_mm.shm.stats import ArenaStats
 
 PREFIX = "mindie_mm:"
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(float(2**power) for power in range(16))
+_BAD_REFERENCES: Mapping[type[BadReference], str] = {
+    StaleReference: "stale",
+    CorruptReference: "corrupt",
+    SegmentMissing: "missing",
+}
 
 
 class Metrics:
@@ -46,6 +56,16 @@ class Metrics:
         self._prefill_s = histogram("request_prefill_time_seconds", "Scheduled to first token.", _LONG_S)
         self._decode_s = histogram("request_decode_time_seconds", "First to last token.", _LONG_S)
         self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
+        bad_references = counter("shm_bad_references", "Choices that failed for want of their media, by kind.", "kind")
+        reclaimed = counter("shm_reclaimed", "Things of the dead that were reclaimed, by cause.", "cause")
+        reclaimed_bytes = counter("shm_reclaimed_bytes", "Shared memory that they held, by cause.", "cause")
+        # Each series is there from the start, so that a rate sees the first event.
+        self._bad_references = {
+            error: bad_references.labels(model_name, kind) for error, kind in _BAD_REFERENCES.items()
+        }
+        self._reclaimed = {
+            cause: (reclaimed.labels(model_name, cause), reclaimed_bytes.labels(model_name, cause)) for cause in CAUSES
+        }
         self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
         self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
 
@@ -65,12 +85,29 @@ class Metrics:
             self._decode_s.observe(timings.decode_s)
             self._tower_s.observe(timings.tower_s)
 
+    def count_error(self, error: MindieMMError) -> None:
+        """A choice failed with `error`; counts references that no longer led to their data."""
+        for kind, counter in self._bad_references.items():
+            if isinstance(error, kind):
+                counter.inc()
+
+    def count_reclaimed(self, collected: Collected) -> None:
+        """A collection reclaimed something, or nothing."""
+        for one in collected.reclaimed:
+            number, num_bytes = self._reclaimed[one.cause]
+            number.inc()
+            num_bytes.inc(one.num_bytes)
+
+    def watch_arenas(self, arenas: Callable[[], Sequence[ArenaInfo]]) -> None:
+        """Adds shared memory as `arenas` finds it at each scrape."""
+        self.registry.register(_Arenas(arenas, self._model_name))
+
     def watch(self, stats: Callable[[], Stats | None]) -> None:
         """Adds the engine's gauges, read by `stats` at each scrape."""
         self.registry.register(_EngineGauges(stats, self._model_name))
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All of them in Prometheus' text format; looks at the arenas, which may take milliseconds."""
         return generate_latest(self.registry)
 
 
@@ -98,3 +135,53 @@ class _EngineGauges(Collector):
                 family = kind(PREFIX + name, text, labels=("model_name",))
                 family.add_metric((self._model_name,), value)
                 yield family
+
+
+class _Arenas(Collector):
+    def __init__(self, arenas: Callable[[], Sequence[ArenaInfo]], model_name: str) -> None:
+        self._arenas = arenas
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        arenas = self._arenas()
+
+        def family(
+            kind: type[GaugeMetricFamily | CounterMetricFamily],
+            name: str,
+            text: str,
+            value: Callable[[ArenaInfo, ArenaStats], float],
+        ) -> Metric:
+            # A series an arena: sums of counters would fall back when a tokenizer is started again.
+            metric = kind(f"{PREFIX}shm_{name}", text, labels=("model_name", "arena"))
+            for arena in arenas:
+                if arena.stats is not None:
+                    metric.add_metric((self._model_name, arena.name), value(arena, arena.stats))
+            return metric
+
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield family(gauge, "capacity_bytes", "Bytes for blocks.", lambda arena, _: arena.capacity_bytes)
+        yield family(gauge, "used_bytes", "Bytes in blocks that nobody freed.", lambda arena, _: arena.used_bytes)
+        yield family(gauge, "peak_bytes", "The most bytes that were ever in blocks.", lambda _, stats: stats.peak_bytes)
+        yield family(
+            gauge, "populated_ratio", "Faulted-in share, 1 is all of it.", lambda arena, _: arena.populated_fraction
+        )
+        yield family(
+            gauge,
+            "oldest_block_age_seconds",
+            "Age of the oldest block, 0 without one.",
+            lambda arena, _: _oldest(arena),
+        )
+        yield family(counter, "allocations", "Blocks allocated.", lambda _, stats: stats.allocations)
+        yield family(counter, "waits", "Allocations that had to wait for room.", lambda _, stats: stats.waits)
+        yield family(counter, "full", "Allocations that waited in vain: ArenaFull.", lambda _, stats: stats.full)
+        yield family(counter, "taken_back", "Published blocks freed and taken back.", lambda _, stats: stats.taken_back)
+        blocks = GaugeMetricFamily(f"{PREFIX}shm_blocks", "Blocks by state.", labels=("model_name", "arena", "state"))
+        for arena in arenas:
+            states = Counts(block.state for block in arena.blocks)
+            for state in ("filling", "published"):
+                blocks.add_metric((self._model_name, arena.name, state), states[state])
+        yield blocks
+
+
+def _oldest(arena: ArenaInfo) -> float:
+    return max((block.age_s for block in arena.blocks), default=0.0)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from mindie_mm.errors import MindieMMError
-from mindie_mm.shm import collect
+from mindie_mm.shm import Collected, collect
 
 _log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
-    """Collects now and every `interval_s` seconds: dead owners' arenas, dead services' requests in `spool`."""
-    await asyncio.to_thread(_collect, spool)
-    task = asyncio.create_task(_repeat(spool, interval_s))
+async def reclaiming(spool: Path, interval_s: float, count: Callable[[Collected], None]) -> AsyncIterator[None]:
+    """Collects now and every `interval_s` seconds: dead owners' arenas, dead services' requests in `spool`.
+
+    `count` is told what was collected, on a thread.
+    """
+    await asyncio.to_thread(_collect, spool, count)
+    task = asyncio.create_task(_repeat(spool, interval_s, count))
     try:
         yield
     finally:
@@ -26,23 +29,18 @@ async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _repeat(spool: Path, interval_s: float) -> None:
+async def _repeat(spool: Path, interval_s: float, count: Callable[[Collected], None]) -> None:
     while True:
         await asyncio.sleep(interval_s)
-        await asyncio.to_thread(_collect, spool)
+        await asyncio.to_thread(_collect, spool, count)
 
 
-def _collect(spool: Path) -> None:
+def _collect(spool: Path, count: Callable[[Collected], None]) -> None:
     try:
         found = collect([spool])
     except (MindieMMError, OSError) as error:  # what cannot be reclaimed now may be later; serving goes on
         _log.warning("reclaiming shared memory: %s", error)
         return
-    if found.arenas or found.blocks or found.requests:
-        _log.warning(
-            "reclaimed %d arenas (%d bytes), %d blocks, %d requests of the dead",
-            len(found.arenas),
-            found.arena_bytes,
-            len(found.blocks),
-            len(found.requests),
-        )
+    count(found)
+    if found.reclaimed:
+        _log.warning("reclaimed %d bytes of the dead: %s", found.num_bytes, found.counts)

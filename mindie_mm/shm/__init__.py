@@ -12,10 +12,11 @@ release(path_file)                                              # any process
 """
 
 from mindie_mm.shm.arena import Arena
+from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 from mindie_mm.shm.reader import View, attach, free
-from mindie_mm.shm.reclaim import ArenaInfo, BlockInfo, Collected, collect, survey
+from mindie_mm.shm.reclaim import Collected, collect
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory
@@ -33,6 +34,7 @@ __all__ = [
     "Ref",
     "RequestDirectory",
     "View",
+    "arenas_of",
     "attach",
     "collect",
     "free",

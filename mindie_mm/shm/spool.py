@@ -93,10 +93,11 @@ def request_directories(root: Path) -> list[Path]:
     return sorted(named.union(root.glob(f"{_HIDDEN}*")))
 
 
-def collect_request(path: Path) -> bool:
+def collect_request(path: Path, *, dry_run: bool = False) -> bool:
     """Frees and removes a request directory; False if its request lives, or it has gone meanwhile.
 
-    Once it is removed, raises what could not be freed, as `release`. OSError if it cannot be removed.
+    Once it is removed, raises what could not be freed, as `release`. OSError if it cannot be removed. `dry_run` only
+    says whether it would be removed.
     """
     hidden, path_file = path.name.startswith(_HIDDEN), path / PATH_FILE_NAME
     try:
@@ -104,11 +105,11 @@ def collect_request(path: Path) -> bool:
             return False
         descriptor = os.open(path_file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:  # its maker or its remover died
-        return hidden and _remove(path)
+        return hidden and (dry_run or _remove(path))
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # By now another request may have that name.
-        return os.path.samestat(path_file.lstat(), os.fstat(descriptor)) and _remove(path)
+        return os.path.samestat(path_file.lstat(), os.fstat(descriptor)) and (dry_run or _remove(path))
     except (BlockingIOError, FileNotFoundError):
         return False
     finally:

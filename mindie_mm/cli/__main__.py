@@ -1,0 +1,5 @@
+"""python -m mindie_mm.cli."""
+
+from mindie_mm.cli import main
+
+main()

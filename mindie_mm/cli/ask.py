@@ -1,0 +1,53 @@
+"""mindie-mm ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mindie_mm.cli.settings import configured
+
+
+@click.command("ask")
+@click.argument("question")
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; repeatable.")
+@click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="A video; repeatable.")
+@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
+@click.option("--max-tokens", type=int, default=256, help="Most tokens of the answer.")
+@click.option("--temperature", type=float, default=0.0, help="0 always gives the same answer.")
+@click.option("--device", help="auto, or a device that `doctor` lists.")
+@click.option("--json", "as_json", is_flag=True, help="Text, token ids, finish reason and timings as JSON.")
+def command(
+    question: str,
+    images: tuple[Path, ...],
+    videos: tuple[Path, ...],
+    *,
+    model: Path | None,
+    max_tokens: int,
+    temperature: float,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Ask QUESTION about pictures and videos, once."""
+    import msgspec
+    from rich.console import Console
+
+    from mindie_mm.engine.llm import LLM  # late: it takes seconds to import
+    from mindie_mm.engine.sampling_params import SamplingParams
+
+    items: list[dict[str, Any]] = [{"image": str(path)} for path in images]
+    items += [{"video": str(path)} for path in videos]
+    items.append({"text": question})
+    config, _ = configured(model, {"device": device})
+    status = Console(stderr=True)
+    with status.status("loading the model"):
+        llm = LLM(config.model, config)
+    with llm, status.status("thinking"):
+        (output,) = llm.generate([items], SamplingParams(max_tokens=max_tokens, temperature=temperature))
+    if as_json:
+        answer = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "timings")}
+        click.echo(msgspec.json.encode(answer).decode())
+    else:
+        click.echo(output.text)

@@ -1,0 +1,41 @@
+"""mindie-mm doctor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mindie_mm.cli.console import print_table
+from mindie_mm.cli.settings import configured, settings
+from mindie_mm.config import EngineConfig, WorkerConfig
+
+
+@click.command("doctor")
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@settings(WorkerConfig, EngineConfig)
+def command(path: Path | None, *, as_json: bool, **flags: Any) -> None:
+    """Say what of this machine is fine for serving PATH, and what to do about what is not.
+
+    Exits with 1 if something would keep the service from starting.
+    """
+    from mindie_mm.doctor import examine  # late: torch
+
+    findings = list(examine(configured(path, flags)[0]))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table("", "", "found", "what to do", show_header=False, box=None)
+        marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+        for finding in findings:
+            table.add_row(marks[finding.status], finding.subject, escape(finding.found), escape(finding.advice))
+        print_table(table)
+    sys.exit(any(finding.status == "error" for finding in findings))

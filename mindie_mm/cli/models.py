@@ -1,0 +1,32 @@
+"""mindie-mm models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from mindie_mm.cli.console import print_table
+
+
+@click.command("models")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def command(*, as_json: bool) -> None:
+    """List the model families that are served."""
+    from mindie_mm.models import family_named, family_names  # late: torch
+
+    families = [_described(name, family_named(name)) for name in family_names()]
+    if as_json:
+        click.echo(json.dumps(families))
+        return
+    from rich.table import Table
+
+    table = Table("family", "model_type", "media")
+    for family in families:
+        table.add_row(family["name"], ", ".join(family["model_types"]), ", ".join(family["kinds"]))
+    print_table(table)
+
+
+def _described(name: str, family: Any) -> dict[str, Any]:
+    return {"name": name, "model_types": list(family.model_types), "kinds": list(family.kinds)}

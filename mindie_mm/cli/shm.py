@@ -1,0 +1,211 @@
+"""mindie-mm shm: who holds which shared memory, and reclaiming it; with the service up or down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mindie_mm.cli.console import print_table
+from mindie_mm.cli.shm_view import Room, arena_table, block_table, footer, line, size
+from mindie_mm.config import default_spool
+from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
+from mindie_mm.shm.arena_info import ArenaInfo, survey
+from mindie_mm.shm.layout import file_name
+from mindie_mm.shm.path_file import release
+from mindie_mm.shm.reader import release_block
+from mindie_mm.shm.reclaim import CAUSES, Cause, Collected, collect, collect_path_file
+from mindie_mm.shm.spool import request_directories
+
+_BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
+_CAUSES: dict[Cause, str] = {
+    "owner_dead": "arenas of dead owners",
+    "request_dead": "request directories of the dead",
+    "request_gone": "blocks whose request is gone",
+    "lease_expired": "blocks whose lease ran out",
+    "path_file": "blocks that the path file names",
+}
+assert _CAUSES.keys() == set(CAUSES)
+
+
+@click.group("shm")
+def command() -> None:
+    """Show, free and reclaim shared memory of mindie_mm: arenas of this user in /dev/shm, and what is in them.
+
+    Works with the service up or down, never waits, and touches no other user's and no other program's memory.
+
+    Exits with 0 if all is fine, 1 if something could not be freed or reclaimed, 2 if the command is to be mended:
+    no such file, the wrong folder, no permission.
+    """
+
+
+@command.command("list")
+@click.option("-b", "--blocks", is_flag=True, help="One row for each block, too.")
+@click.option("--json", "as_json", is_flag=True, help="Arenas with all their blocks, as JSON.")
+def list_(*, blocks: bool, as_json: bool) -> None:
+    """List the arenas in /dev/shm, what is in them, and how full /dev/shm is."""
+    arenas, room = survey(), Room.now()
+    if as_json:
+        click.echo(_json(arenas))
+        return
+    tables: list[Any] = [arena_table(arenas)] if arenas else ["no arenas of this user"]
+    if blocks and any(arena.blocks for arena in arenas):
+        tables += ["", block_table(arenas)]
+    print_table(*tables, "", footer(arenas, room))
+
+
+@command.command()
+@click.argument("targets", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def free(targets: tuple[str, ...], *, as_json: bool) -> None:
+    """Free each of TARGETS: a request's path file, or a block as `shm list -b` names it (mindie_mm-1f2a:17).
+
+    A request that still needs what is freed fails, with an error that says so; no other does. What is free already
+    counts nothing.
+    """
+    arenas = {arena.number: arena for arena in survey()}
+    freed, failed = 0, False
+    for action in [_freeing(target, arenas) for target in targets]:  # nothing is freed if one target is wrong
+        try:
+            freed += action()
+        except (CorruptReference, SharedMemoryError) as error:
+            click.echo(f"Error: {error}", err=True)
+            failed = True
+    click.echo(json.dumps({"freed": freed}) if as_json else f"freed {freed} {'block' if freed == 1 else 'blocks'}")
+    sys.exit(failed)
+
+
+def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
+    """What frees a target and counts; InputError if it is none."""
+    if match := _BLOCK.fullmatch(target):
+        number, place = int(match[1], 16), int(match[2])
+        if number not in arenas:
+            raise InputError(f"{target}: there is no arena {file_name(number)} of this user")
+        refs = [arenas[number].ref(block) for block in arenas[number].blocks if block.block == place]
+        return lambda: sum(map(release_block, refs))
+    _require_file(Path(target), "neither a block of `mindie-mm shm list -b` nor a path file")
+    return lambda: release(Path(target))
+
+
+@command.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be reclaimed.")
+@click.option(
+    "--path-file",
+    "path_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Free what this path file names, whoever needs it, and do nothing else; repeatable.",
+)
+@click.option(
+    "--spool",
+    type=click.Path(path_type=Path),
+    help="Folder of request directories  [default: MINDIE_MM_SPOOL, or the service's own one]",
+)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_json: bool) -> None:
+    """Reclaim what belongs to the dead: arenas without an owner, requests and blocks without a process.
+
+    What a living process uses, and what other users and programs have there, stays.
+    """
+    if path_files:
+        for path_file in path_files:
+            _require_file(path_file, "no path file")
+        collected = _joined([collect_path_file(path_file, dry_run=dry_run) for path_file in path_files])
+    else:
+        if spool is not None:
+            _mode(spool, "no spool")
+        collected = collect([_checked_spool(spool or default_spool())], dry_run=dry_run)
+    if as_json:
+        click.echo(_json(collected))
+    else:
+        for text in _said(collected, dry_run=dry_run):
+            click.echo(text)
+        for failure in collected.failures:
+            click.echo(f"Error: {failure}", err=True)
+    sys.exit(bool(collected.failures))
+
+
+def _joined(parts: list[Collected]) -> Collected:
+    return Collected(
+        tuple(one for part in parts for one in part.reclaimed), tuple(text for part in parts for text in part.failures)
+    )
+
+
+def _said(collected: Collected, *, dry_run: bool) -> Iterator[str]:
+    for one in collected.reclaimed:
+        yield f"{one.what}  {size(one.num_bytes)}  {one.cause}"
+    verb = "would reclaim" if dry_run else "reclaimed"
+    counts = [f"{number} {_CAUSES[cause]}" for cause, number in collected.counts.items()]
+    yield f"{verb} {', '.join(counts)}: {size(collected.num_bytes)}" if counts else "nothing to reclaim"
+
+
+def _checked_spool(spool: Path) -> Path:
+    """InputError for a folder that looks like somebody's data: what `gc` takes for dead requests, it removes."""
+    for directory in request_directories(spool):
+        mode = stat.S_IMODE(directory.lstat().st_mode)
+        if mode & 0o077:
+            raise InputError(f"{directory} has mode {mode:o}, request directories have 700: {spool} is no spool")
+    return spool
+
+
+def _require_file(path: Path, what: str) -> None:
+    if not stat.S_ISREG(_mode(path, what)):
+        raise InputError(f"{path}: {what}: not a regular file")
+
+
+def _mode(path: Path, what: str) -> int:
+    try:
+        return path.lstat().st_mode
+    except OSError as error:
+        raise InputError(f"{path}: {what}: {error.strerror}") from error
+
+
+@command.command()
+@click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="In seconds.")
+@click.option("--count", type=click.IntRange(min=1), help="Ends after so many looks; without it, on Ctrl-C.")
+def watch(*, interval: float, count: int | None) -> None:
+    """Show the arenas live; one line for each look where standard output is no terminal. Ctrl-C ends it, with 0."""
+    try:
+        _watch_live(interval, count) if sys.stdout.isatty() else _watch_lines(interval, count)
+    except KeyboardInterrupt:
+        return
+
+
+def _watch_live(interval: float, count: int | None) -> None:
+    from rich.console import Group  # late: as for a table
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        for _ in _looks(interval, count):
+            arenas = survey()
+            live.update(Group(arena_table(arenas), "", footer(arenas, Room.now())), refresh=True)
+
+
+def _watch_lines(interval: float, count: int | None) -> None:
+    for _ in _looks(interval, count):
+        click.echo(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line(survey(), Room.now())}")
+
+
+def _looks(interval: float, count: int | None) -> Iterator[None]:
+    """One item every `interval` seconds, the first one at once."""
+    left = count
+    while True:
+        yield
+        if left is not None:
+            left -= 1
+            if not left:
+                return
+        time.sleep(interval)
+
+
+def _json(value: Any) -> str:
+    values = [dataclasses.asdict(one) for one in value] if isinstance(value, list) else dataclasses.asdict(value)
+    return json.dumps(values)

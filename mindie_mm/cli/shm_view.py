@@ -1,0 +1,131 @@
+"""How `mindie-mm shm` shows arenas to people: a table, a line, sizes and ages."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindie_mm.errors import SharedMemoryError
+from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo
+from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.shm.reclaim import block_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How full /dev/shm is."""
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def now(cls) -> Room:
+        """SharedMemoryError without a /dev/shm."""
+        try:
+            space = os.statvfs(SHM_DIRECTORY)
+        except OSError as error:
+            raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be looked at: {error.strerror}") from error
+        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        return cls(total, total - space.f_bfree * space.f_frsize, free)
+
+
+def arena_table(arenas: Sequence[ArenaInfo]) -> Table:
+    """One row an arena."""
+    from rich.markup import escape  # late: JSON and lines need no table
+    from rich.table import Table
+
+    table = Table("arena", "owner", box=None, pad_edge=False)
+    for heading in ("age", "capacity", "used", "in place"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("blocks")
+    table.add_column("oldest request", overflow="fold")
+    for arena in arenas:
+        pid = "header damaged" if arena.owner is None else f"pid {arena.owner.pid}"
+        requests = [block for block in arena.blocks if block.request]
+        oldest = max(requests, key=lambda block: block.age_s, default=None)
+        table.add_row(
+            arena.name,
+            f"{'alive' if arena.alive else '[red]dead[/]'}, {pid}",
+            age(arena.age_s),
+            size(arena.capacity_bytes),
+            size(arena.used_bytes),
+            f"{arena.populated_fraction:.0%}",
+            states(arena),
+            "" if oldest is None else f"{age(oldest.age_s)}: {escape(oldest.request)}",
+        )
+    return table
+
+
+def block_table(arenas: Sequence[ArenaInfo]) -> Table:
+    """One row a block."""
+    from rich.markup import escape  # late: JSON and lines need no table
+    from rich.table import Table
+
+    table = Table("block", "state", box=None, pad_edge=False)
+    for heading in ("size", "age", "lease"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("arrays")
+    table.add_column("request", overflow="fold")
+    for arena in arenas:
+        for block in arena.blocks:
+            arrays = ", ".join(f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in block.arrays.items())
+            table.add_row(
+                block_name(arena.number, block.block),
+                block.state,
+                size(block.num_bytes),
+                age(block.age_s),
+                "" if block.lease_s is None else age(block.lease_s),
+                escape(arrays),
+                escape(block.request),
+            )
+    return table
+
+
+def footer(arenas: Sequence[ArenaInfo], room: Room) -> str:
+    """How full /dev/shm is, and how much of that these arenas are."""
+    ours = sum(arena.file_bytes for arena in arenas)
+    return (
+        f"{SHM_DIRECTORY}: {size(room.total_bytes)}, {size(room.free_bytes)} free; {size(ours)} in {len(arenas)} "
+        f"{'arena' if len(arenas) == 1 else 'arenas'}, {size(max(0, room.used_bytes - ours))} in other files"
+    )
+
+
+def line(arenas: Sequence[ArenaInfo], room: Room) -> str:
+    """All of it in one line, for a log."""
+    blocks: list[BlockInfo] = [block for arena in arenas for block in arena.blocks]
+    oldest = max((block.age_s for block in blocks), default=0.0)
+    return (
+        f"arenas {len(arenas)} dead {sum(not arena.alive for arena in arenas)} blocks {len(blocks)} "
+        f"used_bytes {sum(arena.used_bytes for arena in arenas)} "
+        f"capacity_bytes {sum(arena.capacity_bytes for arena in arenas)} oldest_s {oldest:.0f} "
+        f"dev_shm_free_bytes {room.free_bytes} dev_shm_bytes {room.total_bytes}"
+    )
+
+
+def states(arena: ArenaInfo) -> str:
+    """Blocks by state: `3 published, 1 filling`."""
+    counts = Counter(block.state for block in arena.blocks)
+    return ", ".join(f"{number} {state}" for state, number in sorted(counts.items(), reverse=True)) or "none"
+
+
+def size(num_bytes: int) -> str:
+    """In the largest binary unit that leaves at least 1."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def age(seconds: float) -> str:
+    """In the largest unit of which there are at least 2."""
+    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
+        if abs(seconds) >= 2 * factor:
+            return f"{seconds / factor:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,204 @@
+"""What lies in /dev/shm, as everybody of this user sees it: the operator's view. Reads only, and never waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindie_mm.errors import SegmentMissing, SharedMemoryError
+from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
+from mindie_mm.shm.layout import (
+    ALLOCATED_NS,
+    EXPIRES_NS,
+    FREE,
+    MAGIC,
+    OFFSET,
+    PAGE,
+    PUBLISHED,
+    SHM_DIRECTORY,
+    SIZE,
+    STATE,
+    STATE_NAMES,
+    WORDS_PER_ENTRY,
+    ArenaHeader,
+    Owner,
+)
+from mindie_mm.shm.life import is_locked
+from mindie_mm.shm.ref import Ref
+from mindie_mm.shm.spec import ArraySpec
+from mindie_mm.shm.stats import ArenaStats
+
+_FILE_NAME = re.compile(r"mindie_mm-([0-9a-f]{4})")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block that nobody freed."""
+
+    block: int
+    generation: int
+    state: str
+    """filling or published."""
+    num_bytes: int
+    """In whole pages."""
+    arrays: Mapping[str, ArraySpec]
+    """Empty if the header cannot be read, as while it is written."""
+    request: str
+    """Path of the request's path file; empty if it has none, or the header cannot be read."""
+    age_s: float
+    lease_s: float | None
+    """What is left of its lease, below 0 once that ran out; None if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """An arena of this user."""
+
+    number: int
+    file: str
+    """Its path."""
+    owner: Owner | None
+    """None if the header is damaged."""
+    alive: bool
+    """Whether its owner holds its lock."""
+    age_s: float
+    file_bytes: int
+    """All of it that /dev/shm holds."""
+    capacity_bytes: int
+    """Bytes for blocks."""
+    used_bytes: int
+    """Bytes in blocks that nobody freed."""
+    blocks: tuple[BlockInfo, ...]
+    stats: ArenaStats | None
+    """What its owner counts; None if the header is damaged."""
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return Path(self.file).name
+
+    @property
+    def populated_fraction(self) -> float:
+        """How much of it is faulted in, 0 to 1."""
+        return 0.0 if self.stats is None else min(1.0, self.stats.populated_bytes / self.file_bytes)
+
+    def ref(self, block: BlockInfo) -> Ref:
+        """The reference to one of its blocks."""
+        return Ref(self.number, block.block, block.generation)
+
+
+def survey() -> list[ArenaInfo]:
+    """Every arena of this user in /dev/shm, by number; needs no service. SharedMemoryError without a /dev/shm."""
+    arenas = []
+    for number, path in arena_files():
+        with opened(path, os.O_RDONLY) as descriptor:
+            if descriptor is not None:
+                arenas.append(_describe(number, path, descriptor))
+    return arenas
+
+
+def arenas_of(pids: Collection[int]) -> list[ArenaInfo]:
+    """The living arenas of these processes, which are of this process's pid namespace."""
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return [
+        arena
+        for arena in survey()
+        if arena.alive and arena.owner and arena.owner.pid in pids and arena.owner.pid_namespace == namespace
+    ]
+
+
+def arena_files() -> list[tuple[int, Path]]:
+    """Number and path of all that is named as an arena; whose it is, and whether it is one, is `opened`'s to say."""
+    try:
+        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - no Path for each of thousands of other files
+    except OSError as error:
+        raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be read: {error.strerror}") from error
+    matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
+    return [(int(match[1], 16), SHM_DIRECTORY / name) for match, name in matches if match]
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int | None]:
+    """The file's descriptor if it is an arena of this user and still there; else None."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # gone, a link, or not ours to open
+        yield None
+        return
+    try:
+        ours = os.fstat(descriptor).st_uid == os.geteuid() and _first_bytes(descriptor) == MAGIC
+        yield descriptor if ours else None
+    finally:
+        os.close(descriptor)
+
+
+def _first_bytes(descriptor: int) -> bytes:
+    try:
+        return os.pread(descriptor, len(MAGIC), 0)
+    except OSError:  # a directory, a pipe
+        return b""
+
+
+def _describe(number: int, path: Path, descriptor: int) -> ArenaInfo:
+    alive = is_locked(descriptor)
+    status = os.fstat(descriptor)
+    try:
+        header = ArenaHeader.read(descriptor, status)
+        blocks = tuple(_blocks(descriptor, header))
+    except SegmentMissing:
+        return ArenaInfo(number, str(path), None, alive, 0.0, status.st_size, 0, 0, (), None)
+    return ArenaInfo(
+        number=number,
+        file=str(path),
+        owner=header.owner,
+        alive=alive,
+        age_s=max(0.0, (time.time_ns() - header.created_ns) / 1e9),
+        file_bytes=header.file_bytes,
+        capacity_bytes=header.capacity_bytes,
+        used_bytes=sum(block.num_bytes for block in blocks),
+        blocks=blocks,
+        stats=ArenaStats.read(descriptor),
+    )
+
+
+def _blocks(descriptor: int, header: ArenaHeader) -> Iterator[BlockInfo]:
+    now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    # The table and the release words at one moment, as nearly as a reader can.
+    table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
+    if len(table) < header.data_offset - PAGE:
+        raise SegmentMissing("the arena's file was cut short meanwhile")
+    control = memoryview(table).cast("Q")
+    releases = control[(header.releases_offset - PAGE) // 8 :]
+    state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()
+    for block, word in enumerate(state_words):
+        generation, state = word >> 8, word & 0xFF
+        if not FREE < state <= PUBLISHED or releases[1 + block] == generation:
+            continue
+        entry = control[WORDS_PER_ENTRY * block : WORDS_PER_ENTRY * (block + 1)]
+        size = min(entry[SIZE], header.capacity_bytes)
+        arrays: Mapping[str, ArraySpec] = {}
+        request = ""
+        try:
+            data = os.pread(descriptor, min(size, MAX_HEADER_BYTES), min(entry[OFFSET], header.file_bytes))
+            described = BlockHeader.unpack(data, 0, size)
+            described.require(block, generation)
+        except DamagedHeaderError:
+            pass
+        else:
+            arrays = {name: array.spec for name, array in described.arrays.items()}
+            request = described.request
+        yield BlockInfo(
+            block=block,
+            generation=generation,
+            state=STATE_NAMES[state],
+            num_bytes=size,
+            arrays=arrays,
+            request=request,
+            age_s=max(0.0, (now_ns - entry[ALLOCATED_NS]) / 1e9),
+            lease_s=(entry[EXPIRES_NS] - now_ns) / 1e9 if entry[EXPIRES_NS] else None,
+        )

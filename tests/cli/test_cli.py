@@ -1,0 +1,54 @@
+"""The commands beside those for shared memory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tests.cli.shell import run
+
+
+def test_models_lists_every_file_of_the_package():
+    import mindie_mm.models
+
+    files = {path.stem for path in Path(mindie_mm.models.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {family["name"] for family in json.loads(run("models", "--json"))} >= files
+
+
+def test_doctor_says_what_is_fine_and_what_is_not(random_checkpoint, tmp_path):
+    findings = json.loads(run("doctor", random_checkpoint, "--json"))
+    assert {finding["status"] for finding in findings} == {"ok"}
+    found = run("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
+    problems = {finding["subject"]: finding["advice"] for finding in json.loads(found) if finding["status"] == "error"}
+    assert problems.keys() == {"checkpoint", "shared memory"}
+    assert "--shm-size" in problems["shared memory"]
+
+
+def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
+    picture = tmp_path / "picture.png"
+    Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
+    asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 3)
+    answer = json.loads(run(*asked, "--json"))
+    assert answer["finish_reason"] in ("length", "stop")
+    assert answer["timings"]["tower_s"] > 0
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_mistakes_are_one_line(random_checkpoint):
+    said = run("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
+    assert "/no/such.png" in said
+    assert "Traceback" not in said
+    assert "MINDIE_MM_NUM_TOKENIZERS is 'two'" in run("doctor", status=2, MINDIE_MM_NUM_TOKENIZERS="two")
+
+
+def test_serve_help_names_every_setting():
+    import dataclasses
+
+    from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig
+
+    said = run("serve", "--help")
+    for cls in (ServiceConfig, WorkerConfig, EngineConfig):
+        for field in dataclasses.fields(cls):
+            if field.name not in ("model", "engine"):
+                assert f"--{field.name.replace('_', '-')}" in said

@@ -1,0 +1,300 @@
+"""mindie-mm shm, as an operator uses it."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.shm import Arena, ArraySpec, attach
+from tests.cli.shell import BIN, run
+
+SPECS = {"pixel_values": ArraySpec((4, 588), "uint8")}
+PREAMBLE = """
+import os, signal, sys
+from pathlib import Path
+from mindie_mm.shm import Arena, ArraySpec, request_directory
+def say(*values): print(*values, flush=True)
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+REQUEST = "entered = request_directory(Path(sys.argv[1])); say(entered.__enter__().path)"
+
+
+def dead(script, *arguments):
+    """What a process said that then died by SIGKILL."""
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{PREAMBLE}{script}\ndie()", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    return ended.stdout.split()
+
+
+def publish(arena, path_file):
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        block["pixel_values"][...] = 1
+        return block.publish()
+
+
+@pytest.fixture
+def arena():
+    with Arena.create(1 << 20) as arena:
+        yield arena
+
+
+@pytest.fixture
+def path_file(tmp_path):
+    path_file = tmp_path / "request" / "shm_name.txt"
+    path_file.parent.mkdir(mode=0o700)
+    return path_file
+
+
+@pytest.fixture
+def dead_arena():
+    (path,) = dead("arena = Arena.create(1 << 20); say(arena.path)")
+    yield Path(path)
+    Path(path).unlink(missing_ok=True)
+
+
+def listed(arena):
+    (found,) = [found for found in json.loads(run("shm", "list", "--json")) if found["file"] == str(arena.path)]
+    return found
+
+
+def gc(*arguments, status=0, **environment):
+    """What `gc --json` reclaimed: cause by what."""
+    collected = json.loads(run("shm", "gc", "--json", *arguments, status=status, **environment))
+    return {one["what"]: one["cause"] for one in collected["reclaimed"]}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("shm", "list", "--json"),
+        ("shm", "gc", "--dry-run", "--spool", "/var/empty"),
+        ("shm", "watch", "--count", "1"),
+        ("shm", "free", "--help"),
+        ("--help",),
+    ],
+)
+def test_the_tools_start_without_what_takes_long(command, tmp_path):
+    command = [str(tmp_path) if argument == "/var/empty" else argument for argument in command]
+    script = f"""
+import sys
+from mindie_mm.cli import main
+try:
+    main({command!r})
+finally:
+    print(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    slow = {"numpy", "torch", "transformers", "msgspec", "rich", "fastapi", "asyncio", "PIL", "pydantic", "service"}
+    assert slow.isdisjoint(ended.stderr.split())
+
+
+def test_list_shows_arenas_and_blocks(arena, path_file):
+    ref = publish(arena, path_file)
+    found = listed(arena)
+    assert found["alive"]
+    assert found["owner"]["pid"] == os.getpid()
+    assert found["stats"]["allocations"] == 1
+    (block,) = found["blocks"]
+    assert (block["block"], block["generation"]) == (ref.block, ref.generation)
+    assert block["request"] == str(path_file)
+    said = run("shm", "list")
+    (row,) = [line for line in said.splitlines() if line.startswith(arena.path.name)]
+    assert f"alive, pid {os.getpid()}" in row
+    assert "1 published" in row
+    assert row.endswith(str(path_file)), "piped, a row stays on one line"
+    assert "/dev/shm: " in said
+    assert f"{arena.path.name}:{ref.block}" not in said
+    assert f"{arena.path.name}:{ref.block}" in run("shm", "list", "-b")
+
+
+def test_list_tells_the_dead(dead_arena):
+    (row,) = [line for line in run("shm", "list").splitlines() if line.startswith(dead_arena.name)]
+    assert "dead, pid" in row
+
+
+@pytest.mark.parametrize("target", ["block", "path file"])
+def test_free_frees_what_it_is_told_once(arena, path_file, target):
+    ref = publish(arena, path_file)
+    what = f"{arena.path.name}:{ref.block}" if target == "block" else path_file
+    assert json.loads(run("shm", "free", "--json", what)) == {"freed": 1}
+    assert listed(arena)["blocks"] == []
+    assert json.loads(run("shm", "free", "--json", what)) == {"freed": 0}
+
+
+def test_free_frees_nothing_if_one_target_is_wrong(arena, path_file):
+    ref = publish(arena, path_file)
+    said = run("shm", "free", path_file, "nothing-here", status=2)
+    assert said.splitlines() == [
+        "Error: nothing-here: neither a block of `mindie-mm shm list -b` nor a path file: No such file or directory"
+    ]
+    attach(ref).verify()
+
+
+def test_a_damaged_path_file_is_freed_as_far_as_it_goes(arena, path_file):
+    for command in (("free",), ("gc", "--path-file")):
+        publish(arena, path_file)
+        with path_file.open("a") as file:
+            file.write("mindie_mm-12")
+        assert "no reference" in run("shm", *command, path_file, status=1)
+        assert listed(arena)["blocks"] == []
+        path_file.unlink()
+
+
+def test_gc_tells_its_causes_and_a_dry_run_the_same(dead_arena, arena, path_file, tmp_path):
+    spool = tmp_path / "spool"
+    (dead_request,) = dead(REQUEST, spool)
+    with arena.allocate(SPECS, path_file=Path(dead_request, "shm_name.txt")) as block:
+        of_the_dead = block.publish()
+    living = publish(arena, path_file)
+    orphan = publish(arena, tmp_path / "gone.txt")
+    (tmp_path / "gone.txt").unlink()
+    expected = {
+        str(dead_arena): "owner_dead",
+        dead_request: "request_dead",
+        f"{arena.path.name}:{orphan.block}": "request_gone",
+    }
+    for dry in ("--dry-run", "--dry-run"):
+        assert expected.items() <= gc("--spool", spool, dry).items()
+    assert dead_arena.exists()
+    assert Path(dead_request).exists()
+    assert len(listed(arena)["blocks"]) == 3
+    attach(of_the_dead).verify()
+    assert gc("--spool", spool).items() >= expected.items()
+    assert not dead_arena.exists()
+    assert not Path(dead_request).exists()
+    assert [block["block"] for block in listed(arena)["blocks"]] == [living.block]
+    assert gc("--spool", spool).keys().isdisjoint(expected)
+
+
+def test_gc_of_a_path_file_does_that_alone_and_can_be_repeated(dead_arena, arena, path_file):
+    ref = publish(arena, path_file)
+    expected = {f"{arena.path.name}:{ref.block}": "path_file"}
+    assert gc("--path-file", path_file, "--dry-run") == expected
+    attach(ref).verify()
+    assert gc("--path-file", path_file) == expected
+    assert gc("--path-file", path_file) == {}
+    assert listed(arena)["blocks"] == []
+    assert dead_arena.exists()
+    assert path_file.exists()
+
+
+def test_what_cannot_be_reclaimed_is_told(tmp_path):
+    spool = tmp_path / "spool"
+    (request,) = dead(REQUEST, spool)
+    path_file = Path(request, "shm_name.txt")
+    path_file.unlink()
+    os.mkfifo(path_file)
+    assert "no regular file" in run("shm", "gc", "--spool", spool, status=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gc", "--spool", "{tmp}/none"), "no spool: No such file"),
+        (("gc", "--spool", "{tmp}/file"), "is no directory"),
+        (("gc", "--spool", "{tmp}/data"), "has mode 755, request directories have 700: {tmp}/data is no spool"),
+        (("gc", "--path-file", "{tmp}/none"), "no path file: No such file"),
+        (("gc", "--path-file", "{tmp}/data"), "no path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/pipe"), "no path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/link"), "no path file: not a regular file"),
+        (("free", "{tmp}/pipe"), "not a regular file"),
+        (("free", "mindie_mm-0000:99999"), "there is no arena mindie_mm-0000"),
+    ],
+)
+def test_an_operators_mistake_is_one_line_and_status_2(tmp_path, arguments, said):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    samples = tmp_path / "data" / "samples"
+    samples.mkdir(parents=True)
+    (samples / "shm_name.txt").touch()
+    (samples / "1.jpg").touch()
+    (error,) = run("shm", *(text.format(tmp=tmp_path) for text in arguments), status=2).splitlines()
+    assert said.format(tmp=tmp_path) in error
+    assert (samples / "1.jpg").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_sees_and_takes_nothing(dead_arena, arena, path_file, tmp_path):
+    publish(arena, path_file)
+    spool = tmp_path / "spool"
+    spool.mkdir(mode=0o700)
+    probe = tmp_path / "private.txt"
+    probe.touch(mode=0o600)
+    tmp_path.chmod(0o755)
+    site = "import os, sys; os.setuid(65534); from mindie_mm.cli import main; main(sys.argv[1:])"
+
+    def as_nobody(*arguments):
+        return subprocess.run(
+            [sys.executable, "-c", f"from mindie_mm.cli import shm; {site}", "shm", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={key: value for key, value in os.environ.items() if not key.startswith("MINDIE_MM")},
+        )
+
+    assert json.loads(as_nobody("list", "--json").stdout) == []
+    ended = as_nobody("gc", "--json")
+    assert (ended.returncode, json.loads(ended.stdout)["reclaimed"]) == (0, []), ended.stderr
+    assert dead_arena.exists()
+    assert len(listed(arena)["blocks"]) == 1
+    for arguments in (("gc", "--spool", spool), ("gc", "--path-file", probe), ("free", probe)):
+        ended = as_nobody(*arguments)
+        assert ended.returncode == 2, ended
+        assert len(ended.stderr.splitlines()) == 1
+
+
+def test_watch_prints_a_line_for_each_look(arena):
+    lines = run("shm", "watch", "--interval", 0.05, "--count", 3).splitlines()
+    assert len(lines) == 3
+    words = lines[-1].split()[1:]
+    told = dict(zip(words[::2], words[1::2], strict=True))
+    assert int(told["arenas"]) >= 1
+    assert int(told["capacity_bytes"]) >= arena.capacity_bytes
+
+
+def test_watch_is_live_in_a_terminal_and_ctrl_c_ends_it_with_0(arena):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [BIN, "shm", "watch", "--interval", "0.05"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(slave)
+    seen = b""
+    deadline = time.monotonic() + 60
+    while seen.count(arena.path.name.encode()) < 3 and time.monotonic() < deadline:
+        seen += os.read(master, 4096)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0, seen
+    os.close(master)
+    assert b"Traceback" not in seen
+
+
+def test_a_reader_of_watch_that_leaves_ends_it(tmp_path):
+    process = subprocess.Popen(
+        [BIN, "shm", "watch", "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(30) in (0, 1)
+    assert process.stderr.read() == b""
+    process.stderr.close()
