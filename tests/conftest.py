@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from mindie_mm.shm import survey
+from mindie_mm.shm.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.checkpoints"]
 
 
 @pytest.fixture(autouse=True)
 def shared_memory_as_found() -> Iterator[None]:
-    """/dev/shm after a test is as before it: no arena of the dead, or of this process.
+    """/dev/shm after a test is as before it: no arena of the dead, or of this process; no segment of this user.
 
     Arenas of other living processes are theirs: a server that tests share may start a tokenizer at any time.
     """
@@ -25,4 +26,5 @@ def shared_memory_as_found() -> Iterator[None]:
 
 def _leftovers() -> set[str]:
     arenas = (arena for arena in survey() if not arena.alive or arena.owner is None or arena.owner.pid == os.getpid())
-    return {arena.file for arena in arenas}
+    segments = (path for path in SHM_DIRECTORY.glob("psm_*") if path.lstat().st_uid == os.geteuid())
+    return {arena.file for arena in arenas} | {str(segment) for segment in segments}

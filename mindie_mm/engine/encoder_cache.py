@@ -6,8 +6,7 @@ from collections import OrderedDict
 
 from torch import Tensor
 
-from mindie_mm.nn.splice import MediaItem
-from mindie_mm.shm import Ref
+from mindie_mm.nn.splice import ItemRef, MediaItem
 
 
 class EncoderCache:
@@ -18,7 +17,7 @@ class EncoderCache:
         self.hits = 0
         self._capacity_bytes = capacity_bytes
         self._bytes = 0
-        self._features: OrderedDict[bytes | Ref, Tensor] = OrderedDict()
+        self._features: OrderedDict[bytes | ItemRef, Tensor] = OrderedDict()
 
     def __contains__(self, item: MediaItem) -> bool:
         return _key(item) in self._features
@@ -51,5 +50,5 @@ class EncoderCache:
         self.hits += sum(item in self for item in items)
 
 
-def _key(item: MediaItem) -> bytes | Ref:
+def _key(item: MediaItem) -> bytes | ItemRef:
     return item.ref if item.digest is None else item.digest

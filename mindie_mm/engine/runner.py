@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindie_mm import faults
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.splice import MediaItem, Splice
-from mindie_mm.shm import Ref
+from mindie_mm.nn.splice import ItemRef, MediaItem, Splice
 
 _log = logging.getLogger(__name__)
 
-Features = dict[Ref, Tensor]
+Features = dict[ItemRef, Tensor]
 """[num_features, hidden] of each media item of a step."""
 
 
@@ -86,8 +86,10 @@ class Runner:
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> None:
         # The same content twice in a step is computed once.
         distinct = {item.digest or item.ref: item for _, item in group}
+        faults.point("before-tower")
         start = time.perf_counter()
         encoded = dict(zip(distinct, self._model.encode(list(distinct.values())), strict=True))
+        faults.point("after-tower")
         seconds = time.perf_counter() - start
         for sequence, item in group:
             features[item.ref] = encoded[item.digest or item.ref]

@@ -13,12 +13,17 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
     """Cuts `rgb`, uint8 [H, W, 3], into `patches`, uint8 [H/patch * W/patch, patch, patch, 3], in place.
 
     Patches that a tower merges into one token stand together: blocks of merge_size x merge_size patches, row by row.
-    H and W are multiples of patch_size * merge_size; in `patches` only the first axis may be strided. Channels stay
-    where a decoder puts them: sorting the bytes into planes takes five times as long as cutting, and is done on the
-    device, with the normalisation.
+    H and W are multiples of patch_size * merge_size. Where in `patches` only the first axis is strided, channels stay
+    where a decoder puts them; sorting the bytes into planes, where it has them so, takes five times as long.
     """
     height, width, channels = rgb.shape
     blocks_high, blocks_wide = height // (patch_size * merge_size), width // (patch_size * merge_size)
+    if not patches[0].flags.c_contiguous:
+        blocks = rgb.reshape(blocks_high, merge_size, patch_size, blocks_wide, merge_size, patch_size, channels)
+        apart = patches.reshape(blocks_high, blocks_wide, merge_size, merge_size, patch_size, patch_size, channels)
+        assert np.shares_memory(apart, patches)
+        np.copyto(apart, blocks.transpose(0, 3, 1, 4, 2, 5, 6))
+        return
     # One element is one row of one patch: numpy moves it at once.
     patch_row = np.dtype((np.void, patch_size * channels))
     rows = np.ascontiguousarray(rgb).reshape(height, -1).view(patch_row)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
@@ -24,11 +25,12 @@ from mindie_mm.media.video import open_video
 from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.mrope import mrope_positions
-from mindie_mm.nn.pixels import normalize_patches, repeat_frames
-from mindie_mm.nn.splice import MediaItem, MediaShape
-from mindie_mm.shm import ArraySpec, View
+from mindie_mm.nn.pixels import normalize_patches, normalize_planes, repeat_frames
+from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape
+from mindie_mm.shm import ArraySpec
 
 _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_PIXELS = 512 * 512
@@ -36,6 +38,13 @@ _DEFAULT_FPS = 2.0
 _BICUBIC = 3
 _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
+_PLANES = "planes"
+_SECONDS = "second_per_grid_t"
+# MindIE's own processor of this family writes these slots; its patches lie (channel, time, row, column).
+_MINDIE: Mapping[Kind, Layout] = {
+    "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
+    "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
+}
 # Given as a dict, masks are taken as they are: paged attention knows what is causal.
 _NO_MASKS = {"full_attention": None, "sliding_attention": None}
 
@@ -65,6 +74,11 @@ class PixelSettings:
     def factor(self) -> int:
         """Pixels along one side of what becomes one token."""
         return self.patch_size * self.merge_size
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of a whole patch, with all of its frames."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str, min_pixels: int, max_pixels: int) -> PixelSettings:
@@ -117,8 +131,11 @@ class PixelSettings:
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
         """uint8 patches of a block -> float32 [n, 3 * temporal * patch * patch] for the tower, on their device."""
         values = normalize_patches(patches, self.mean, self.std, self.rescale_factor)
-        whole = 3 * self.temporal_patch_size * self.patch_size**2
-        return values if values.shape[1] == whole else repeat_frames(values, self.temporal_patch_size)
+        return values if values.shape[1] == self.patch_bytes else repeat_frames(values, self.temporal_patch_size)
+
+    def normalize_planes(self, planes: torch.Tensor) -> torch.Tensor:
+        """The same of MindIE's patches, uint8 [n, 3 * temporal * patch * patch]."""
+        return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
 
 
 class Qwen2VLProcessor(Processor):
@@ -127,7 +144,12 @@ class Qwen2VLProcessor(Processor):
     An image's block holds `pixel_values`, uint8 [h * w, patch * patch * 3], and `grid_thw`, int64 [3]; a video's
     `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch * 3], and `video_grid_thw`. The frame that an
     image would repeat is not stored.
+
+    On MindIE's wire both have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], the repeated frame too, and
+    their grid; a video also `second_per_grid_t`, float32 [1, 1].
     """
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         joint = checkpoint.json("processor_config.json")
@@ -169,18 +191,19 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
     grid = (1, height // patch, width // patch)
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        patches = arrays["pixel_values"].reshape(-1, patch, patch, 3)
-        patchify(resize(image.decode(), height, width), patches, patch, merge)
+        frames = _frames(arrays, "image", patch)
+        patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
+        frames[:, 1:] = frames[:, :1]
+        faults.point("mid-fill")
         arrays["grid_thw"][...] = grid
 
+    grid_spec = {"grid_thw": ArraySpec((3,), "int64")}
     return Plan(
         num_tokens=math.prod(grid) // merge**2,
-        specs={
-            "pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8"),
-            "grid_thw": ArraySpec((3,), "int64"),
-        },
+        specs={"pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8"), **grid_spec},
         settings=f"image {height}x{width}, patch {patch}, merge {merge}",
         write=write,
+        mindie_specs={_PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"), **grid_spec},
     )
 
 
@@ -192,25 +215,38 @@ def _plan_video(data: Data, settings: PixelSettings, asked_fps: float | None) ->
     height, width = smart_resize(video.height, video.width, settings, num_frames=len(indices))
     patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     grid = (-(-len(indices) // temporal), height // patch, width // patch)
+    # Frames handed in without a rate are taken to be sampled already, at what MindIE samples at.
+    fps = _DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        groups = arrays["pixel_values_videos"].reshape(grid[0], grid[1] * grid[2], temporal, patch, patch, 3)
+        patches = _frames(arrays, "video", patch)
+        groups = patches.reshape(grid[0], grid[1] * grid[2], *patches.shape[1:])
         for index, frame in enumerate(video.decode(indices)):
             group, place = divmod(index, temporal)
             patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
         if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
             groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
         arrays["video_grid_thw"][...] = grid
+        if _SECONDS in arrays:
+            arrays[_SECONDS][...] = temporal / fps
 
+    patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
+    grid_spec = {"video_grid_thw": ArraySpec((3,), "int64")}
     return Plan(
         num_tokens=math.prod(grid) // merge**2,
-        specs={
-            "pixel_values_videos": ArraySpec((math.prod(grid), temporal * patch**2 * 3), "uint8"),
-            "video_grid_thw": ArraySpec((3,), "int64"),
-        },
+        specs={"pixel_values_videos": patches, **grid_spec},
         settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
         write=write,
+        mindie_specs={_PLANES: patches, **grid_spec, _SECONDS: ArraySpec((1, 1), "float32")},
     )
+
+
+def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:
+    """The patches of either wire, to be written as [n, frames stored of each, patch, patch, 3]."""
+    if _PLANES in arrays:
+        return arrays[_PLANES].reshape(len(arrays[_PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
+    patches = arrays[_PIXELS[kind]]
+    return patches.reshape(len(patches), -1, patch, patch, 3)
 
 
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
@@ -265,6 +301,8 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
 class Qwen2VLModel(Model):
     """Vision tower and decoder of Qwen2-VL; `module` is transformers' Qwen2VLForConditionalGeneration."""
 
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
+
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
         self.spec = spec
         self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
@@ -275,12 +313,19 @@ class Qwen2VLModel(Model):
         }
         self._merge: int = module.config.vision_config.spatial_merge_size
 
-    def describe(self, view: View) -> MediaShape:
+    def describe(self, view: ItemView) -> MediaShape:
         for kind, name in _GRIDS.items():
             if name in view:
                 t, h, w = view[name].tolist()
+                self._check_planes(view, kind, t * h * w)
                 return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
         raise CorruptReference(f"the block holds {', '.join(view)}, no grid of an image or a video")
+
+    def _check_planes(self, view: ItemView, kind: Kind, num_patches: int) -> None:
+        """Two words of MindIE's need not belong together: no check goes over both."""
+        expected = (num_patches, self._pixels[kind].patch_bytes)
+        if _PLANES in view and view[_PLANES].shape != expected:
+            raise CorruptReference(f"the segment holds {view[_PLANES].shape} bytes, the {kind}'s grid makes {expected}")
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> tuple[Tensor, int]:
         merge = self._merge
@@ -289,16 +334,19 @@ class Qwen2VLModel(Model):
             [(item.start, item.stop, (t, h // merge, w // merge)) for item in items for t, h, w in [item.shape.grid]],
         )
 
-    def tower(self, views: Sequence[View]) -> list[Tensor]:
+    def tower(self, views: Sequence[ItemView]) -> list[Tensor]:
         device, dtype = self.spec.device, self.spec.dtype
         shapes = [self.describe(view) for view in views]
-        patches = [
-            self._pixels[shape.kind].normalize(from_dlpack(view[_PIXELS[shape.kind]]).to(device))
-            for view, shape in zip(views, shapes, strict=True)
-        ]
+        patches = [self._normalized(view, shape.kind) for view, shape in zip(views, shapes, strict=True)]
         grids = torch.tensor([shape.grid for shape in shapes], device=device)
         features = self._module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
         return list(features.split([shape.num_features for shape in shapes]))
+
+    def _normalized(self, view: ItemView, kind: Kind) -> Tensor:
+        """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""
+        settings, planar = self._pixels[kind], _PLANES in view
+        patches = from_dlpack(view[_PLANES if planar else _PIXELS[kind]]).to(self.spec.device)
+        return settings.normalize_planes(patches) if planar else settings.normalize(patches)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self._module.model.language_model.embed_tokens(input_ids)

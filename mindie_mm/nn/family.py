@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
 from mindie_mm.shm import ArraySpec
 
@@ -45,11 +47,16 @@ class Plan:
     settings: str
     """Every preprocessing setting that shapes the arrays, as text; hashed with the source bytes into the digest."""
     write: Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
-    """Decodes and preprocesses the item into the block's arrays, in place."""
+    """Decodes and preprocesses the item in place: into the arrays of `specs`, or those of `mindie_specs`."""
+    mindie_specs: Mapping[str, ArraySpec] = field(default_factory=dict)
+    """Arrays on MindIE's wire, each field of the kind's layout by its name."""
 
 
 class Processor(ABC):
     """A family's half on the tokenizer's side."""
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
+    """The slots of each kind on MindIE's wire, as its model's; none, and that wire is refused."""
 
     @abstractmethod
     def placeholder(self, kind: Kind) -> Placeholder:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mindie_mm import faults
+from mindie_mm.inputs import Kind
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
-from mindie_mm.nn.splice import MediaItem, MediaShape, Splice, plain_ids, read_media, splice
-from mindie_mm.shm import View
+from mindie_mm.nn.mindie import Layout
+from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +40,19 @@ class Model(ABC):
     """A loaded model. A family says how its media are described, placed and encoded, and runs its layers."""
 
     spec: ModelSpec
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
+    """The slots of each kind on MindIE's wire; none, and ids of that wire are refused."""
 
     @abstractmethod
-    def describe(self, view: View) -> MediaShape:
-        """What the arrays of a block are; CorruptReference if they are none of the family's."""
+    def describe(self, view: ItemView) -> MediaShape:
+        """What the arrays of an item are; CorruptReference if they are none of the family's."""
 
     @abstractmethod
     def positions(self, length: int, items: Sequence[MediaItem]) -> tuple[Tensor, int]:
         """Positions of a prompt's tokens, int64 [axes, length], and what to add to the index of each later token."""
 
     @abstractmethod
-    def tower(self, views: Sequence[View]) -> list[Tensor]:
+    def tower(self, views: Sequence[ItemView]) -> list[Tensor]:
         """Features of each view's item, [num_features, hidden]; copies the arrays to the device first."""
 
     @abstractmethod
@@ -76,13 +82,14 @@ class Model(ABC):
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """The media items that the words in ids, int64 [T], name; errors as `read_media`."""
-        return read_media(ids, self.describe)
+        return read_media(ids, self.describe, self.mindie_layouts.values())
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """The tower's features of each item; StaleReference if a block was freed or reused while it was read."""
         views = [item.view for item in items]
         features = self.tower(views)
+        faults.point("mid-tower")
         for view in views:
             view.verify()
         return features

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,13 @@ from torch import Tensor
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import Kind
+from mindie_mm.nn.mindie import Layout, attach_words
 from mindie_mm.shm import Ref, View, attach, is_name_word
+from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
+
+ItemRef = Ref | SegmentsRef
+ItemView = View | SegmentsView
+"""An item's arrays, read-only and in place, whichever wire its words are of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,13 @@ class MediaItem:
     """First slot of its run."""
     stop: int
     """Slot behind the run."""
-    view: View
-    """Its arrays; once attached, they outlive the arena's file."""
+    view: ItemView
+    """Its arrays; once attached, they outlive the file that they lie in."""
     shape: MediaShape
 
     @property
-    def ref(self) -> Ref:
-        """The reference that the words carry."""
+    def ref(self) -> ItemRef:
+        """What the words refer to: two items of one ref have the same features, as long as either is held."""
         return self.view.ref
 
     @property
@@ -60,20 +66,20 @@ class Splice:
     """[rows, hidden]."""
 
 
-def read_media(ids: NDArray[np.int64], describe: Callable[[View], MediaShape]) -> list[MediaItem]:
-    """The media items of one sequence's ids int64 [T], in order.
+def read_media(
+    ids: NDArray[np.int64], describe: Callable[[ItemView], MediaShape], layouts: Iterable[Layout] = ()
+) -> list[MediaItem]:
+    """The media items of one sequence's ids int64 [T], in order; on MindIE's wire they have one of `layouts`.
 
     CorruptReference for a negative id that is no word, or a run that its words do not head; StaleReference and
     SegmentMissing as `attach`; FeatureCountMismatch, with both numbers, where a run is not as long as its features.
     """
     items: list[MediaItem] = []
-    negative = np.flatnonzero(ids < 0).tolist()
-    while negative:
-        start = negative.pop(0)
-        ref, behind = _reference(ids, start)
-        if negative and negative[0] < behind:
-            negative.pop(0)
-        view = attach(ref)
+    behind = 0
+    for start in np.flatnonzero(ids < 0).tolist():
+        if start < behind:
+            continue
+        view, behind = _attach(ids, start, layouts)
         shape = describe(view)
         view.verify()
         stop = behind
@@ -87,15 +93,20 @@ def read_media(ids: NDArray[np.int64], describe: Callable[[View], MediaShape]) -
     return items
 
 
-def _reference(ids: NDArray[np.int64], start: int) -> tuple[Ref, int]:
-    """The reference whose name word stands at `start`, and the slot behind its words."""
+def _attach(ids: NDArray[np.int64], start: int, layouts: Iterable[Layout]) -> tuple[ItemView, int]:
+    """The arrays of the item whose words begin at `start`, and the slot behind them."""
     name = int(ids[start])
-    if not is_name_word(name):
+    if is_name_word(name):
+        behind = int(ids[start + 1]) if start + 1 < len(ids) else 0
+        if behind < 0 and not is_name_word(behind):
+            return attach(Ref.from_words(name, behind)), start + 2
+        return attach(Ref.from_words(name, None)), start + 1
+    if not is_segment_word(name):
         raise CorruptReference(f"slot {start} holds {name}, which is neither a token id nor a name word")
-    behind = int(ids[start + 1]) if start + 1 < len(ids) else 0
-    if behind < 0 and not is_name_word(behind):
-        return Ref.from_words(name, behind), start + 2
-    return Ref.from_words(name, None), start + 1
+    stop = start
+    while stop < len(ids) and ids[stop] < 0:
+        stop += 1
+    return attach_words(ids[start:stop].tolist(), layouts), stop
 
 
 def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.int64]:

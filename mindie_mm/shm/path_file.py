@@ -1,21 +1,30 @@
-r"""The path file of a request: one line for each block that was ever allocated for it.
+r"""The path file of a request: one line for each block, or segment, that was ever allocated for it.
 
-    mindie_mm-1f2a 17 1234567\n        file, block, generation
+    mindie_mm-1f2a 17 1234567\n        an arena's file, block, generation
+    psm_8c9d4828\n                     a segment of MindIE's wire
 
 A line without its newline was cut short and names nothing.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from mindie_mm import faults
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm.layout import file_name
+from mindie_mm.shm.mindie_words import is_segment_name
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.ref import Ref
+from mindie_mm.shm.segment import unlink_segment
 from mindie_mm.shm.words import MAX_BLOCK, MAX_GENERATION
 
 PATH_FILE_NAME = "shm_name.txt"
@@ -23,49 +32,96 @@ MAX_BYTES = 16 << 20
 _LINE = re.compile(rb"mindie_mm-([0-9a-f]{4}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,7})\n")
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a path file says."""
+
+    refs: list[Ref]
+    """Blocks, in order."""
+    segments: list[str]
+    """Segments of MindIE's wire by name, in order."""
+    damaged: list[int]
+    """Numbers, from 1, of the lines that are neither."""
+
+
 def record(path_file: Path, ref: Ref) -> None:
     """Appends the reference's line in one write. SharedMemoryError if the file cannot be written."""
-    line = f"{file_name(ref.arena)} {ref.block} {ref.generation}\n".encode()
+    _append(path_file, f"{file_name(ref.arena)} {ref.block} {ref.generation}\n".encode())
+
+
+@contextmanager
+def recorded(path_file: Path, segment: str) -> Iterator[None]:
+    """Appends a segment's line, and takes it back if the body, which gives the segment its name, fails.
+
+    So a segment that can be seen always has its line, and a line never names what another program made meanwhile.
+    """
+    line = f"{segment}\n".encode()
+    _append(path_file, line)
+    try:
+        yield
+    except BaseException:
+        _take_back(path_file, line)
+        raise
+
+
+def _append(path_file: Path, line: bytes) -> None:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path_file, flags, 0o600)
+        faults.point("before-ledger")
         try:
             written = os.write(descriptor, line)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise SharedMemoryError(f"path file {path_file} cannot be written: {error.strerror}") from error
+    faults.point("after-ledger")
     if written != len(line):
         raise SharedMemoryError(f"path file {path_file}: {written} of {len(line)} bytes were written")
 
 
-def read(path_file: Path) -> tuple[list[Ref], list[int]]:
-    """The references in a path file, and the numbers (from 1) of the lines that hold none.
+def _take_back(path_file: Path, line: bytes) -> None:
+    """Removes the last line if it is this one."""
+    with open(path_file, "r+b", 0, opener=_open_no_link) as file:
+        start = file.seek(0, os.SEEK_END) - len(line)
+        if start >= 0 and os.pread(file.fileno(), len(line), start) == line:
+            file.truncate(start)
 
-    A missing file names nothing. InputError if the path is no regular file, LimitExceeded above 16 MiB.
+
+def read(path_file: Path) -> tuple[list[Ref], list[int]]:
+    """The blocks that a path file names, and the numbers of its damaged lines; errors as `read_contents`."""
+    contents = read_contents(path_file)
+    return contents.refs, contents.damaged
+
+
+def read_contents(path_file: Path) -> Contents:
+    """All that a path file says; a missing file says nothing.
+
+    InputError if the path is no regular file, LimitExceeded above 16 MiB.
     """
     try:
-        with open(path_file, "rb", opener=_open_to_read) as file:
+        with open(path_file, "rb", opener=_open_no_link) as file:
             data = file.read(MAX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
-        return [], []
+        return Contents([], [], [])
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
     if data is None:
         raise InputError(f"path file {path_file} cannot be read: it is no regular file")
     if len(data) > MAX_BYTES:
         raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
-    refs, damaged = [], []
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
-        ref = _parse(line)
-        if ref is None:
-            damaged.append(number)
+    contents = Contents([], [], [])
+    for number, line in enumerate(io.BytesIO(data), start=1):  # lines end with 0x0A and nothing else
+        if is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):
+            contents.segments.append(line[:-1].decode())
+        elif (ref := _parse(line)) is not None:
+            contents.refs.append(ref)
         else:
-            refs.append(ref)
-    return refs, damaged
+            contents.damaged.append(number)
+    return contents
 
 
-def _open_to_read(path: str, flags: int) -> int:
+def _open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -78,27 +134,30 @@ def _parse(line: bytes) -> Ref | None:
 
 
 def release(path_file: Path) -> int:
-    """Frees every block that the file names; the number of blocks that this call freed.
+    """Frees every block and segment that the file names; the number of those that this call freed.
 
-    Idempotent, from any process; a missing file, a missing arena and a block freed before count nothing. Lines that
-    are no reference are skipped, and when all others are freed CorruptReference names them; SharedMemoryError if an
-    arena could not be mapped, likewise once the others are done.
+    Idempotent, from any process; a missing file, a missing arena or segment and a block freed before count nothing.
+    Lines that are no reference are skipped, and when all others are freed CorruptReference names them;
+    SharedMemoryError if an arena could not be mapped, or a segment not removed, likewise once the others are done.
     """
-    refs, damaged = read(path_file)
+    contents = read_contents(path_file)
     freed, troubles = 0, []
-    for ref in refs:
+    frees = [partial(release_block, ref) for ref in contents.refs]
+    frees += [partial(unlink_segment, name) for name in contents.segments]
+    for free in frees:
         try:
-            freed += release_block(ref)
+            freed += free()
+            faults.point("mid-free")
         except SharedMemoryError as error:
             troubles.append(error)
     if troubles:
         raise SharedMemoryError(
-            f"path file {path_file}: {len(troubles)} of {len(refs)} blocks could not be released: {troubles[0]}"
+            f"path file {path_file}: {len(troubles)} of {len(frees)} references could not be released: {troubles[0]}"
         ) from troubles[0]
-    if damaged:
-        numbers = ", ".join(str(number) for number in damaged[:10])
+    if contents.damaged:
+        numbers = ", ".join(str(number) for number in contents.damaged[:10])
         raise CorruptReference(
-            f"path file {path_file}: {len(damaged)} lines are no reference (line {numbers}); the other {len(refs)} "
-            "were released"
+            f"path file {path_file}: {len(contents.damaged)} lines are no reference (line {numbers}); "
+            f"the other {len(frees)} were released"
         )
     return freed

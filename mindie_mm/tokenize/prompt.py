@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,10 +49,10 @@ class Prompt:
         return len(self.ids)
 
 
-def put_words(prompt: Prompt, words: Iterable[tuple[int, int]]) -> Prompt:
-    """`prompt` with the (name word, shape word) of each span on its first slots; a run of one slot takes the first."""
+def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
+    """`prompt` with the words of each span on its first slots; a run that is shorter takes the first of them."""
     ids = prompt.ids.copy()
-    for span, pair in zip(prompt.spans, words, strict=True):
-        room = min(len(pair), span.stop - span.start)
-        ids[span.start : span.start + room] = pair[:room]
+    for span, item_words in zip(prompt.spans, words, strict=True):
+        room = min(len(item_words), span.stop - span.start)
+        ids[span.start : span.start + room] = item_words[:room]
     return Prompt(ids, prompt.spans)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
 
-from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded
+from mindie_mm import faults
+from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import (
     Item,
     Kind,
@@ -30,14 +32,13 @@ from mindie_mm.media.source import read_source, source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Plan
-from mindie_mm.shm import PATH_FILE_NAME, Arena, Ref, free
+from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.placeholders import Run, expand
 from mindie_mm.tokenize.prompt import Prompt, put_words
 from mindie_mm.tokenize.text import Rendered, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
+from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
 
-ARENA_BYTES = 256 * 2**20
-"""Capacity of the arena that a tokenizer makes for itself."""
 DIGEST_BYTES = 32
 
 
@@ -51,29 +52,42 @@ class _Planned:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and preprocessing, with an arena to preprocess into. A context manager.
+    """A checkpoint's tokenizer and preprocessing, with shared memory to preprocess into. A context manager.
 
     Not for use by several threads at once.
     """
 
-    def __init__(self, checkpoint: Checkpoint, family: type[Family], arena: Arena | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, family: type[Family], wire: WireName, arena: Arena | None) -> None:
         """For `from_pretrained`."""
         self._processor = family.processor(checkpoint)
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         self._text = TextEncoder(checkpoint, media_ids)
-        self._arena = arena
-        self._close_arena: weakref.finalize[..., Any] | None = None
+        self._wire: Wire
+        if wire == "native":
+            self._wire = NativeWire(arena)
+            return
+        layouts = self._processor.mindie_layouts
+        if missing := set(family.kinds) - set(layouts):
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {', '.join(missing)}")
+        self._wire = MindIEWire(layouts)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path | None = None, *, arena: Arena | None = None) -> Self:
+    def from_pretrained(
+        cls, path: str | Path | None = None, wire: WireName = "native", arena: Arena | None = None
+    ) -> Self:
         """The tokenizer of the checkpoint directory `path`, None for the embedded one.
 
-        Without `arena` it makes one of its own at the first media item, and removes it on `close` or at the
-        interpreter's exit. UnsupportedCheckpoint.
+        On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
+        on `close` or at the interpreter's exit. With "mindie" each array lies in a segment of its own, as a worker of
+        MindIE's reads it, and there is no arena. InputError, UnsupportedCheckpoint.
         """
+        if wire not in get_args(WireName):
+            raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
+        if wire != "native" and arena is not None:
+            raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
         checkpoint = Checkpoint.open(path)
-        return cls(checkpoint, family_of(checkpoint), arena)
+        return cls(checkpoint, family_of(checkpoint), wire, arena)
 
     @property
     def has_template(self) -> bool:
@@ -133,10 +147,8 @@ class Tokenizer:
         return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=False)
 
     def close(self) -> None:
-        """Removes the arena that this tokenizer made. Idempotent."""
-        if self._close_arena is not None:
-            self._close_arena()
-            self._close_arena, self._arena = None, None
+        """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent."""
+        self._wire.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,6 +168,7 @@ class Tokenizer:
         add_special_tokens: bool,
     ) -> Prompt:
         planned = [self._plan(item, index) for index, item in enumerate(media)]
+        faults.point("planned")
         ids = self._text.encode(rendered, add_special_tokens)
         prompt = expand(ids, [item.run for item in planned])
         if max_tokens and len(prompt) > max_tokens:
@@ -163,40 +176,34 @@ class Tokenizer:
                 raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {max_tokens}")
             prompt = truncate(prompt, max_tokens)
         kept = planned[len(planned) - len(prompt.spans) :]
-        return put_words(prompt, [ref.to_words() for ref in self._preprocess(kept, path_file)])
+        return put_words(prompt, self._preprocess(kept, path_file))
 
     def _plan(self, media: Media, index: int) -> _Planned:
         try:
             data = read_source(media)
             plan = self._processor.plan(media, data)
+            self._wire.check(plan, media.kind)
         except InputError as error:
             raise type(error)(f"media item {index} ({media.kind}): {error}") from error
         return _Planned(Run(media.kind, self._processor.placeholder(media.kind), plan.num_tokens), plan, data)
 
-    def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None) -> list[Ref]:
-        """The references of the blocks that hold the items; on any failure none of them stays."""
-        if planned and path_file is None:
+    def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None) -> list[Sequence[int]]:
+        """The words of each item, now in shared memory; on any failure nothing of them stays there."""
+        if not planned:
+            return []
+        if path_file is None:
             raise InputError("media need a path file, to record what is to be freed")
-        refs: list[Ref] = []
-        try:
-            for index, item in enumerate(planned):
-                with self._own_arena().allocate(item.plan.specs, path_file=path_file) as block:
-                    try:
-                        item.plan.write(block)
-                    except InputError as error:
-                        raise type(error)(f"media item {index} ({item.run.kind}): {error}") from error
-                    refs.append(block.publish(content_digest(item.plan.settings, item.data)))
-        except BaseException:
-            for ref in refs:
-                free(ref)
-            raise
-        return refs
+        with ExitStack() as undo:
+            words = [self._store(item, index, path_file, undo) for index, item in enumerate(planned)]
+            undo.pop_all()
+        return words
 
-    def _own_arena(self) -> Arena:
-        if self._arena is None:
-            self._arena = Arena.create(ARENA_BYTES)
-            self._close_arena = weakref.finalize(self, self._arena.close)
-        return self._arena
+    def _store(self, item: _Planned, index: int, path_file: Path, undo: ExitStack) -> Sequence[int]:
+        digest = partial(content_digest, item.plan.settings, item.data)
+        try:
+            return self._wire.store(item.plan, item.run.kind, digest, path_file, undo)
+        except InputError as error:
+            raise type(error)(f"media item {index} ({item.run.kind}): {error}") from error
 
     def _spell(self, media: Media) -> str:
         placeholder = self._processor.placeholder(media.kind)

@@ -54,7 +54,15 @@ def test_a_file_that_names_a_vanished_arena_is_fine(path_file: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"psm_8c9d4828\n",
+        b"psm_8C9D4828\n",
+        b"psm_8c9d482\n",
+        b"psm_8c9d48280\n",
+        b"psm_abCD123\n",
+        b"/psm_8c9d4828\n",
+        b" psm_8c9d4828\n",
+        b"psm_8c9d4828\r\n",
+        b"psm_8c9d4828\rmindie_mm-1f2a 17 1234567\n",
+        b"mnq_8c9d4828\n",
         b"\n",
         b"mindie_mm-1f2a 17\n",
         b"mindie_mm-1F2A 17 1\n",
@@ -114,7 +122,7 @@ def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, pat
     publish(arena, path_file)
     link.symlink_to(tmp_path)
     try:
-        with pytest.raises(SharedMemoryError, match=rf"1 of 2 blocks could not be released: {link} cannot be opened"):
+        with pytest.raises(SharedMemoryError, match=rf"1 of 2 references could not be released: {link} cannot be opened"):
             release(path_file)
     finally:
         link.unlink()

@@ -1,0 +1,150 @@
+"""Names and shapes as MindIE-LLM writes them into negative int64: the other wire (docs/wire-format.md, section 5).
+
+    name    -(length << 58 | index of each character, 5 bits, from bit 57 down | checksum in bits 2 to 0)
+    shape   -(number of axes << 60 | sizes from bit 59 down, in the widths of PLAN | checksum in bits 2 to 0)
+
+The wire is MindIE's; what its code lets pass is refused: one name and one shape have one value, and no other value
+is accepted. Neither kind says which it is: a value may be read as both.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import NoReturn, SupportsIndex
+
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
+
+PREFIX = "psm_"
+MAX_NAME_LENGTH = 14
+"""Characters of a name as it is given, with its prefix or without."""
+CHARSET = "0123456789abcdefpsmnwABCDEF"
+PLAN: dict[int, tuple[int, ...]] = {
+    1: (57,),
+    2: (29, 28),
+    3: (19, 19, 19),
+    4: (18, 3, 18, 18),
+    5: (13, 13, 3, 14, 14),
+}
+"""Bits of each axis, by the number of axes. The largest size is 2^(bits - 1), which itself is allowed."""
+NUM_SHAPE_DIMS = len(PLAN)
+
+_MAX_CHARACTERS = 11
+"""So many fit between the length and the checksum."""
+_SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
+
+
+def is_segment_name(name: str) -> bool:
+    """Whether it is what Python calls a segment, psm_ and 8 lower-case hex digits: no other file is ever touched."""
+    return _SEGMENT_NAME.fullmatch(name) is not None
+
+
+def encode_shm_name_to_int64(name: str) -> int:
+    """The negative int64 of a segment's name; the prefix psm_ is not carried, and may be left out.
+
+    InputError for an empty name or a character outside CHARSET, LimitExceeded for more than 14 characters, or more
+    than 11 behind the prefix.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"segment name {name!r} is no text")
+    characters = name.removeprefix(PREFIX)
+    if len(name) > MAX_NAME_LENGTH:
+        raise LimitExceeded(f"segment name {name!r} has {len(name)} characters; the limit is {MAX_NAME_LENGTH}")
+    if len(characters) > _MAX_CHARACTERS:
+        raise LimitExceeded(f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}")
+    if not characters:
+        raise InputError(f"segment name {name!r} has no character behind its prefix {PREFIX}")
+    for character in characters:
+        if character not in CHARSET:
+            raise InputError(f"segment name {name!r} holds {character!r}, which is none of {CHARSET}")
+    return -_pack_name(characters)
+
+
+def _pack_name(characters: str) -> int:
+    value = len(characters) << 58
+    for place, character in enumerate(characters):
+        value |= CHARSET.index(character) << (53 - 5 * place)
+    return value | sum(map(CHARSET.index, characters)) & 7
+
+
+def decode_shm_name_from_int64(value: SupportsIndex) -> str:
+    """The name, with psm_, that a word carries; CorruptReference for what `encode_shm_name_to_int64` never writes."""
+    word, unsigned = _unsigned(value, "name")
+    length = unsigned >> 58
+    if not 1 <= length <= _MAX_CHARACTERS:
+        _corrupt(word, "name", f"its length {length} is not 1 to {_MAX_CHARACTERS}")
+    indices = [unsigned >> (53 - 5 * place) & 0x1F for place in range(length)]
+    if max(indices) >= len(CHARSET):
+        _corrupt(word, "name", f"its character {max(indices)} is not below {len(CHARSET)}")
+    characters = "".join(CHARSET[index] for index in indices)
+    if sum(indices) & 7 != unsigned & 7:
+        _corrupt(word, "name", f"its checksum is {unsigned & 7}, its characters {characters} make {sum(indices) & 7}")
+    if _pack_name(characters) != unsigned:
+        _corrupt(word, "name", f"bits behind its characters {characters} are not 0")
+    return PREFIX + characters
+
+
+def encode_shape_to_int64(shape: Iterable[SupportsIndex]) -> int:
+    """The negative int64 of a shape of 1 to 5 axes.
+
+    LimitExceeded for more axes, or a size above its axis' limit; InputError for no axis, a size below 1 or no integer.
+    """
+    if not isinstance(shape, Iterable):
+        raise InputError(f"shape {shape!r} is no sequence of integers")
+    sizes = [_integer(size, "a size of a shape") for size in shape]
+    if not 1 <= len(sizes) <= NUM_SHAPE_DIMS:
+        raise LimitExceeded(f"shape {sizes} has {len(sizes)} axes; 1 to {NUM_SHAPE_DIMS} are allowed")
+    for axis, (size, bits) in enumerate(zip(sizes, PLAN[len(sizes)], strict=True)):
+        if size < 1:
+            raise InputError(f"shape {sizes} has size {size} on axis {axis}; the least is 1")
+        if size > 1 << (bits - 1):
+            raise LimitExceeded(f"shape {sizes} has size {size} on axis {axis}; the limit is {1 << (bits - 1)}")
+    return -_pack_shape(sizes)
+
+
+def _pack_shape(sizes: list[int]) -> int:
+    value, place = len(sizes) << 60, 60
+    for size, bits in zip(sizes, PLAN[len(sizes)], strict=True):
+        place -= bits
+        value |= size << place
+    return value | value.bit_count() % 3
+
+
+def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
+    """The sizes that a word carries; CorruptReference for what `encode_shape_to_int64` never writes."""
+    word, unsigned = _unsigned(value, "shape")
+    num_dims = unsigned >> 60
+    if num_dims not in PLAN:
+        _corrupt(word, "shape", f"its number of axes {num_dims} is not 1 to {NUM_SHAPE_DIMS}")
+    checksum = (unsigned >> 3).bit_count() % 3
+    if checksum != unsigned & 7:
+        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, its bits make {checksum}")
+    sizes, place = [], 60
+    for bits in PLAN[num_dims]:
+        place -= bits
+        sizes.append(unsigned >> place & ((1 << bits) - 1))
+    for axis, (size, bits) in enumerate(zip(sizes, PLAN[num_dims], strict=True)):
+        if not 1 <= size <= 1 << (bits - 1):
+            _corrupt(word, "shape", f"its size {size} on axis {axis} is not 1 to {1 << (bits - 1)}")
+    return sizes
+
+
+def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
+    """A word, and its bits: what MindIE negated."""
+    word = _integer(value, f"a {kind} word")
+    if not -(1 << 63) <= word < 0:
+        raise CorruptReference(f"{word} is no {kind} word of MindIE's: it is not in [-2^63, 0)")
+    return word, -word
+
+
+def _integer(value: SupportsIndex, what: str) -> int:
+    """Of an int, or a numpy or torch scalar."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{what} is {value!r}, it must be an integer") from None
+
+
+def _corrupt(word: int, kind: str, why: str) -> NoReturn:
+    raise CorruptReference(f"{word} (0x{-word:016x} negated) is no {kind} word of MindIE's: {why}")
