@@ -1,4 +1,4 @@
-"""A block that is being filled by the arena's owner."""
+"""A block that is being filled by its store's writer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 class Store(Protocol):
     """What holds blocks."""
 
-    def publish(self, ref: Ref, plan: BlockPlan, offset: int, digest: bytes | None) -> None: ...
+    number: int
+    """0 to 65,535: the arena of a reference."""
 
-    def discard(self, ref: Ref) -> None: ...
+    def publish(self, block: Block, digest: bytes | None) -> None: ...
+
+    def discard(self, block: Block) -> None: ...
 
 
 class Block(Mapping[str, "np.ndarray[Any, Any]"]):
@@ -28,33 +31,50 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
     Once it is published nobody writes to it; once it is left its arrays are not used any more.
     """
 
-    __slots__ = ("_arrays", "_offset", "_plan", "_published", "_store", "ref")
+    __slots__ = ("_mapping", "_published", "_store", "entry", "generation", "nbytes", "offset", "plan", "request")
 
-    def __init__(self, store: Store, ref: Ref, plan: BlockPlan, mapping: mmap.mmap, offset: int) -> None:
-        import numpy as np  # late: the operator's tools do without
-
-        self.ref = ref
-        """The reference to hand on once the block is published."""
-        self._store, self._plan, self._offset = store, plan, offset
+    def __init__(
+        self,
+        store: Store,
+        plan: BlockPlan,
+        request: bytes,
+        entry: int,
+        generation: int,
+        offset: int,
+        nbytes: int,
+        mapping: mmap.mmap,
+    ) -> None:
+        """For a store's `allocate`."""
+        self.plan = plan
+        self.request = request
+        """Path of the request's path file; empty if it has none."""
+        self.entry = entry
+        self.generation = generation
+        self.offset = offset
+        """In the store's file."""
+        self.nbytes = nbytes
+        """Bytes that the block takes in its store."""
+        self._store = store
+        self._mapping = mapping
         self._published = False
-        self._arrays: dict[str, np.ndarray[Any, Any]] = {
-            name: np.ndarray(array.spec.shape, array.spec.dtype, mapping, offset + array.offset)
-            for name, array in plan.arrays.items()
-        }
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the block: header, arrays and alignment."""
-        return self._plan.size
+    def ref(self) -> Ref:
+        """The reference to hand on once the block is published."""
+        first = self.plan.first
+        return Ref(self._store.number, self.entry, self.generation, first.dtype, first.shape)
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        return self._arrays[name]
+        import numpy as np  # late: the operator's tools do without
+
+        array = self.plan.arrays[name]
+        return np.ndarray(array.spec.shape, array.spec.dtype, self._mapping, self.offset + array.offset)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
+        return iter(self.plan.arrays)
 
     def __len__(self) -> int:
-        return len(self._arrays)
+        return len(self.plan.arrays)
 
     def publish(self, digest: bytes | None = None) -> Ref:
         """Makes the block readable by its reference; never reads the data. Once: a second call changes nothing.
@@ -63,7 +83,7 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         StaleReference if the block was freed meanwhile: its request is over.
         """
         if not self._published:
-            self._store.publish(self.ref, self._plan, self._offset, digest)
+            self._store.publish(self, digest)
             self._published = True
         return self.ref
 
@@ -74,4 +94,4 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._published:
-            self._store.discard(self.ref)
+            self._store.discard(self)

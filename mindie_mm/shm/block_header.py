@@ -8,11 +8,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Protocol
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.shm.layout import ALIGNMENT, round_up
 from mindie_mm.shm.spec import DTYPE_CODES, DTYPES, MAX_DIMS, ArraySpec
+from mindie_mm.shm.words import pack_dims
 
 MAGIC = b"MMB1"
 MAX_ARRAYS = 64
@@ -36,12 +38,6 @@ class _Buffer(Protocol):
     def __getitem__(self, key: slice, /) -> bytes: ...
 
 
-@lru_cache(maxsize=1024)
-def _spec(shape: tuple[int, ...], code: int) -> ArraySpec:
-    """Readers meet the same few over and over."""
-    return ArraySpec(shape, DTYPES[code])
-
-
 @dataclass(frozen=True, slots=True)
 class Array:
     """One array of a block."""
@@ -62,21 +58,7 @@ class BlockHeader:
     request: str
     """Path of the request's path file, empty if it has none."""
     digest: bytes | None = None
-    """Of the content and its preprocessing; None while the block is filled, or if the item is not to be cached."""
-
-    def pack(self) -> bytes:
-        request = os.fsencode(self.request)
-        digest = self.digest or b""
-        parts = [_FIXED.pack(self.block, self.generation, len(self.arrays), len(request), len(digest), 0, digest)]
-        for name, array in self.arrays.items():
-            encoded, shape = name.encode(), array.spec.shape
-            parts.append(_ARRAY.pack(array.offset, len(encoded), DTYPE_CODES[array.spec.dtype], len(shape), 0))
-            parts.append(_DIMS[len(shape)].pack(*shape))
-            parts.append(encoded)
-        parts.append(request)
-        body = b"".join(parts)
-        size = _PREFIX.size + len(body)
-        return _PREFIX.pack(MAGIC, zlib.crc32(body, size), size) + body
+    """Of the content and its preprocessing; None if the item is not to be cached."""
 
     @classmethod
     def unpack(cls, buffer: _Buffer, start: int, stop: int) -> BlockHeader:
@@ -88,33 +70,43 @@ class BlockHeader:
             body = buffer[start + _PREFIX.size : start + size]
             if zlib.crc32(body, size) != crc:
                 raise DamagedHeaderError("its check does not hold")
-            return cls._unpack_body(body, stop - start)
+            block, generation, num_arrays, request_bytes, digest_bytes, _, digest = _FIXED.unpack_from(body)
+            behind = len(body) - request_bytes
+            if behind < _FIXED.size or digest_bytes > MAX_DIGEST_BYTES:
+                raise DamagedHeaderError("its fields overrun it")
+            arrays, end = _unpack_arrays(body[_FIXED.size : behind], num_arrays)
         except (struct.error, IndexError, UnicodeDecodeError, InputError) as error:
             raise DamagedHeaderError(str(error)) from error
+        if end > stop - start:
+            raise DamagedHeaderError(f"its arrays end at {end}, the block has {stop - start} bytes")
+        request = os.fsdecode(body[behind:])
+        return cls(block, generation, arrays, request, digest[:digest_bytes] if digest_bytes else None)
 
     def require(self, block: int, generation: int) -> None:
         """DamagedHeaderError unless it is this block's header, at this generation."""
         if (self.block, self.generation) != (block, generation):
             raise DamagedHeaderError(f"it is block {self.block}'s at generation {self.generation}")
 
-    @classmethod
-    def _unpack_body(cls, body: bytes, block_bytes: int) -> BlockHeader:
-        block, generation, num_arrays, request_bytes, digest_bytes, _, digest = _FIXED.unpack_from(body)
-        at = _FIXED.size
-        arrays = {}
-        for _ in range(num_arrays):
-            offset, name_bytes, code, num_dims, _ = _ARRAY.unpack_from(body, at)
-            at += _ARRAY.size
-            shape = _DIMS[num_dims].unpack_from(body, at)
-            at += 8 * num_dims
-            array = Array(_spec(shape, code), offset)
-            if offset % ALIGNMENT or offset + array.spec.nbytes > block_bytes:
-                raise DamagedHeaderError(f"an array at {offset} does not lie in the block")
-            arrays[body[at : at + name_bytes].decode()] = array
-            at += name_bytes
-        if not arrays or at + request_bytes != len(body) or digest_bytes > MAX_DIGEST_BYTES:
-            raise DamagedHeaderError("its fields overrun it")
-        return cls(block, generation, arrays, os.fsdecode(body[at:]), digest[:digest_bytes] if digest_bytes else None)
+
+@lru_cache(maxsize=1024)
+def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Array], int]:
+    """The arrays, and where the last one of them ends. Cached: the same few shapes come over and over."""
+    arrays: dict[str, Array] = {}
+    at = end = 0
+    for _ in range(num_arrays):
+        offset, name_bytes, code, num_dims, _ = _ARRAY.unpack_from(described, at)
+        at += _ARRAY.size
+        shape = _DIMS[num_dims].unpack_from(described, at)
+        at += 8 * num_dims
+        array = Array(ArraySpec(shape, DTYPES[code]), offset)
+        if offset % ALIGNMENT:
+            raise DamagedHeaderError(f"an array lies at {offset}, no multiple of {ALIGNMENT}")
+        arrays[described[at : at + name_bytes].decode()] = array
+        at += name_bytes
+        end = max(end, offset + array.spec.nbytes)
+    if len(arrays) != num_arrays or not arrays or at != len(described):
+        raise DamagedHeaderError("its arrays do not fill it")
+    return MappingProxyType(arrays), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,29 +114,52 @@ class BlockPlan:
     """Where the arrays of a block lie, known before the block has a place."""
 
     arrays: Mapping[str, Array]
-    request: str
+    described: bytes
+    """The arrays as they stand in the header."""
     size: int
     """Bytes of the whole block: header, arrays, alignment."""
+    first: ArraySpec
+    """What the shape word says."""
 
     @classmethod
-    def of(cls, specs: Mapping[str, ArraySpec], request: str) -> BlockPlan:
-        """Lays out `specs`. InputError, LimitExceeded."""
-        if not 1 <= len(specs) <= MAX_ARRAYS:
-            raise LimitExceeded(f"a block of {len(specs)} arrays; 1 to {MAX_ARRAYS} are allowed")
-        if len(os.fsencode(request)) > MAX_REQUEST_BYTES:
-            raise LimitExceeded(f"path file {request!r} has more than {MAX_REQUEST_BYTES} bytes")
-        header = _SMALLEST + len(os.fsencode(request))
-        for name, spec in specs.items():
-            name_bytes = len(name.encode())
-            if not 1 <= name_bytes <= MAX_NAME_BYTES:
-                raise LimitExceeded(f"array name {name!r} has {name_bytes} bytes; 1 to {MAX_NAME_BYTES} are allowed")
-            header += _ARRAY.size + 8 * len(spec.shape) + name_bytes
-        at = round_up(header, ALIGNMENT)
-        arrays = {}
-        for name, spec in specs.items():
-            arrays[name] = Array(spec, at)
-            at = round_up(at + spec.nbytes, ALIGNMENT)
-        return cls(arrays, request, at)
+    def of(cls, specs: Mapping[str, ArraySpec], request: bytes) -> BlockPlan:
+        """Lays out `specs` behind a header with the path `request`. InputError, LimitExceeded."""
+        if len(request) > MAX_REQUEST_BYTES:
+            raise LimitExceeded(f"path file {os.fsdecode(request)!r} has more than {MAX_REQUEST_BYTES} bytes")
+        return _plan(tuple(specs.items()), len(request))
+
+    def header(self, block: int, generation: int, request: bytes, digest: bytes) -> bytes:
+        """The block's header, packed; `digest` is empty if the item is not to be cached."""
+        fixed = _FIXED.pack(block, generation, len(self.arrays), len(request), len(digest), 0, digest)
+        body = fixed + self.described + request
+        size = _PREFIX.size + len(body)
+        return _PREFIX.pack(MAGIC, zlib.crc32(body, size), size) + body
+
+
+@lru_cache(maxsize=1024)
+def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> BlockPlan:
+    if not 1 <= len(specs) <= MAX_ARRAYS:
+        raise LimitExceeded(f"a block of {len(specs)} arrays; 1 to {MAX_ARRAYS} are allowed")
+    names = [name.encode() for name, _ in specs]
+    for name in names:
+        if not 1 <= len(name) <= MAX_NAME_BYTES:
+            raise LimitExceeded(
+                f"array name {name.decode()!r} has {len(name)} bytes; 1 to {MAX_NAME_BYTES} are allowed"
+            )
+    described = sum(_ARRAY.size + 8 * len(spec.shape) for _, spec in specs) + sum(map(len, names))
+    at = round_up(_SMALLEST + described + request_bytes, ALIGNMENT)
+    pack_dims(specs[0][1].shape)  # LimitExceeded for what no word can carry
+    arrays: dict[str, Array] = {}
+    parts: list[bytes] = []
+    for encoded, (text, spec) in zip(names, specs, strict=True):
+        arrays[text] = Array(spec, at)
+        parts += (
+            _ARRAY.pack(at, len(encoded), DTYPE_CODES[spec.dtype], len(spec.shape), 0),
+            _DIMS[len(spec.shape)].pack(*spec.shape),
+            encoded,
+        )
+        at = round_up(at + spec.nbytes, ALIGNMENT)
+    return BlockPlan(MappingProxyType(arrays), b"".join(parts), at, specs[0][1])
 
 
 def check_digest(digest: bytes) -> None:

@@ -1,29 +1,83 @@
-"""Free space of an arena: best fit, in whole pages, neighbours joined at once."""
+"""Free space of an arena: by size class, the class's last block first; joined into larger extents when none fits."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
+from functools import lru_cache
 
 from mindie_mm.shm.layout import PAGE, round_up
+
+# Sizes between two powers of two: a block takes at most an eighth more than it asked for, above eight pages.
+CLASSES_PER_DOUBLING = 8
+_STEP_BITS = (2 * CLASSES_PER_DOUBLING).bit_length() - 1
+
+
+@lru_cache(maxsize=4096)
+def size_class(size: int) -> int:
+    """The bytes that a block of `size` takes: so few sizes that a freed one soon fits another block exactly."""
+    step = max(PAGE, 1 << max((size - 1).bit_length() - _STEP_BITS, 0))
+    return -(-size // step) * step
 
 
 class Heap:
     """Extents of a range of bytes. One process, no locking of its own."""
 
     def __init__(self, start: int, stop: int) -> None:
-        self._by_size = [(stop - start, start)]  # sorted: (size, offset)
-        self._starts = {start: stop - start}  # offset -> size of each free extent
-        self._stops = {stop: start}  # end -> offset of each free extent
+        self._extents = _Extents(start, stop)
+        # Freed blocks wait here for one of their own class, last in first out: their pages are still in the caches.
+        self._freed: defaultdict[int, list[int]] = defaultdict(list)
         self.free_bytes = stop - start
 
     @property
     def largest_bytes(self) -> int:
         """The largest extent: what the next allocation can be at most."""
-        return self._by_size[-1][0] if self._by_size else 0
+        self._join()
+        return self._extents.largest_bytes
 
     def allocate(self, size: int) -> tuple[int, int] | None:
-        """(offset, bytes) of the smallest extent that holds `size`, cut to whole pages; None if none does."""
-        size = round_up(size, PAGE)
+        """(offset, bytes) of a block of the class of `size`; None if no extent holds it."""
+        taken = size_class(size)
+        if freed := self._freed[taken]:
+            offset: int | None = freed.pop()
+        else:
+            offset = self._extents.take(taken)
+        if offset is None:
+            self._join()
+            offset = self._extents.take(taken)
+        if offset is None and (exact := round_up(size, PAGE)) < taken:
+            taken = exact
+            offset = self._extents.take(taken)
+        if offset is None:
+            return None
+        self.free_bytes -= taken
+        return offset, taken
+
+    def free(self, offset: int, size: int) -> None:
+        """Gives back what `allocate` returned."""
+        self.free_bytes += size
+        self._freed[size].append(offset)
+
+    def _join(self) -> None:
+        for size, offsets in self._freed.items():
+            for offset in offsets:
+                self._extents.give(offset, size)
+        self._freed.clear()
+
+
+class _Extents:
+    """Disjoint extents, neighbours joined; the smallest that fits is cut."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._by_size = [(stop - start, start)]  # sorted: (size, offset)
+        self._starts = {start: stop - start}  # offset -> size
+        self._stops = {stop: start}  # end -> offset
+
+    @property
+    def largest_bytes(self) -> int:
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def take(self, size: int) -> int | None:
         at = bisect_left(self._by_size, (size, 0))
         if at == len(self._by_size):
             return None
@@ -31,12 +85,9 @@ class Heap:
         del self._starts[offset], self._stops[offset + found]
         if found > size:
             self._insert(offset + size, found - size)
-        self.free_bytes -= size
-        return offset, size
+        return offset
 
-    def free(self, offset: int, size: int) -> None:
-        """Gives back what `allocate` returned."""
-        self.free_bytes += size
+    def give(self, offset: int, size: int) -> None:
         before = self._stops.get(offset)
         if before is not None:
             size += offset - before

@@ -18,24 +18,17 @@ class LifeLock:
     def __init__(self, descriptor: int) -> None:
         """BlockingIOError if another process holds the lock; the descriptor then stays the caller's."""
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._descriptor: int | None = descriptor
-        _held.add(self)
-
-    @property
-    def descriptor(self) -> int:
+        self.descriptor = descriptor
         """The locked file; -1 once released."""
-        return -1 if self._descriptor is None else self._descriptor
-
-    @property
-    def held(self) -> bool:
+        self.held = True
         """False once released, and in a forked child: the lock is the parent's."""
-        return self._descriptor is not None
+        _held.add(self)
 
     def release(self) -> None:
         """Drops the lock. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self.held:
+            os.close(self.descriptor)
+            self.descriptor, self.held = -1, False
             _held.discard(self)
 
 

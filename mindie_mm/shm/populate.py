@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
 
 # <linux/mman.h>, Linux 5.14; the mmap module does not name them.
@@ -16,11 +18,12 @@ STEP_BYTES = 1 << 20
 class Populator:
     """Populates a mapping from its start, step by step, until it is done or told to stop."""
 
-    def __init__(self, mapping: mmap.mmap, advice: int) -> None:
+    def __init__(self, mapping: mmap.mmap, advice: int, report: Callable[[int], None] | None = None) -> None:
+        """`report` is told the bytes populated so far."""
         self.done = Event()
         """Set when every page is there, or the kernel cannot do it ahead of use."""
-        self.fraction = 0.0
         self._stop = Event()
+        self._report = report or (lambda _: None)
         Thread(target=self._run, args=(mapping, advice), name="mindie_mm-populate", daemon=True).start()
 
     def stop(self) -> None:
@@ -28,6 +31,8 @@ class Populator:
 
     def _run(self, mapping: mmap.mmap, advice: int) -> None:
         total = len(mapping)
+        with suppress(OSError):  # a kernel without huge pages for shared memory
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, total, STEP_BYTES):
             if self._stop.is_set():
                 return
@@ -36,6 +41,6 @@ class Populator:
             except OSError:
                 # An older kernel does not know the advice (EINVAL), or the file was cut (EFAULT): pages come as used.
                 break
-            self.fraction = min(start + STEP_BYTES, total) / total
-        self.fraction = 1.0
+            self._report(min(start + STEP_BYTES, total))
+        self._report(total)
         self.done.set()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import finalize
 
 from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
 from mindie_mm.shm.block_header import BlockHeader, DamagedHeaderError
@@ -37,42 +38,42 @@ class MappedArena:
     """An arena as another process sees it: all of it read-only, its release words writable."""
 
     def __init__(self, arena: int) -> None:
-        """FileNotFoundError if there is no such file.
+        """SegmentMissing if there is no such file, or it is no arena, damaged, or another user's.
 
-        SegmentMissing if it is no arena, damaged, or another user's; SharedMemoryError if it cannot be mapped.
+        SharedMemoryError if it cannot be mapped.
         """
-        self._path = str(SHM_DIRECTORY / file_name(arena))
+        path = str(SHM_DIRECTORY / file_name(arena))
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, PermissionError) as error:
+            raise SegmentMissing(f"{path}: {error.strerror}") from error
         except OSError as error:
-            raise SharedMemoryError(f"{self._path} cannot be opened: {error.strerror}") from error
+            raise SharedMemoryError(f"{path} cannot be opened: {error.strerror}") from error
+        # Kept for the checks, until no thread can be within one.
+        finalize(self, os.close, descriptor)
+        self._descriptor = descriptor
         try:
-            status = os.fstat(descriptor)
-            header = ArenaHeader.read(descriptor, status)
+            header = ArenaHeader.read(descriptor, os.fstat(descriptor))
             header.require(arena)
             self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
             releases = mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset)
         except SegmentMissing as error:
-            raise SegmentMissing(f"{self._path}: {error}") from error
+            raise SegmentMissing(f"{path}: {error}") from error
         except OSError as error:
-            raise SharedMemoryError(f"{self._path} cannot be mapped: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
+            raise SharedMemoryError(f"{path} cannot be mapped: {error.strerror}") from error
         self.header = header
-        self._identity = (status.st_ino, status.st_size)
+        self._file_bytes, self._num_entries = header.file_bytes, header.num_entries
         self._entries = memoryview(self.map)[PAGE : header.releases_offset].cast("Q")
         self._releases = memoryview(releases).cast("Q")
         self._populator: Populator | None = None
 
     def is_intact(self) -> bool:
-        """Whether the file still is the arena that was mapped: neither removed, replaced nor resized."""
-        try:
-            status = os.stat(self._path)  # noqa: PTH116 - half the time of Path.stat
-        except FileNotFoundError:
-            return False
-        return (status.st_ino, status.st_size) == self._identity
+        """Whether the file still has its name and its size: one system call, fstat.
+
+        An arena's name is given once, and taken when it is removed, or when another file is put in its place.
+        """
+        status = os.fstat(self._descriptor)
+        return status.st_nlink > 0 and status.st_size == self._file_bytes
 
     def close(self) -> None:
         """Stops background work; the mapping goes with the last array over it."""
@@ -81,7 +82,7 @@ class MappedArena:
 
     def check(self, ref: Ref) -> None:
         """StaleReference unless the block is published at the reference's generation, and not freed."""
-        if ref.block >= self.header.num_entries:
+        if ref.block >= self._num_entries:
             raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state != state_word(ref.generation, PUBLISHED):
@@ -96,7 +97,7 @@ class MappedArena:
         entry = WORDS_PER_ENTRY * ref.block
         offset, size = self._entries[entry + OFFSET], self._entries[entry + SIZE]
         try:
-            header = BlockHeader.unpack(self.map, offset, min(offset + size, self.header.file_bytes))
+            header = BlockHeader.unpack(self.map, offset, min(offset + size, self._file_bytes))
             header.require(ref.block, ref.generation)
         except DamagedHeaderError as error:
             self.check(ref)  # freed and used again while it was read: stale, not damaged
@@ -113,7 +114,7 @@ class MappedArena:
 
     def release(self, ref: Ref) -> bool:
         """Asks the owner to free a block; False if it is free already, or is another generation's."""
-        if ref.block >= self.header.num_entries or self._releases[1 + ref.block] == ref.generation:
+        if ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
             return False
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state >> 8 != ref.generation or not state & 0xFF:
@@ -137,7 +138,7 @@ class ArenaCache:
         self._lock = Lock()
 
     def get(self, arena: int) -> MappedArena:
-        """FileNotFoundError if there is no such arena, else as `MappedArena`; costs one stat."""
+        """As `MappedArena`; an arena that is mapped costs one fstat."""
         mapped = self._arenas.get(arena)
         if mapped is not None and mapped.is_intact():
             return mapped
@@ -171,30 +172,28 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
     already be another content's.
     """
 
-    __slots__ = ("_arena", "_arrays", "digest", "ref")
+    __slots__ = ("_arena", "_header", "_offset", "digest", "ref")
 
     def __init__(self, arena: MappedArena, ref: Ref) -> None:
-        import numpy as np  # late: the operator's tools do without
-
+        """For `attach`."""
         offset, header = arena.block_header(ref)
         self.ref = ref
         """The reference that was attached."""
         self.digest = header.digest
         """Of content and preprocessing; None if the block is not to be cached."""
-        self._arena = arena
-        self._arrays: dict[str, np.ndarray[Any, Any]] = {
-            name: np.ndarray(array.spec.shape, array.spec.dtype, arena.map, offset + array.offset)
-            for name, array in header.arrays.items()
-        }
+        self._arena, self._offset, self._header = arena, offset, header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        return self._arrays[name]
+        import numpy as np  # late: the operator's tools do without
+
+        array = self._header.arrays[name]
+        return np.ndarray(array.spec.shape, array.spec.dtype, self._arena.map, self._offset + array.offset)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
+        return iter(self._header.arrays)
 
     def __len__(self) -> int:
-        return len(self._arrays)
+        return len(self._header.arrays)
 
     def verify(self) -> None:
         """StaleReference if the block was freed, or freed and used again, since it was attached."""
@@ -219,8 +218,8 @@ def attach(ref: Ref) -> View:
     """
     try:
         arena = _cache.get(ref.arena)
-    except FileNotFoundError as error:
-        raise SegmentMissing(f"{ref}: there is no file {error.filename}") from error
+    except SegmentMissing as error:
+        raise SegmentMissing(f"{ref}: {error}") from error
     view = View(arena, ref)
     arena.populate()
     return view
@@ -230,7 +229,7 @@ def release_block(ref: Ref) -> bool:
     """Frees a block and says whether this call did it."""
     try:
         return _cache.get(ref.arena).release(ref)
-    except (FileNotFoundError, SegmentMissing):
+    except SegmentMissing:
         return False
 
 

@@ -12,6 +12,7 @@ covers: it finds every error of one, two or three bits in the pair.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NoReturn, overload
 
 from mindie_mm.errors import CorruptReference, LimitExceeded
@@ -61,25 +62,34 @@ def _signed(word: int) -> int:
     return word - (1 << 64)
 
 
+# A CRC is linear: from the check of a name word follows what the shape word's check starts with behind it.
+_NAME_TO_SHAPE = _crc8(0, _NAME_SEED ^ _SHAPE_SEED)
+
+
 def encode_name(arena: int, block: int, generation: int) -> int:
     """The name word; LimitExceeded for a number that does not fit its field."""
-    for what, value, limit in (
-        ("arena", arena, MAX_ARENA),
-        ("block", block, MAX_BLOCK),
-        ("generation", generation, MAX_GENERATION),
-    ):
-        if not 0 <= value <= limit:
-            raise LimitExceeded(f"{what} {value} does not fit a name word; the limit is 0 to {limit}")
+    if not (0 <= arena <= MAX_ARENA and 0 <= block <= MAX_BLOCK and 0 <= generation <= MAX_GENERATION):
+        _does_not_fit(arena, block, generation)
     payload = (_NAME_TAG << 54) | (arena << 38) | (block << 24) | generation
     return _signed((payload << 8) | _crc8(payload, _NAME_SEED))
 
 
+def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
+    limits = (("arena", arena, MAX_ARENA), ("block", block, MAX_BLOCK), ("generation", generation, MAX_GENERATION))
+    what, value, limit = next(one for one in limits if not 0 <= one[1] <= one[2])
+    raise LimitExceeded(f"{what} {value} does not fit a name word; the limit is 0 to {limit}")
+
+
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
     """The shape word that goes with `name_word`; LimitExceeded for a shape that does not fit its 47 bits."""
+    payload = _pack(dtype, shape)
+    return _signed((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE))
+
+
+@lru_cache(maxsize=4096)
+def _pack(dtype: str, shape: tuple[int, ...]) -> int:
     array = spec.ArraySpec(shape, dtype)
-    payload = (_SHAPE_TAG << 54) | (spec.DTYPE_CODES[dtype] << 50) | (len(shape) << 47) | pack_dims(array.shape)
-    crc = _crc8(payload, _crc8((name_word & _MASK64) >> 8, _SHAPE_SEED))
-    return _signed((payload << 8) | crc)
+    return (_SHAPE_TAG << 54) | (spec.DTYPE_CODES[dtype] << 50) | (len(shape) << 47) | pack_dims(array.shape)
 
 
 def pack_dims(shape: tuple[int, ...]) -> int:
@@ -114,23 +124,35 @@ def decode_name(word: int) -> tuple[int, int, int]:
 
 
 def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) of the shape word behind `name_word`; CorruptReference if their check does not hold."""
+    """(dtype, shape) of the shape word behind `name_word`; CorruptReference if their check does not hold.
+
+    The name word's own check is `decode_name`'s.
+    """
     unsigned = word & _MASK64
     payload = unsigned >> 8
     if unsigned >> 62 != _SHAPE_TAG or not -(1 << 63) <= word < 0:
         _corrupt(word, "it is not a shape word")
-    if _crc8(payload, _crc8((name_word & _MASK64) >> 8, _SHAPE_SEED)) != unsigned & 0xFF:
+    if _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE) != unsigned & 0xFF:
         _corrupt(word, f"its check does not hold behind name word {name_word}")
+    try:
+        return _unpack(payload)
+    except ValueError as error:
+        _corrupt(word, str(error))
+
+
+@lru_cache(maxsize=4096)
+def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
+    """ValueError says what is wrong."""
     code = (payload >> 50) & 0xF
     num_dims = (payload >> 47) & 0x7
     if code >= len(spec.DTYPES):
-        _corrupt(word, f"its dtype code {code} is not below {len(spec.DTYPES)}")
+        raise ValueError(f"its dtype code {code} is not below {len(spec.DTYPES)}")
     if not 1 <= num_dims <= spec.MAX_DIMS:
-        _corrupt(word, f"its number of dimensions {num_dims} is not 1 to {spec.MAX_DIMS}")
-    return spec.DTYPES[code], _unpack_dims(word, payload & ((1 << DIMS_BITS) - 1), num_dims)
+        raise ValueError(f"its number of dimensions {num_dims} is not 1 to {spec.MAX_DIMS}")
+    return spec.DTYPES[code], _unpack_dims(payload & ((1 << DIMS_BITS) - 1), num_dims)
 
 
-def _unpack_dims(word: int, dims: int, num_dims: int) -> tuple[int, ...]:
+def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
     """Only what `pack_dims` writes is accepted: one shape, one word."""
     left = DIMS_BITS
     shape = []
@@ -139,14 +161,14 @@ def _unpack_dims(word: int, dims: int, num_dims: int) -> tuple[int, ...]:
         width = WIDTHS[code]
         left -= 4 + width
         if left < 0:
-            _corrupt(word, "its dimensions overrun their field")
+            raise ValueError("its dimensions overrun their field")
         size = (dims >> 4) & ((1 << width) - 1)
         if WIDTH_CODES[size.bit_length()] != code:
-            _corrupt(word, "a dimension is not in its narrowest form")
+            raise ValueError("a dimension is not in its narrowest form")
         shape.append(size + 1)
         dims >>= 4 + width
     if dims.bit_length() > FIRST_AXIS_BITS:
-        _corrupt(word, f"its first axis has more than {FIRST_AXIS_BITS} bits")
+        raise ValueError(f"its first axis has more than {FIRST_AXIS_BITS} bits")
     shape.append(dims + 1)
     return tuple(reversed(shape))
 

@@ -14,6 +14,7 @@ import pytest
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, release
 from mindie_mm.shm.layout import PAGE
+from mindie_mm.shm.stats import ArenaStats
 
 PAGE_SPECS = {"x": ArraySpec((1000,), "uint8")}
 HALF_SPECS = {"x": ArraySpec(((1 << 19) - 1000,), "uint8")}
@@ -36,7 +37,8 @@ def test_an_arena_is_one_private_file_reserved_whole_and_removed_by_closing() ->
         assert status.st_mode & 0o777 == 0o600
         assert status.st_blocks * 512 >= status.st_size > arena.capacity_bytes >= 3_000_000
         assert arena.populated.wait(30)
-        assert arena.populated_fraction == 1.0
+        with arena.path.open("rb") as file:
+            assert ArenaStats.read(file.fileno()).populated_bytes == status.st_size
     assert not arena.path.exists()
     arena.close()
 
