@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import stat
@@ -14,8 +13,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.console import print_table
-from mindie_mm.cli.shm_view import Room, arena_table, block_table, footer, line, size
+from mindie_mm.cli.shm_view import Room, arena_rows, block_rows, footer, line, printable, size
 from mindie_mm.config import default_spool
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
 from mindie_mm.shm.arena_info import ArenaInfo, survey
@@ -56,10 +54,10 @@ def list_(*, blocks: bool, as_json: bool) -> None:
     if as_json:
         click.echo(_json(arenas))
         return
-    tables: list[Any] = [arena_table(arenas)] if arenas else ["no arenas of this user"]
+    rows = arena_rows(arenas) if arenas else ["no arenas of this user"]
     if blocks and any(arena.blocks for arena in arenas):
-        tables += ["", block_table(arenas)]
-    print_table(*tables, "", footer(arenas, room))
+        rows += ["", *block_rows(arenas)]
+    click.echo("\n".join([*rows, "", footer(arenas, room)]))
 
 
 @command.command()
@@ -77,7 +75,7 @@ def free(targets: tuple[str, ...], *, as_json: bool) -> None:
         try:
             freed += action()
         except (CorruptReference, SharedMemoryError) as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error: {printable(str(error))}", err=True)
             failed = True
     click.echo(json.dumps({"freed": freed}) if as_json else f"freed {freed} {'block' if freed == 1 else 'blocks'}")
     sys.exit(failed)
@@ -129,7 +127,7 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
         for text in _said(collected, dry_run=dry_run):
             click.echo(text)
         for failure in collected.failures:
-            click.echo(f"Error: {failure}", err=True)
+            click.echo(f"Error: {printable(failure)}", err=True)
     sys.exit(bool(collected.failures))
 
 
@@ -141,7 +139,7 @@ def _joined(parts: list[Collected]) -> Collected:
 
 def _said(collected: Collected, *, dry_run: bool) -> Iterator[str]:
     for one in collected.reclaimed:
-        yield f"{one.what}  {size(one.num_bytes)}  {one.cause}"
+        yield f"{printable(one.what)}  {size(one.num_bytes)}  {one.cause}"
     verb = "would reclaim" if dry_run else "reclaimed"
     counts = [f"{number} {_CAUSES[cause]}" for cause, number in collected.counts.items()]
     yield f"{verb} {', '.join(counts)}: {size(collected.num_bytes)}" if counts else "nothing to reclaim"
@@ -180,13 +178,14 @@ def watch(*, interval: float, count: int | None) -> None:
 
 
 def _watch_live(interval: float, count: int | None) -> None:
-    from rich.console import Group  # late: as for a table
-    from rich.live import Live
+    from rich.live import Live  # late: the other tools need no rich
+    from rich.text import Text
 
     with Live(auto_refresh=False) as live:
         for _ in _looks(interval, count):
             arenas = survey()
-            live.update(Group(arena_table(arenas), "", footer(arenas, Room.now())), refresh=True)
+            rows = [*arena_rows(arenas), "", footer(arenas, Room.now())]
+            live.update(Text("\n".join(rows), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def _watch_lines(interval: float, count: int | None) -> None:
@@ -207,5 +206,4 @@ def _looks(interval: float, count: int | None) -> Iterator[None]:
 
 
 def _json(value: Any) -> str:
-    values = [dataclasses.asdict(one) for one in value] if isinstance(value, list) else dataclasses.asdict(value)
-    return json.dumps(values)
+    return json.dumps(value, default=lambda one: {name: getattr(one, name) for name in one.__slots__})

@@ -1,20 +1,16 @@
-"""How `mindie-mm shm` shows arenas to people: a table, a line, sizes and ages."""
+"""How `mindie-mm shm` shows arenas to people: rows, a line, sizes and ages."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.reclaim import block_name
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,56 +32,56 @@ class Room:
         return cls(total, total - space.f_bfree * space.f_frsize, free)
 
 
-def arena_table(arenas: Sequence[ArenaInfo]) -> Table:
-    """One row an arena."""
-    from rich.markup import escape  # late: JSON and lines need no table
-    from rich.table import Table
-
-    table = Table("arena", "owner", box=None, pad_edge=False)
-    for heading in ("age", "capacity", "used", "in place"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("blocks")
-    table.add_column("oldest request", overflow="fold")
+def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
+    """A heading, and one line an arena; plain columns, since rich takes seconds for thousands of rows."""
+    rows = [("arena", "owner", "age", "capacity", "used", "populated", "blocks", "oldest request")]
     for arena in arenas:
         pid = "header damaged" if arena.owner is None else f"pid {arena.owner.pid}"
         requests = [block for block in arena.blocks if block.request]
         oldest = max(requests, key=lambda block: block.age_s, default=None)
-        table.add_row(
-            arena.name,
-            f"{'alive' if arena.alive else '[red]dead[/]'}, {pid}",
-            age(arena.age_s),
-            size(arena.capacity_bytes),
-            size(arena.used_bytes),
-            f"{arena.populated_fraction:.0%}",
-            states(arena),
-            "" if oldest is None else f"{age(oldest.age_s)}: {escape(oldest.request)}",
-        )
-    return table
-
-
-def block_table(arenas: Sequence[ArenaInfo]) -> Table:
-    """One row a block."""
-    from rich.markup import escape  # late: JSON and lines need no table
-    from rich.table import Table
-
-    table = Table("block", "state", box=None, pad_edge=False)
-    for heading in ("size", "age", "lease"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("arrays")
-    table.add_column("request", overflow="fold")
-    for arena in arenas:
-        for block in arena.blocks:
-            arrays = ", ".join(f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in block.arrays.items())
-            table.add_row(
-                block_name(arena.number, block.block),
-                block.state,
-                size(block.num_bytes),
-                age(block.age_s),
-                "" if block.lease_s is None else age(block.lease_s),
-                escape(arrays),
-                escape(block.request),
+        rows.append(
+            (
+                arena.name,
+                f"{'alive' if arena.alive else 'DEAD'}, {pid}",
+                age(arena.age_s),
+                size(arena.capacity_bytes or arena.file_bytes),
+                size(arena.used_bytes),
+                f"{arena.populated_fraction:.0%}",
+                states(arena),
+                "" if oldest is None else f"{age(oldest.age_s)}: {printable(oldest.request)}",
             )
-    return table
+        )
+    return _columns(rows, right=(2, 3, 4, 5))
+
+
+def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
+    """A heading, and one line a block."""
+    rows = [("block", "state", "size", "age", "lease", "arrays", "request")]
+    rows += [
+        (
+            block_name(arena.number, block.block),
+            block.state,
+            size(block.num_bytes),
+            age(block.age_s),
+            "" if block.lease_s is None else age(block.lease_s),
+            printable(", ".join(f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in block.arrays.items())),
+            printable(block.request),
+        )
+        for arena in arenas
+        for block in arena.blocks
+    ]
+    return _columns(rows, right=(2, 3, 4))
+
+
+def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def footer(arenas: Sequence[ArenaInfo], room: Room) -> str:
@@ -129,3 +125,8 @@ def age(seconds: float) -> str:
         if abs(seconds) >= 2 * factor:
             return f"{seconds / factor:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: a path may hold any byte."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

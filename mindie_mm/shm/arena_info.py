@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindie_mm.errors import SegmentMissing, SharedMemoryError
-from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
+from mindie_mm.shm.block_header import BlockHeader, DamagedHeaderError
 from mindie_mm.shm.layout import (
     ALLOCATED_NS,
     EXPIRES_NS,
@@ -92,22 +92,25 @@ class ArenaInfo:
         return Ref(self.number, block.block, block.generation)
 
 
-def survey() -> list[ArenaInfo]:
-    """Every arena of this user in /dev/shm, by number; needs no service. SharedMemoryError without a /dev/shm."""
+def survey(*, described: bool = True) -> list[ArenaInfo]:
+    """Every arena of this user in /dev/shm, by number; needs no service. SharedMemoryError without a /dev/shm.
+
+    `described=False` leaves out what stands in the blocks' own headers, arrays and request: many times faster.
+    """
     arenas = []
     for number, path in arena_files():
         with opened(path, os.O_RDONLY) as descriptor:
             if descriptor is not None:
-                arenas.append(_describe(number, path, descriptor))
+                arenas.append(_describe(number, path, descriptor, described=described))
     return arenas
 
 
 def arenas_of(pids: Collection[int]) -> list[ArenaInfo]:
-    """The living arenas of these processes, which are of this process's pid namespace."""
+    """The living arenas of these processes of this process's pid namespace, not `described`."""
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return [
         arena
-        for arena in survey()
+        for arena in survey(described=False)
         if arena.alive and arena.owner and arena.owner.pid in pids and arena.owner.pid_namespace == namespace
     ]
 
@@ -144,12 +147,12 @@ def _first_bytes(descriptor: int) -> bytes:
         return b""
 
 
-def _describe(number: int, path: Path, descriptor: int) -> ArenaInfo:
+def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> ArenaInfo:
     alive = is_locked(descriptor)
     status = os.fstat(descriptor)
     try:
         header = ArenaHeader.read(descriptor, status)
-        blocks = tuple(_blocks(descriptor, header))
+        blocks = tuple(_blocks(descriptor, header, described=described))
     except SegmentMissing:
         return ArenaInfo(number, str(path), None, alive, 0.0, status.st_size, 0, 0, (), None)
     return ArenaInfo(
@@ -166,7 +169,7 @@ def _describe(number: int, path: Path, descriptor: int) -> ArenaInfo:
     )
 
 
-def _blocks(descriptor: int, header: ArenaHeader) -> Iterator[BlockInfo]:
+def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     # The table and the release words at one moment, as nearly as a reader can.
     table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
@@ -175,30 +178,41 @@ def _blocks(descriptor: int, header: ArenaHeader) -> Iterator[BlockInfo]:
     control = memoryview(table).cast("Q")
     releases = control[(header.releases_offset - PAGE) // 8 :]
     state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()
+    capacity_bytes, file_bytes = header.capacity_bytes, header.file_bytes
     for block, word in enumerate(state_words):
         generation, state = word >> 8, word & 0xFF
         if not FREE < state <= PUBLISHED or releases[1 + block] == generation:
             continue
         entry = control[WORDS_PER_ENTRY * block : WORDS_PER_ENTRY * (block + 1)]
-        size = min(entry[SIZE], header.capacity_bytes)
-        arrays: Mapping[str, ArraySpec] = {}
-        request = ""
-        try:
-            data = os.pread(descriptor, min(size, MAX_HEADER_BYTES), min(entry[OFFSET], header.file_bytes))
-            described = BlockHeader.unpack(data, 0, size)
-            described.require(block, generation)
-        except DamagedHeaderError:
-            pass
-        else:
-            arrays = {name: array.spec for name, array in described.arrays.items()}
-            request = described.request
+        start, size = min(entry[OFFSET], file_bytes), min(entry[SIZE], capacity_bytes)
+        own = _block_header(descriptor, block, generation, start, size) if described else None
         yield BlockInfo(
             block=block,
             generation=generation,
             state=STATE_NAMES[state],
             num_bytes=size,
-            arrays=arrays,
-            request=request,
+            arrays={name: array.spec for name, array in own.arrays.items()} if own else {},
+            request=own.request if own else "",
             age_s=max(0.0, (now_ns - entry[ALLOCATED_NS]) / 1e9),
             lease_s=(entry[EXPIRES_NS] - now_ns) / 1e9 if entry[EXPIRES_NS] else None,
         )
+
+
+def _block_header(descriptor: int, block: int, generation: int, start: int, size: int) -> BlockHeader | None:
+    """None if it cannot be read, or is another use's."""
+    try:
+        header = BlockHeader.unpack(_FileBytes(descriptor), start, start + size)
+        header.require(block, generation)
+    except DamagedHeaderError:
+        return None
+    return header
+
+
+class _FileBytes:
+    """The bytes of a file, each slice read when it is asked for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __getitem__(self, key: slice) -> bytes:
+        return os.pread(self._descriptor, key.stop - key.start, key.start)

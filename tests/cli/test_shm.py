@@ -80,7 +80,7 @@ def gc(*arguments, status=0, **environment):
 @pytest.mark.parametrize(
     "command",
     [
-        ("shm", "list", "--json"),
+        ("shm", "list", "-b"),
         ("shm", "gc", "--dry-run", "--spool", "/var/empty"),
         ("shm", "watch", "--count", "1"),
         ("shm", "free", "--help"),
@@ -123,7 +123,7 @@ def test_list_shows_arenas_and_blocks(arena, path_file):
 
 def test_list_tells_the_dead(dead_arena):
     (row,) = [line for line in run("shm", "list").splitlines() if line.startswith(dead_arena.name)]
-    assert "dead, pid" in row
+    assert "DEAD, pid" in row
 
 
 @pytest.mark.parametrize("target", ["block", "path file"])
