@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,5 +27,11 @@ def shared_memory_as_found() -> Iterator[None]:
 
 def _leftovers() -> set[str]:
     arenas = (arena for arena in survey() if not arena.alive or arena.owner is None or arena.owner.pid == os.getpid())
-    segments = (path for path in SHM_DIRECTORY.glob("psm_*") if path.lstat().st_uid == os.geteuid())
-    return {arena.file for arena in arenas} | {str(segment) for segment in segments}
+    return {arena.file for arena in arenas} | {str(path) for path in SHM_DIRECTORY.glob("psm_*") if _is_ours(path)}
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
