@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mindie_mm.shm import survey
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.checkpoints"]
+
+settings.register_profile("here", deadline=None)  # a busy machine makes no test wrong; pytest's own time limit holds
+settings.load_profile("here")
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ release(path_file)                                              # any process
 from mindie_mm.shm.arena import Arena
 from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
 from mindie_mm.shm.block import Block
+from mindie_mm.shm.disk import DiskArena
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
-from mindie_mm.shm.reader import View, attach, free
+from mindie_mm.shm.reader import View, attach, free, mount
 from mindie_mm.shm.reclaim import Collected, collect
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
@@ -31,6 +32,7 @@ __all__ = [
     "Block",
     "BlockInfo",
     "Collected",
+    "DiskArena",
     "Ref",
     "RequestDirectory",
     "View",
@@ -40,6 +42,7 @@ __all__ = [
     "free",
     "is_name_word",
     "make_spool",
+    "mount",
     "release",
     "request_directory",
     "survey",

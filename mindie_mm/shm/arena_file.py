@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from mindie_mm.errors import InputError, SharedMemoryError
-from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, file_name
+from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
 from mindie_mm.shm.life import LifeLock
 from mindie_mm.shm.words import MAX_ARENA
 
@@ -24,7 +24,7 @@ def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
     """A new arena file of this process: its header, its lock, and all of it mapped. InputError, SharedMemoryError."""
     if capacity_bytes < 1:
         raise InputError(f"an arena of {capacity_bytes} bytes; it takes at least 1")
-    header = ArenaHeader.plan(capacity_bytes, time.time_ns())
+    header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
     try:
         descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -91,6 +91,12 @@ def fence() -> None:
     lock.acquire()
 
 
+def require_own(status: os.stat_result) -> None:
+    """SegmentMissing for another user's file."""
+    if status.st_uid != os.geteuid():
+        raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The process that made an arena: for people; whether it lives is told by its lock alone."""
@@ -104,6 +110,11 @@ class Owner:
     """Inode of /proc/self/ns/pid."""
     mount_namespace: int
     """Inode of /proc/self/ns/mnt: paths in block headers are the owner's."""
+
+    @classmethod
+    def nobody(cls) -> Owner:
+        """Of a file on disk: equal content makes equal bytes."""
+        return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod
     def current(cls) -> Owner:
@@ -131,10 +142,10 @@ class ArenaHeader:
     owner: Owner
 
     @classmethod
-    def plan(cls, capacity_bytes: int, created_ns: int) -> ArenaHeader:
-        """The header of a new arena of this process, its number still 0; the capacity is rounded up to whole pages."""
+    def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner) -> ArenaHeader:
+        """The header of a new arena, its number still 0; the capacity is rounded up to whole pages."""
         num_entries = min(max(capacity_bytes // BYTES_PER_ENTRY, MIN_ENTRIES), MAX_BLOCK + 1)
-        return cls(0, num_entries, round_up(capacity_bytes, PAGE), created_ns, Owner.current())
+        return cls(0, num_entries, round_up(capacity_bytes, PAGE), created_ns, owner)
 
     @property
     def releases_offset(self) -> int:
@@ -175,9 +186,7 @@ class ArenaHeader:
 
     @classmethod
     def read(cls, descriptor: int, status: os.stat_result) -> ArenaHeader:
-        """Reads the header of an open file; SegmentMissing if it is another user's, no arena, damaged or cut short."""
-        if status.st_uid != os.geteuid():
-            raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
+        """Reads the header of an open file; SegmentMissing if it is no arena, damaged or cut short."""
         return cls.unpack(os.pread(descriptor, PAGE, 0), status.st_size)
 
     def require(self, arena: int) -> None:

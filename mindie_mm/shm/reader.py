@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +27,7 @@ from mindie_mm.shm.layout import (
     ArenaHeader,
     fence,
     file_name,
+    require_own,
     state_word,
 )
 from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
@@ -35,16 +38,18 @@ if TYPE_CHECKING:
 
 
 class MappedArena:
-    """An arena as another process sees it: all of it read-only, its release words writable."""
+    """An arena as another process sees it: all of it read-only, but for its release words."""
 
-    def __init__(self, arena: int) -> None:
-        """SegmentMissing if there is no such file, or it is no arena, damaged, or another user's.
+    def __init__(self, path: Path, arena: int | None = None) -> None:
+        """The arena of that number, or, without one, a file of blocks on disk, whose blocks nobody frees.
 
+        SegmentMissing if there is no such file, or it is no arena, damaged, or, in /dev/shm, another user's;
         SharedMemoryError if it cannot be mapped.
         """
-        path = str(SHM_DIRECTORY / file_name(arena))
+        self._on_disk = arena is None
+        access = os.O_RDONLY if self._on_disk else os.O_RDWR
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, PermissionError) as error:
             raise SegmentMissing(f"{path}: {error.strerror}") from error
         except OSError as error:
@@ -53,10 +58,19 @@ class MappedArena:
         finalize(self, os.close, descriptor)
         self._descriptor = descriptor
         try:
-            header = ArenaHeader.read(descriptor, os.fstat(descriptor))
-            header.require(arena)
+            status = os.fstat(descriptor)
+            if arena is not None:
+                require_own(status)
+            header = ArenaHeader.read(descriptor, status)
+            if arena is not None:
+                header.require(arena)
             self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
-            releases = mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset)
+            releases = mmap.mmap(
+                descriptor,
+                header.releases_bytes,
+                prot=mmap.PROT_READ if self._on_disk else mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=header.releases_offset,
+            )
         except SegmentMissing as error:
             raise SegmentMissing(f"{path}: {error}") from error
         except OSError as error:
@@ -108,13 +122,13 @@ class MappedArena:
         return offset, header
 
     def populate(self) -> None:
-        """Faults the whole mapping in, once, in the background."""
-        if self._populator is None:
+        """Faults the whole mapping in, once, in the background; a file on disk is read as it is used."""
+        if self._populator is None and not self._on_disk:
             self._populator = Populator(self.map, MADV_POPULATE_READ)
 
     def release(self, ref: Ref) -> bool:
-        """Asks the owner to free a block; False if it is free already, or is another generation's."""
-        if ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
+        """Asks the owner to free a block; False if it is free already, another generation's, or on disk."""
+        if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
             return False
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state >> 8 != ref.generation or not state & 0xFF:
@@ -146,8 +160,23 @@ class ArenaCache:
             self._drop_removed()
             mapped = self._arenas.get(arena)
             if mapped is None:
-                mapped = self._arenas[arena] = MappedArena(arena)
+                mapped = self._arenas[arena] = MappedArena(SHM_DIRECTORY / file_name(arena), arena)
             return mapped
+
+    def add(self, mapped: MappedArena) -> None:
+        """Puts a mounted file where its number is looked up. SharedMemoryError if the number is another arena's."""
+        number = mapped.header.arena
+        with self._lock:
+            self._drop_removed()
+            if number in self._arenas or (SHM_DIRECTORY / file_name(number)).exists():
+                raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
+            self._arenas[number] = mapped
+
+    def remove(self, mapped: MappedArena) -> None:
+        """Takes a mounted file out again."""
+        with self._lock:
+            if self._arenas.get(mapped.header.arena) is mapped:
+                del self._arenas[mapped.header.arena]
 
     def drop_removed(self) -> None:
         """Gives up the arenas whose files are gone, so that their pages can go too."""
@@ -163,6 +192,22 @@ class ArenaCache:
 
 _cache = ArenaCache()
 drop_removed = _cache.drop_removed
+
+
+@contextmanager
+def mount(path: Path) -> Iterator[int]:
+    """Makes a file of blocks on disk (`DiskArena`) readable by this process: yields the number that its words carry.
+
+    Until it is left, `attach` finds its blocks; arrays that were taken stay readable after. `free` leaves them alone.
+    SegmentMissing if it is no complete file of blocks, SharedMemoryError if it cannot be mapped or its number is in
+    use here.
+    """
+    mapped = MappedArena(path)
+    _cache.add(mapped)
+    try:
+        yield mapped.header.arena
+    finally:
+        _cache.remove(mapped)
 
 
 class View(Mapping[str, "np.ndarray[Any, Any]"]):

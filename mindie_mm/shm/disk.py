@@ -1,0 +1,239 @@
+"""A file of blocks on disk: written once, block after block, then mounted and read like an arena."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError
+from mindie_mm.shm.block import Block
+from mindie_mm.shm.block_header import BlockPlan, check_digest
+from mindie_mm.shm.layout import (
+    FILLING,
+    FREE,
+    OFFSET,
+    PAGE,
+    PUBLISHED,
+    SIZE,
+    STATE,
+    WORDS_PER_ENTRY,
+    ArenaHeader,
+    Owner,
+    round_up,
+    state_word,
+)
+from mindie_mm.shm.life import LifeLock
+from mindie_mm.shm.spec import ArraySpec
+from mindie_mm.shm.words import MAX_ARENA
+
+GENERATION = 1
+"""Of every block: none is ever used again."""
+
+_UNFINISHED = ".partial"
+
+
+class DiskArena:
+    """The writer's side: a context manager, and safe to use from many threads.
+
+    Blocks are allocated and published as in an `Arena`, and never freed. The file has its name once it is closed,
+    complete and synced; leaving it by an error leaves none. The same blocks in the same order make the same bytes.
+    """
+
+    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock, mapping: mmap.mmap) -> None:
+        """For `create`."""
+        self.path = path
+        self.number = header.arena
+        """What the words carry as the arena."""
+        self.capacity_bytes = header.capacity_bytes
+        """Most bytes for blocks, in whole pages; the file ends with its last block."""
+        self._header = header
+        self._lock = lock
+        self._mapping: mmap.mmap | None = mapping
+        self._entries = memoryview(mapping)[PAGE : header.releases_offset].cast("Q")
+        self._blocks: list[Block] = []
+        self._filling: set[int] = set()
+        self._end = header.data_offset
+        self._mutex = Lock()
+
+    @classmethod
+    def create(cls, path: Path, number: int, capacity_bytes: int) -> Self:
+        """Begins the file that will be `path`; what an earlier writer left unfinished there is written anew.
+
+        InputError for a number or a capacity that no file can have, SharedMemoryError if the file cannot be made or
+        another process writes it.
+        """
+        if not 0 <= number <= MAX_ARENA:
+            raise InputError(f"number {number} of a file of blocks is not 0 to {MAX_ARENA}")
+        if capacity_bytes < 1:
+            raise InputError(f"a file of {capacity_bytes} bytes of blocks; it takes at least 1")
+        header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody()), arena=number)
+        unfinished = _unfinished(path)
+        try:
+            descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise SharedMemoryError(f"{unfinished} cannot be made: {error.strerror}") from error
+        try:
+            lock = LifeLock(descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise SharedMemoryError(f"{unfinished} is being written by another process") from None
+        try:
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, header.file_bytes)
+            _reserve(descriptor, unfinished, 0, header.data_offset)
+            mapping = _map(unfinished, header.file_bytes)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            lock.release()
+            raise
+        return cls(path, header, lock, mapping)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in blocks, in whole pages."""
+        return self._end - self._header.data_offset
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks being filled or published."""
+        return len(self._blocks)
+
+    def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
+        """A block with these arrays, all 0. A block on disk outlives its request: no path file records it.
+
+        ArenaFull if the file, or the disk, is full; LimitExceeded for what no file of this capacity, or no word, holds.
+        """
+        plan = BlockPlan.of(specs, b"")
+        nbytes = round_up(plan.size, PAGE)
+        with self._mutex:
+            mapping = self._open_mapping()
+            entry, offset = len(self._blocks), self._end
+            if nbytes > self.capacity_bytes:
+                raise LimitExceeded(f"a block of {nbytes} bytes; {self.path} takes {self.capacity_bytes}")
+            if offset + nbytes > self._header.file_bytes or entry == self._header.num_entries:
+                raise ArenaFull(
+                    f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
+                    f"bytes and {entry} of {self._header.num_entries} entries are used"
+                )
+            _reserve(self._lock.descriptor, self.path, offset, nbytes)
+            block = Block(self, plan, b"", entry, GENERATION, offset, nbytes, mapping)
+            self._blocks.append(block)
+            self._filling.add(entry)
+            self._end += nbytes
+            at = WORDS_PER_ENTRY * entry
+            self._entries[at + STATE] = state_word(GENERATION, FILLING)
+            self._entries[at + OFFSET], self._entries[at + SIZE] = offset, nbytes
+        return block
+
+    def publish(self, block: Block, digest: bytes | None) -> None:
+        """For `Block.publish`."""
+        if digest is not None:
+            check_digest(digest)
+        header = block.plan.header(block.entry, GENERATION, b"", digest or b"")
+        with self._mutex:
+            self._open_mapping()[block.offset : block.offset + len(header)] = header
+            self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
+            self._filling.remove(block.entry)
+
+    def discard(self, block: Block) -> None:
+        """For `Block`: as if it had never been, if it is the last one; else its place stays empty."""
+        with self._mutex:
+            if self._mapping is None or block.entry not in self._filling:
+                return
+            self._filling.remove(block.entry)
+            self._mapping[block.offset : block.offset + block.nbytes] = bytes(block.nbytes)
+            at = WORDS_PER_ENTRY * block.entry
+            if block.entry == len(self._blocks) - 1:
+                self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
+                self._end -= block.nbytes
+                self._blocks.pop()
+            else:
+                self._entries[at + STATE] = state_word(GENERATION, FREE)
+
+    def close(self) -> None:
+        """Gives the file its name, complete and synced. Idempotent.
+
+        InputError while a block is being filled, SharedMemoryError if the disk fails.
+        """
+        with self._mutex:
+            if self._mapping is None:
+                return
+            if self._filling:
+                raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
+            header = replace(self._header, capacity_bytes=self.used_bytes)
+            try:
+                packed = header.pack()
+                self._mapping[: len(packed)] = packed
+                self._mapping.flush()
+                os.ftruncate(self._lock.descriptor, self._end)
+                os.fsync(self._lock.descriptor)
+                _unfinished(self.path).rename(self.path)
+                _sync_directory(self.path.parent)
+            except OSError as error:
+                raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error
+            finally:
+                self._let_go()
+
+    def abandon(self) -> None:
+        """Removes what was written. Nothing after `close`."""
+        with self._mutex:
+            if self._mapping is not None:
+                with suppress(FileNotFoundError):
+                    _unfinished(self.path).unlink()
+                self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _open_mapping(self) -> mmap.mmap:
+        if self._mapping is None or not self._lock.held:
+            raise SharedMemoryError(f"{self.path} is closed, or another process's")
+        return self._mapping
+
+    def _let_go(self) -> None:
+        self._entries, self._mapping = memoryview(b""), None
+        self._lock.release()
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + _UNFINISHED)
+
+
+def _reserve(descriptor: int, path: Path, offset: int, nbytes: int) -> None:
+    """Room on the disk now, so that a full one is an error here and never a SIGBUS later."""
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        raise ArenaFull(f"{nbytes} bytes cannot be reserved for {path}: {error.strerror}") from error
+
+
+def _map(path: Path, file_bytes: int) -> mmap.mmap:
+    """Through an open file description of its own, apart from the lock's."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, file_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,203 @@
+"""What every store of blocks does: an arena in shared memory, a file on disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SegmentMissing, SharedMemoryError, StaleReference
+from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, free, mount
+
+SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
+CAPACITY = 1 << 20
+
+
+class StoreContract:
+    """One test class a store."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Arena | DiskArena]:
+        raise NotImplementedError
+
+    @contextmanager
+    def readable(self, store: Arena | DiskArena) -> Iterator[None]:
+        """Once left, everything published is readable."""
+        raise NotImplementedError
+
+    def test_what_is_written_in_place_is_read_in_place(self, store: Arena | DiskArena) -> None:
+        pixels = np.random.default_rng(0).integers(0, 256, (37, 588), np.uint8)
+        refs = []
+        for number in range(5):
+            with store.allocate(SPECS, path_file=None) as block:
+                assert list(block) == list(SPECS)
+                block["pixel_values"][...] = pixels + number
+                block["grid"][...] = (1, 2, number)
+                refs.append(block.publish(bytes([number]) * 32))
+        assert store.num_blocks == 5
+        assert 5 * pixels.nbytes <= store.used_bytes <= store.capacity_bytes
+        with self.readable(store):
+            for number, ref in enumerate(refs):
+                assert Ref.from_words(*ref.to_words()) == ref
+                assert (ref.arena, ref.dtype, ref.shape) == (store.number, "uint8", (37, 588))
+                with attach(ref) as view:
+                    assert np.array_equal(view["pixel_values"], pixels + number)
+                    assert view["grid"].tolist() == [1, 2, number]
+                    assert view.digest == bytes([number]) * 32
+                    assert not view["grid"].flags.writeable
+
+    def test_a_block_left_without_publish_is_given_back(self, store: Arena | DiskArena) -> None:
+        used = store.used_bytes
+        with pytest.raises(ZeroDivisionError), store.allocate(SPECS, path_file=None) as block:
+            block["grid"][...] = 1 // 0
+        assert store.num_blocks == 0
+        assert store.used_bytes == used
+
+    def test_a_block_that_does_not_fit_is_refused(self, store: Arena | DiskArena) -> None:
+        with pytest.raises(LimitExceeded, match=str(CAPACITY)):
+            store.allocate({"x": ArraySpec((CAPACITY + 1,), "uint8")}, path_file=None)
+        with pytest.raises(LimitExceeded, match="bits of a shape word; the limit is 47"):
+            store.allocate({"x": ArraySpec((1, 2**31, 2**23), "uint8")}, path_file=None)
+
+    def test_many_threads_fill_blocks(self, store: Arena | DiskArena) -> None:
+        refs: dict[int, Ref] = {}
+
+        def fill(number: int) -> None:
+            with store.allocate(SPECS, path_file=None) as block:
+                block["pixel_values"][...] = number
+                block["grid"][...] = number
+                refs[number] = block.publish()
+
+        threads = [threading.Thread(target=fill, args=(number,)) for number in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with self.readable(store):
+            for number, ref in refs.items():
+                with attach(ref) as view:
+                    assert (view["pixel_values"] == number).all()
+                    assert (view["grid"] == number).all()
+
+    def test_a_closed_store_gives_no_block(self, store: Arena | DiskArena) -> None:
+        store.close()
+        store.close()
+        with pytest.raises(SharedMemoryError, match="closed"):
+            store.allocate(SPECS, path_file=None)
+
+
+class TestArena(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Arena]:
+        with Arena.create(CAPACITY) as arena:
+            yield arena
+
+    @contextmanager
+    def readable(self, store: Arena | DiskArena) -> Iterator[None]:
+        yield
+
+
+class TestDiskArena(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[DiskArena]:
+        with DiskArena.create(tmp_path / "shard-0", 7, CAPACITY) as store:
+            yield store
+
+    @contextmanager
+    def readable(self, store: Arena | DiskArena) -> Iterator[None]:
+        store.close()
+        with mount(store.path) as number:
+            assert number == store.number
+            yield
+
+    def test_the_file_appears_when_it_is_complete(self, store: DiskArena) -> None:
+        with store.allocate(SPECS) as block:
+            block.publish()
+        assert not store.path.exists()
+        store.close()
+        assert [path.name for path in store.path.parent.iterdir()] == ["shard-0"]
+        assert store.path.stat().st_size < CAPACITY
+
+    def test_an_error_leaves_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError), DiskArena.create(tmp_path / "shard-1", 7, CAPACITY):
+            _ = 1 // 0
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_same_blocks_make_the_same_bytes(self, tmp_path: Path) -> None:
+        """Whatever was discarded between them, and whatever an earlier writer left unfinished."""
+
+        def write(path: Path, discarded: Callable[[DiskArena], None]) -> bytes:
+            with DiskArena.create(path, 7, CAPACITY) as store:
+                for number in range(3):
+                    discarded(store)
+                    with store.allocate({"x": ArraySpec((5001,), "uint8")}) as block:
+                        block["x"][...] = number
+                        block.publish(b"d" * 16)
+            return path.read_bytes()
+
+        def discard(store: DiskArena) -> None:
+            with store.allocate({"y": ArraySpec((90_000,), "uint8")}) as block:
+                block["y"][...] = 255
+
+        (tmp_path / "b.partial").write_bytes(b"left behind" * 1000)
+        assert write(tmp_path / "a", lambda _: None) == write(tmp_path / "b", discard)
+
+    def test_two_writers_of_one_file_are_one_too_many(self, store: DiskArena) -> None:
+        with pytest.raises(SharedMemoryError, match="another process"):
+            DiskArena.create(store.path, 7, CAPACITY)
+
+    def test_a_full_file_is_full(self, store: DiskArena) -> None:
+        half = {"x": ArraySpec((CAPACITY // 2,), "uint8")}
+        with store.allocate(half) as block:
+            block.publish()
+        with pytest.raises(ArenaFull, match=rf"{store.path}.*{CAPACITY}"):
+            store.allocate(half)
+
+    def test_it_is_not_closed_under_a_writer(self, store: DiskArena) -> None:
+        with store.allocate(SPECS), pytest.raises(InputError, match="being filled"):
+            store.close()
+
+    def test_nobody_frees_a_block_on_disk(self, store: DiskArena) -> None:
+        with store.allocate(SPECS) as block:
+            ref = block.publish()
+        with self.readable(store):
+            free(ref)
+            attach(ref).verify()
+            with pytest.raises(StaleReference):
+                attach(Ref(ref.arena, ref.block, 2))
+
+    def test_arrays_outlive_the_mount_and_references_do_not(self, store: DiskArena) -> None:
+        with store.allocate(SPECS) as block:
+            block["grid"][...] = 5
+            ref = block.publish()
+        with self.readable(store):
+            grid = attach(ref)["grid"]
+        assert grid.tolist() == [5, 5, 5]
+        with pytest.raises(SegmentMissing):
+            attach(ref)
+
+    def test_a_number_is_mounted_once(self, store: DiskArena, tmp_path: Path) -> None:
+        with self.readable(store), pytest.raises(SharedMemoryError, match="number 7 is in use"), mount(store.path):
+            pass
+        with Arena.create(CAPACITY) as arena:
+            with DiskArena.create(tmp_path / "shard-9", arena.number, CAPACITY) as other:
+                pass
+            with pytest.raises(SharedMemoryError, match="in use"), mount(other.path):
+                pass
+
+    @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"x" + data[1:], lambda _: b""])
+    def test_what_is_no_complete_file_is_not_mounted(self, store: DiskArena, damage: Callable[[bytes], bytes]) -> None:
+        with store.allocate(SPECS) as block:
+            block.publish()
+        store.close()
+        store.path.write_bytes(damage(store.path.read_bytes()))
+        with pytest.raises(SegmentMissing, match=str(store.path)), mount(store.path):
+            pass
+
+    def test_a_missing_file_is_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(SegmentMissing, match="nowhere"), mount(tmp_path / "nowhere"):
+            pass
