@@ -29,7 +29,7 @@ _CAUSES: dict[Cause, str] = {
     "request_dead": "request directories of the dead",
     "request_gone": "blocks whose request is gone",
     "lease_expired": "blocks whose lease ran out",
-    "path_file": "blocks that the path file names",
+    "path_file": "things that the path file names",
 }
 assert _CAUSES.keys() == set(CAUSES)
 

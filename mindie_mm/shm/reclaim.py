@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from mindie_mm import faults
 from mindie_mm.errors import MindieMMError
 from mindie_mm.shm import path_file as ledger
 from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
@@ -19,13 +20,14 @@ from mindie_mm.shm.layout import PUBLISHED, STATE_NAMES, Owner, file_name
 from mindie_mm.shm.life import unlink_same
 from mindie_mm.shm.reader import drop_removed, release_block
 from mindie_mm.shm.ref import Ref
+from mindie_mm.shm.segment import segment_bytes, unlink_segment
 from mindie_mm.shm.spool import collect_request, request_directories
 
 _log = logging.getLogger(__name__)
 
 Cause = Literal["owner_dead", "request_dead", "request_gone", "lease_expired", "path_file"]
 """An arena whose owner is dead; a request directory that no process holds; a block whose path file is gone; a block
-whose lease ran out; a block that a path file names which the operator gave up."""
+whose lease ran out; a block, or a segment of MindIE's wire, in a path file that the operator gave up."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -35,7 +37,7 @@ class Reclaimed:
 
     cause: Cause
     what: str
-    """An arena's path, a request directory's path, or a block: `mindie_mm-1f2a:17`."""
+    """The path of an arena or a request directory, a block (`mindie_mm-1f2a:17`), or a segment (`psm_8c9d4828`)."""
     num_bytes: int
     """Shared memory that it held."""
 
@@ -127,6 +129,7 @@ class _Collection:
 
     def take_arenas(self) -> None:
         for _, path in arena_files():
+            faults.point("reclaiming")
             with self._going_on(path), opened(path, os.O_RDWR) as descriptor:
                 if descriptor is not None and self._unlink_if_dead(path, descriptor):
                     self._add("owner_dead", str(path), os.fstat(descriptor).st_size)
@@ -143,15 +146,20 @@ class _Collection:
                         self._free(cause, arena.ref(block), block.num_bytes)
 
     def take_path_file(self, path_file: Path) -> None:
-        refs, damaged = ledger.read(path_file)
+        contents = ledger.read_contents(path_file)
         used = _blocks_in_use()
-        for ref in refs:
-            if ref in used:
-                with self._going_on(block_name(ref.arena, ref.block)):
+        for ref in contents.refs:
+            with self._going_on(block_name(ref.arena, ref.block)):
+                if ref in used:
                     self._free("path_file", ref, used[ref])
-        if damaged:
-            numbers = ", ".join(map(str, damaged[:10]))
-            self._failures.append(f"{path_file}: {len(damaged)} lines are no reference (line {numbers})")
+        for name in contents.segments:
+            with self._going_on(name):
+                num_bytes = segment_bytes(name)
+                if num_bytes is not None and (self._dry_run or unlink_segment(name)):
+                    self._add("path_file", name, num_bytes)
+        if contents.damaged:
+            numbers = ", ".join(map(str, contents.damaged[:10]))
+            self._failures.append(f"{path_file}: {len(contents.damaged)} lines are no reference (line {numbers})")
 
     def _free(self, cause: Cause, ref: Ref, num_bytes: int) -> None:
         if self._dry_run or release_block(ref):
@@ -202,7 +210,8 @@ def _blocks_in_use() -> Mapping[Ref, int]:
 
 def _bytes_named(path_file: Path, used: Mapping[Ref, int]) -> int:
     try:
-        refs, _ = ledger.read(path_file)
+        contents = ledger.read_contents(path_file)
     except MindieMMError:  # whoever collects it says so
         return 0
-    return sum(used.get(ref, 0) for ref in refs)
+    blocks = sum(used.get(ref, 0) for ref in contents.refs)
+    return blocks + sum(segment_bytes(name) or 0 for name in contents.segments)

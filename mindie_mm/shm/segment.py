@@ -121,16 +121,25 @@ def map_segment(name: str, size: int) -> mmap.mmap:
             raise SharedMemoryError(f"{SHM_DIRECTORY / name} cannot be mapped: {error.strerror}") from error
 
 
+def segment_bytes(name: str) -> int | None:
+    """How long a segment is; None if there is no regular file of this user by that name."""
+    assert is_segment_name(name), name
+    try:
+        status = (SHM_DIRECTORY / name).lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_size if _is_ours(status) else None
+
+
 def unlink_segment(name: str) -> bool:
     """Removes a segment and says whether this call did it: it leaves alone what is no regular file of this user.
 
     SharedMemoryError if it cannot be removed.
     """
-    assert is_segment_name(name), name
     path = SHM_DIRECTORY / name
+    if segment_bytes(name) is None:
+        return False
     try:
-        if not _is_ours(path.lstat()):
-            return False
         path.unlink()
     except FileNotFoundError:
         return False

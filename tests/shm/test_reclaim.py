@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.errors import SegmentMissing
-from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Ref, attach, collect, survey
-from mindie_mm.shm.reclaim import block_name
+from mindie_mm.errors import SegmentMissing, StaleReference
+from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
+from mindie_mm.shm.reclaim import block_name, collect_path_file
 
 SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
 
@@ -165,3 +165,129 @@ def test_a_block_whose_path_file_is_gone_is_freed(arena: Arena, path_file: Path,
     for ref in (kept, nobodys, filled):
         attach(ref).verify()
     assert arena.num_blocks == 3
+
+
+def test_a_block_whose_lease_ran_out_is_freed(arena: Arena) -> None:
+    def publish(lease_s: float | None) -> Ref:
+        with arena.allocate(SPECS, path_file=None, lease_s=lease_s) as block:
+            return block.publish()
+
+    kept, over, unleased = publish(60.0), publish(0.001), publish(None)
+    filling = arena.allocate(SPECS, path_file=None, lease_s=0.001)
+    while [block.block for block in info(arena.path).blocks if (block.lease_s or 1) <= 0] != [
+        over.block,
+        filling.ref.block,
+    ]:
+        pass
+    assert collect(dry_run=True).of("lease_expired") == (block_name(arena.number, over.block),)
+    attach(over).verify()
+    assert collect().of("lease_expired") == (block_name(arena.number, over.block),)
+    for ref in (kept, unleased):
+        attach(ref).verify()
+    with pytest.raises(StaleReference):
+        attach(over)
+    with filling:
+        filling.publish()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_request_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path: Path, start) -> None:
+    """Another user's process may lose the permission to look, not the request."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o755)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    process = start(
+        """
+os.setuid(65534)
+arena = Arena.create(1 << 16)
+with arena.allocate({"x": ArraySpec((10,), "uint8")}, path_file=None) as block: block.publish()
+from mindie_mm.shm import reclaim
+say("ready"); hear()
+try: say(reclaim._is_gone(sys.argv[1]))
+except PermissionError: say("cannot tell")
+""",
+        private / "shm_name.txt",
+    )
+    assert process.hear() == "ready"
+    private.chmod(0o700)
+    process.say("look")
+    assert process.hear() == "cannot tell"
+
+
+def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp_path: Path) -> None:
+    process, path, ref = own(start)
+    process.kill()
+    with arena.allocate(SPECS, path_file=tmp_path / "gone.txt") as block:
+        orphan = block.publish()
+    (tmp_path / "gone.txt").unlink()
+    old = tmp_path / ".mindie_mm-0"
+    old.mkdir()
+    os.utime(old, (0, 0))
+
+    def told(collected: Collected) -> dict[str, tuple[str, int]]:
+        mine = (str(path), str(old), block_name(arena.number, orphan.block))
+        return {one.what: (one.cause, one.num_bytes) for one in collected.reclaimed if one.what in mine}
+
+    expected = {
+        str(path): ("owner_dead", path.stat().st_size),
+        str(old): ("request_dead", 0),
+        block_name(arena.number, orphan.block): ("request_gone", info(arena.path).blocks[0].num_bytes),
+    }
+    assert told(collect([tmp_path], dry_run=True)) == expected
+    attach(ref).verify()
+    attach(orphan).verify()
+    assert told(collect([tmp_path])) == expected
+    assert told(collect([tmp_path])) == {}
+    assert not path.exists()
+    assert not old.exists()
+
+
+def test_a_path_files_blocks_and_segments_are_freed_once(arena: Arena, tmp_path: Path) -> None:
+    path_file = tmp_path / "shm_name.txt"
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        ref = block.publish()
+    num_bytes = arena.used_bytes
+    segment = mindie.create_shm(5000, path_file)
+    stranger = Path("/dev/shm/psm_not-a-segment")
+    with path_file.open("a") as file:
+        file.write(f"{stranger.name}\nmindie_mm-1f2a 17")
+    stranger.touch()
+    expected = [("path_file", block_name(arena.number, ref.block)), ("path_file", segment.name)]
+    try:
+        for dry_run in (True, False):
+            collected = collect_path_file(path_file, dry_run=dry_run)
+            assert [(one.cause, one.what) for one in collected.reclaimed] == expected
+            assert collected.num_bytes == num_bytes + 5000
+            assert len(collected.failures) == 1
+            assert "2 lines are no reference (line 3, 4)" in collected.failures[0]
+        assert collect_path_file(path_file).reclaimed == ()
+        assert stranger.exists()
+        assert arena.num_blocks == 0
+    finally:
+        stranger.unlink()
+
+
+def test_the_arenas_of_processes(arena: Arena, start, path_file: Path) -> None:
+    process, path, _ = own(start)
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        block.publish()
+    (mine,) = arenas_of([os.getpid()])
+    assert mine.file == str(arena.path)
+    assert mine.used_bytes == arena.used_bytes
+    assert [(block.state, block.request, dict(block.arrays)) for block in mine.blocks] == [("published", "", {})]
+    assert [found.file for found in arenas_of([process.popen.pid])] == [str(path)]
+    process.kill()
+    assert arenas_of([process.popen.pid]) == []
+    collect()
+
+
+def test_an_arena_tells_how_far_it_is_populated_and_what_its_owner_counts(arena: Arena) -> None:
+    arena.populated.wait()
+    found = info(arena.path)
+    assert found.populated_fraction == 1.0
+    assert found.stats.allocations == 0
+    arena.allocate(SPECS, path_file=None).__exit__(None, None, None)
+    after = info(arena.path)
+    assert (after.stats.allocations, after.stats.used_bytes) == (1, 0)
+    assert after.stats.peak_bytes > 0
