@@ -157,7 +157,7 @@ class Arena:
         if path_file is not None:
             try:
                 self._write_header(block, b"")
-                ledger.record(path_file, block.ref)
+                ledger.record(request, self.number, block.entry, block.generation)
             except BaseException:
                 self.discard(block)
                 raise

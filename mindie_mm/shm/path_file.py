@@ -20,7 +20,6 @@ from pathlib import Path
 
 from mindie_mm import faults
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError
-from mindie_mm.shm.layout import file_name
 from mindie_mm.shm.mindie_words import is_segment_name
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.ref import Ref
@@ -29,6 +28,7 @@ from mindie_mm.shm.words import MAX_BLOCK, MAX_GENERATION
 
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LINE = re.compile(rb"mindie_mm-([0-9a-f]{4}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,7})\n")
 
 
@@ -44,9 +44,9 @@ class Contents:
     """Numbers, from 1, of the lines that are neither."""
 
 
-def record(path_file: Path, ref: Ref) -> None:
-    """Appends the reference's line in one write. SharedMemoryError if the file cannot be written."""
-    _append(path_file, f"{file_name(ref.arena)} {ref.block} {ref.generation}\n".encode())
+def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
+    """Appends a block's line in one write. SharedMemoryError if the file cannot be written."""
+    _append(path_file, b"mindie_mm-%04x %d %d\n" % (arena, block, generation))
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def recorded(path_file: Path, segment: str) -> Iterator[None]:
     So a segment that can be seen always has its line, and a line never names what another program made meanwhile.
     """
     line = f"{segment}\n".encode()
-    _append(path_file, line)
+    _append(os.fsencode(path_file), line)
     try:
         yield
     except BaseException:
@@ -64,20 +64,19 @@ def recorded(path_file: Path, segment: str) -> Iterator[None]:
         raise
 
 
-def _append(path_file: Path, line: bytes) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+def _append(path_file: bytes, line: bytes) -> None:
     try:
-        descriptor = os.open(path_file, flags, 0o600)
+        descriptor = os.open(path_file, _APPEND, 0o600)
         faults.point("before-ledger")
         try:
             written = os.write(descriptor, line)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise SharedMemoryError(f"path file {path_file} cannot be written: {error.strerror}") from error
+        raise SharedMemoryError(f"path file {os.fsdecode(path_file)} cannot be written: {error.strerror}") from error
     faults.point("after-ledger")
     if written != len(line):
-        raise SharedMemoryError(f"path file {path_file}: {written} of {len(line)} bytes were written")
+        raise SharedMemoryError(f"path file {os.fsdecode(path_file)}: {written} of {len(line)} bytes were written")
 
 
 def _take_back(path_file: Path, line: bytes) -> None:
