@@ -1,0 +1,151 @@
+"""What reads bytes in real shared memory: `attach`, `View.verify`, `survey`, over arenas that somebody damaged."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from mindie_mm.errors import BadReference
+from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, survey
+from mindie_mm.shm.layout import ENTRY_BYTES, PAGE, ArenaHeader
+from tests.fuzz.target import Target, sealed, sealed_arena
+
+_SPECS = (
+    {"x": ArraySpec((5,), "uint8")},
+    {"pixel_values": ArraySpec((37, 588), "uint8"), "grid_thw": ArraySpec((3,), "int64")},
+    {"a": ArraySpec((2, 3, 4, 5), "float16"), "b": ArraySpec((1,) * 6, "bool"), "c": ArraySpec((700,), "float64")},
+)
+_PATCH = struct.Struct("<BBH")  # place, bytes of the patch, where in the place
+_HEADER, _ENTRY, _RELEASE, _ANY = range(4)
+_PLACE_BYTES = (192, ENTRY_BYTES, 8)
+_SURVEY_EVERY = 64
+
+
+def _patches(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """(place, where in it, bytes) of each patch of an input."""
+    at = 0
+    while at + _PATCH.size < len(data):
+        place, size, where = _PATCH.unpack_from(data, at)
+        at += _PATCH.size
+        yield place % 4, where, data[at : at + 1 + size % 64]
+        at += 1 + size % 64
+
+
+def _patch(place: int, where: int, change: bytes) -> bytes:
+    return _PATCH.pack(place, len(change) - 1, where) + change
+
+
+def _seeds() -> tuple[bytes, ...]:
+    word = struct.pack("<Q", 4096)
+    changes = [(_HEADER, at, word) for at in (0, 4, 8, 16, 20, 24, 92, 100, 104)]
+    changes += [(_ENTRY, at, word) for at in (0, 8, 16, 24)] + [(_RELEASE, 0, word), (_ANY, 30000, word)]
+    return tuple(bytes([flags]) + _patch(*change) for flags in (0, 1) for change in changes)
+
+
+def _read(ref: Ref) -> bool:
+    """Attaches, reads every byte, verifies: False for an error that fails one request."""
+    try:
+        with attach(ref) as view:
+            for array in view.values():
+                array.tobytes()
+                assert not array.flags.writeable
+    except BadReference:
+        return False
+    return True
+
+
+@contextmanager
+def living_arena() -> Iterator[Target]:
+    """A block of a living arena, damaged as soon as it is published. Input: flags (mend the header; specs), patches."""
+    with Arena.create(1 << 18) as arena, arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        header = ArenaHeader.unpack(memory[:PAGE], len(memory))
+        inputs = 0
+
+        def check(data: bytes) -> bool:
+            nonlocal inputs
+            inputs += 1
+            flags = data[0] if data else 0
+            with arena.allocate(_SPECS[flags >> 1 & 3 if flags & 6 != 6 else 0], path_file=None) as block:
+                ref = block.publish()
+            entry, release = PAGE + ENTRY_BYTES * ref.block, header.releases_offset + 8 * (1 + ref.block)
+            offset, nbytes = struct.unpack_from("<QQ", memory, entry + 8)
+            control, content = memory[PAGE : header.data_offset], memory[offset : offset + nbytes]
+            try:
+                _damage(memory, data[1:], (offset, entry, release))
+                if flags & 1:
+                    size = min(max(int.from_bytes(memory[offset + 8 : offset + 12], "little"), 12), nbytes)
+                    memory[offset : offset + size] = sealed(memory[offset : offset + size])
+                accepted = _read(ref)
+                if inputs % _SURVEY_EVERY == 0:
+                    survey()
+            finally:
+                memory[PAGE : header.data_offset], memory[offset : offset + nbytes] = control, content
+            assert _read(ref), "once it is mended it is read"
+            free(ref)
+            return accepted
+
+        yield Target(_seeds(), check)
+
+
+def _damage(memory: mmap.mmap, patches: bytes, places: tuple[int, int, int]) -> None:
+    for place, where, change in _patches(patches):
+        anywhere = PAGE + where % (len(memory) - PAGE)  # the table, and blocks beyond this one
+        start = anywhere if place == _ANY else places[place] + where % _PLACE_BYTES[place]
+        stop = min(start + len(change), len(memory))
+        memory[start:stop] = change[: stop - start]
+
+
+@contextmanager
+def arena_file() -> Iterator[Target]:
+    """An arena's file, whole, replaced by a damaged one. Input: flags (mend headers), change of its size, patches."""
+    with Arena.create(1 << 16) as arena:
+        with arena.allocate(_SPECS[2], path_file=None) as block:
+            ref = block.publish()
+        template, path = arena.path.read_bytes(), arena.path
+    header = ArenaHeader.unpack(template, len(template))
+    places = (header.data_offset, PAGE + ENTRY_BYTES * ref.block, header.releases_offset + 8 * (1 + ref.block))
+    scratch = path.with_name(f"fuzzed-{path.name}-{os.getpid()}")
+    kept: list[int] = []
+    inputs = 0
+
+    def check(data: bytes) -> bool:
+        nonlocal inputs
+        inputs += 1
+        content = bytearray(template)
+        flags, resize = data[0] if data else 0, int.from_bytes(data[1:5].ljust(4, b"\0"), "little", signed=True)
+        for place, where, change in _patches(data[5:]):
+            start = where % 116 if place == _ANY else places[place] + where % _PLACE_BYTES[place]
+            content[start : start + len(change)] = change
+        if flags & 1:
+            content[: len(template)] = sealed_arena(bytes(content))
+        if flags & 2:
+            size = min(max(int.from_bytes(content[places[0] + 8 : places[0] + 12], "little"), 12), 4096)
+            content[places[0] : places[0] + size] = sealed(bytes(content[places[0] : places[0] + size]))
+        if flags & 4:
+            del content[max(0, len(content) + resize % (1 << 18) - (1 << 17)) :]
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        kept.append(descriptor)
+        # As a living owner's: a collector lets it be.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, content)
+        scratch.rename(path)
+        if len(kept) > 1:
+            os.close(kept.pop(0))
+        accepted = _read(ref)
+        if inputs % _SURVEY_EVERY == 0:
+            survey()
+        return accepted
+
+    seeds = tuple(bytes([flags, 0, 0, 0, 0]) + seed[1:] for seed in _seeds() for flags in (0, 3, 7))
+    try:
+        yield Target(seeds, check)
+    finally:
+        for left in (scratch, path):
+            with suppress(FileNotFoundError):
+                left.unlink()
+        for descriptor in kept:
+            os.close(descriptor)

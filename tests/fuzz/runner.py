@@ -1,0 +1,106 @@
+"""Runs a target: with coverage to guide it where atheris is there, else by seeded mutation alone."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.fuzz import attached, parsers
+from tests.fuzz.mutate import mutated
+from tests.fuzz.target import Target
+
+TARGETS: Mapping[str, Callable[[], AbstractContextManager[Target]]] = {
+    "words": parsers.words,
+    "block_header": parsers.block_header,
+    "arena_header": parsers.arena_header,
+    "path_file": parsers.path_file,
+    "mindie_words": parsers.mindie_words,
+    "living_arena": attached.living_arena,
+    "arena_file": attached.arena_file,
+}
+MAX_BYTES = 2048
+HANG_S = 30.0
+_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run in which nothing was found."""
+
+    inputs: int
+    accepted: int
+    """Inputs that the code took as good: fuzzing reaches what lies behind its checks."""
+    seconds: float
+
+
+class Finding(AssertionError):
+    """An input for which something does not hold."""
+
+
+def run(name: str, inputs: int, seed: int) -> Result:
+    """Seeded mutation, the same each time. Finding for the first input that breaks a rule; a hang ends the process."""
+    draw = Random(f"{name} {seed}")
+    accepted, started = 0, time.monotonic()
+    with TARGETS[name]() as target:
+        corpus = list(target.seeds)
+        for number in range(inputs):
+            if number % 1024 == 0:
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
+            data = mutated(draw.choice(corpus), draw, corpus, MAX_BYTES)
+            if _accepts(target, data):
+                accepted += 1
+                # What is accepted leads further; the seeds stay.
+                if len(corpus) < len(target.seeds) + _KEPT:
+                    corpus.append(data)
+                else:
+                    corpus[len(target.seeds) + int(draw.random() * _KEPT)] = data
+        faulthandler.cancel_dump_traceback_later()
+    return Result(inputs, accepted, time.monotonic() - started)
+
+
+def _accepts(target: Target, data: bytes) -> bool:
+    try:
+        return target.check(data)
+    except BaseException as error:
+        raise Finding(f"{type(error).__name__}: {error}, for the input {data.hex()}") from error
+
+
+def run_guided(name: str, inputs: int, seed: int) -> None:
+    """The same under atheris, which ends the process: 0 if nothing was found. ImportError without it."""
+    import atheris
+
+    accepted = counted = 0
+    started = time.monotonic()
+    draw = Random(f"{name} {seed}")
+    with TARGETS[name]() as target, tempfile.TemporaryDirectory() as corpus:
+        for number, data in enumerate(target.seeds):
+            Path(corpus, str(number)).write_bytes(data)
+
+        def check(data: bytes) -> None:
+            nonlocal accepted, counted
+            accepted += _accepts(target, data)
+            counted += 1
+            if counted == inputs:
+                say(name, Result(counted, accepted, time.monotonic() - started), "atheris")
+
+        def mutate(data: bytes, max_size: int, _: int) -> bytes:
+            if draw.random() < 0.5:
+                return mutated(data, draw, target.seeds, max_size)
+            return bytes(atheris.Mutate(data, max_size))
+
+        options = [f"-runs={inputs}", f"-seed={seed}", f"-max_len={MAX_BYTES}", f"-timeout={HANG_S:.0f}"]
+        options += ["-rss_limit_mb=2048", "-verbosity=0", f"-artifact_prefix={corpus}/", corpus]
+        atheris.Setup([name, *options], check, custom_mutator=mutate)
+        atheris.Fuzz()
+
+
+def say(name: str, result: Result, how: str) -> None:
+    """One line of figures."""
+    figures = f"{result.inputs:>9,} inputs, {result.accepted:>9,} of them accepted, {result.seconds:6.1f} s"
+    print(f"{name:14} {figures} ({how})", flush=True)

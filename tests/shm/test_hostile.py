@@ -1,0 +1,473 @@
+"""A world that does not keep to the rules: full, cut, replaced, damaged, other people's, other namespaces'."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.errors import ArenaFull, BadReference, InputError, MindieMMError, SharedMemoryError, StaleReference
+from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Ref, attach, collect, free, release, survey
+from mindie_mm.shm.layout import ENTRY_BYTES, PAGE, ArenaHeader
+from tests.shm.conftest import PREAMBLE
+
+SHM = Path("/dev/shm")
+SPECS = {"x": ArraySpec((3000,), "uint8"), "y": ArraySpec((2, 3), "int64")}
+FULL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$@"', "sh")
+OTHER_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def publish(arena: Arena, path_file: Path | None = None) -> Ref:
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        for array in block.values():
+            array[...] = 7
+        return block.publish()
+
+
+def is_whole(ref: Ref) -> bool:
+    with attach(ref) as view:
+        return all((array == 7).all() for array in view.values())
+
+
+def info(path: Path) -> ArenaInfo | None:
+    return next((arena for arena in survey() if arena.file == str(path)), None)
+
+
+def free_paths(number: int) -> list[Path]:
+    """Names of arenas that nobody uses."""
+    return list(islice((path for n in range(65536) if not (path := SHM / f"mindie_mm-{n:04x}").exists()), number))
+
+
+def require(prefix: tuple[str, ...]) -> None:
+    """Skips where namespaces may not be made, as in most containers."""
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"{' '.join(prefix[:2])} is not permitted: {tried.stderr.strip()}")
+
+
+@contextmanager
+def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    """A script in a namespace of its own; it says lines and hears lines."""
+    command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def run(prefix: tuple[str, ...], script: str) -> list[str]:
+    """What a script says; AssertionError if a signal ends it."""
+    command = [*prefix, sys.executable, "-c", PREAMBLE + script]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}"
+    return done.stdout.splitlines()
+
+
+FILL = """
+def fill():
+    with open("/dev/shm/another-program", "ab") as file:
+        try:
+            while True: file.write(bytes(1 << 16)); file.flush()
+        except OSError: pass
+SPECS = {"x": ArraySpec((250_000,), "uint8")}
+"""
+
+NO_ROOM = """
+Path("/dev/shm/another-program").write_bytes(bytes(20 << 20))
+try: Arena.create(16 << 20)
+except SharedMemoryError as error: say(error)
+say(sorted(os.listdir("/dev/shm")))
+fill()
+try: Arena.create(1)
+except SharedMemoryError as error: say(error)
+say(sorted(os.listdir("/dev/shm")))
+"""
+
+
+def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
+    require(FULL_SHM)
+    some, left_then, none, left = run(FULL_SHM, FILL + NO_ROOM)
+    assert f"has {12 << 20} bytes free of {32 << 20}, the arena needs " in some
+    for message in (some, none):
+        for advice in ("make the arena smaller", "mount -o remount,size=", "--shm-size", "emptyDir"):
+            assert advice in message
+    assert "has 0 bytes free" in none
+    assert left_then == left == "['another-program']", "what could not be made leaves nothing"
+
+
+RESERVED = """
+import subprocess
+arena = Arena.create(16 << 20)
+fill()
+refs = []
+try:
+    while True:
+        with arena.allocate(SPECS, path_file=None, timeout_s=0) as block:
+            block["x"][...] = len(refs)
+            refs.append(block.publish(bytes([len(refs)]) * 16))
+except ArenaFull: pass
+say(len(refs))
+reader = '''
+from mindie_mm.shm import Ref, attach
+import sys
+for number, words in enumerate(sys.argv[1:]):
+    with attach(Ref.from_words(*map(int, words.split(",")))) as view:
+        assert (view["x"] == number).all()
+'''
+words = [",".join(map(str, ref.to_words())) for ref in refs]
+say(subprocess.run([sys.executable, "-c", reader, *words]).returncode)
+for ref in refs: free(ref)
+say(arena.num_blocks, arena.populated.wait(30))
+arena.close()
+del block  # its arrays keep their pages, as does a reader's mapping until it looks again
+collect()
+Arena.create(8 << 20).close()
+say("closed")
+"""
+
+
+def test_a_reserved_arena_works_when_another_program_fills_the_rest() -> None:
+    """Every byte of it is written and read by two processes: no SIGBUS."""
+    require(FULL_SHM)
+    blocks, reader, left, closed = run(FULL_SHM, FILL + RESERVED)
+    assert int(blocks) >= 56
+    assert (reader, left, closed) == ("0", "0 True", "closed")
+
+
+def test_a_closed_arena_gives_its_memory_back() -> None:
+    """While the object is still at hand, as in a tokenizer that makes another."""
+    used = shm_bytes()
+    with Arena.create(64 << 20) as arena:
+        assert arena.populated.wait(30)
+        free(publish(arena))
+        assert arena.used_bytes == 0
+    collect()  # a reader's mapping in this process goes when it looks again
+    assert shm_bytes() - used < 48 << 20
+    assert not arena.path.exists()
+
+
+def shm_bytes() -> int:
+    space = os.statvfs(SHM)
+    return (space.f_blocks - space.f_bfree) * space.f_frsize
+
+
+LEDGER_ON_A_FULL_FILE_SYSTEM = """
+arena = Arena.create(1 << 20)
+with open("/dev/shm/shm_name.txt", "wb"): pass
+fill()
+try: arena.allocate(SPECS, path_file=Path("/dev/shm/shm_name.txt"))
+except SharedMemoryError as error: say(error)
+say(arena.num_blocks)
+"""
+
+
+def test_no_block_is_handed_out_that_cannot_be_recorded() -> None:
+    require(FULL_SHM)
+    message, left = run(FULL_SHM, FILL + LEDGER_ON_A_FULL_FILE_SYSTEM)
+    assert message == "path file /dev/shm/shm_name.txt cannot be written: No space left on device"
+    assert left == "0"
+
+
+def settled(arena: Arena) -> None:
+    """The owner looks at its file once a millisecond at most."""
+    deadline = os.times().elapsed + 5
+    while os.times().elapsed < deadline:
+        try:
+            arena.allocate(SPECS, path_file=None).__exit__(None, None, None)
+        except SharedMemoryError:
+            return
+
+
+def test_an_unlinked_arena_fails_its_owner_clearly_and_its_readers_one_by_one(arena: Arena, path_file: Path) -> None:
+    first, second = publish(arena, path_file), publish(arena)
+    view = attach(first)
+    arena.path.unlink()
+    settled(arena)
+    with pytest.raises(SharedMemoryError, match=f"{arena.path} was removed by another program; make a new one"):
+        arena.allocate(SPECS, path_file=None)
+    for ref in (first, second):
+        with pytest.raises(BadReference, match=f"mindie_mm-{arena.number:04x}"):
+            attach(ref)
+        free(ref)
+    assert release(path_file) == 0
+    assert (view["x"] == 7).all(), "readers that map it keep their pages"
+    with Arena.create(1 << 20) as other:
+        assert is_whole(publish(other)), "the next arena is not touched by it"
+
+
+CUT_WHILE_OWNED = """
+arena = Arena.create(1 << 20)
+with arena.allocate({"x": ArraySpec((3000,), "uint8")}, path_file=None) as block: ref = block.publish()
+os.truncate(arena.path, int(sys.argv[1]) if int(sys.argv[1]) >= 0 else os.stat(arena.path).st_size + int(sys.argv[1]))
+time.sleep(0.01)  # longer than the owner goes without looking at its file
+try: arena.allocate({"x": ArraySpec((3000,), "uint8")}, path_file=None)
+except SharedMemoryError as error: say(error)
+try: attach(ref)
+except SegmentMissing as error: say(error)
+free(ref)
+survey(); collect()
+arena.close()
+say(os.path.exists(arena.path))
+"""
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE, -1, -PAGE])
+def test_a_cut_arena_is_an_error_for_its_owner_and_its_readers_and_no_sigbus(size: int) -> None:
+    with process((), CUT_WHILE_OWNED, size) as owner:
+        said = owner.stdout.read().splitlines()
+    assert owner.wait() == 0, f"it ended with {owner.returncode}: {said}"
+    owners, readers, left = said
+    assert "another program" in owners
+    assert "mindie_mm-" in readers
+    assert left == "False"
+
+
+def test_another_arena_under_the_same_number_is_never_taken_for_this_one(arena: Arena) -> None:
+    """A copy of a stranger's file, its header mended: its blocks have other generations."""
+    ref = publish(arena)
+    view = attach(ref)
+    with Arena.create(1 << 20) as other:
+        stranger = publish(other)
+        content = bytearray(other.path.read_bytes())
+    content[12:16] = struct.pack("<I", arena.number)
+    content[112:116] = struct.pack("<I", zlib.crc32(content[:112]))
+    scratch = SHM / f"scratch-{arena.path.name}"
+    scratch.write_bytes(content)
+    scratch.chmod(0o600)
+    try:
+        scratch.rename(arena.path)
+        renamed = Ref(arena.number, stranger.block, stranger.generation, stranger.dtype, stranger.shape)
+        assert is_whole(renamed), "it is an arena"
+        if (stranger.block, stranger.generation) != (ref.block, ref.generation):
+            with pytest.raises(StaleReference):
+                attach(ref)
+        assert (view["x"] == 7).all()
+        settled(arena)
+        with pytest.raises(SharedMemoryError, match="another program"):
+            arena.allocate(SPECS, path_file=None)
+        arena.close()
+        assert arena.path.exists(), "it is not this owner's file"
+    finally:
+        arena.path.unlink()
+
+
+@pytest.mark.parametrize("word", [8, 16], ids=["offset", "size"])
+@pytest.mark.parametrize("value", [0, 64, PAGE, 1 << 19, 1 << 40, (1 << 64) - 1])
+def test_a_damaged_table_entry_fails_its_reference_and_does_not_lead_the_owner_astray(
+    arena: Arena, word: int, value: int
+) -> None:
+    """Whatever stands in shared memory, the owner hands out no byte twice and none outside the file."""
+    damaged, other = publish(arena), publish(arena)
+    with arena.path.open("r+b") as file:
+        file.seek(PAGE + ENTRY_BYTES * damaged.block + word)
+        file.write(struct.pack("<Q", value))
+    with suppress(BadReference):
+        attach(damaged)
+    survey()
+    collect()
+    free(damaged)
+    held = []
+    with suppress(ArenaFull):
+        while True:
+            held.append(arena.allocate(SPECS, path_file=None, timeout_s=0))
+            held[-1]["x"][...] = len(held) % 251
+    assert len(held) >= 60
+    assert all((block["x"] == (number + 1) % 251).all() for number, block in enumerate(held))
+    assert is_whole(other)
+    for block in held:
+        block.__exit__(None, None, None)
+    free(other)
+    assert arena.used_bytes == 0
+
+
+def test_damaged_release_words_free_nothing_but_what_they_name(arena: Arena) -> None:
+    refs = [publish(arena) for _ in range(10)]
+    with arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        header = ArenaHeader.unpack(memory[:PAGE], len(memory))
+        for at in range(header.releases_offset, header.data_offset, 8):
+            memory[at : at + 8] = struct.pack("<Q", (1 << 64) - 1)
+    arena.sweep()
+    assert all(is_whole(ref) for ref in refs)
+    for ref in refs:
+        free(ref)
+    assert arena.num_blocks == 0
+
+
+def test_a_path_file_that_is_a_fifo_is_refused_and_nobody_waits(arena: Arena, path_file: Path) -> None:
+    os.mkfifo(path_file)
+    with pytest.raises(InputError, match="is no regular file"):
+        release(path_file)
+    with pytest.raises(SharedMemoryError, match=f"{path_file} cannot be written"):
+        arena.allocate(SPECS, path_file=path_file)
+    assert arena.num_blocks == 0
+
+
+def test_a_path_file_that_may_not_be_read_is_an_input_error(tmp_path: Path, path_file: Path) -> None:
+    path_file.write_text("mindie_mm-0000 0 1\n")
+    path_file.chmod(0)
+    tmp_path.chmod(0o755)
+    script = """
+if os.geteuid() == 0:
+    os.seteuid(12345)
+try: release(Path(sys.argv[1]))
+except InputError as error: say(error)
+"""
+    with process((), script, path_file) as reader:
+        said = reader.stdout.read().strip()
+    assert said == f"path file {path_file} cannot be read: Permission denied"
+
+
+def test_names_of_others_in_a_path_file_free_nothing_of_theirs(arena: Arena, path_file: Path) -> None:
+    """Another user's arena, another program's files, names that lead out of /dev/shm: this arena's block is freed."""
+    mine = publish(arena, path_file)
+    program, users = free_paths(2)
+    program.write_bytes(b"another program's" + bytes(1 << 16))
+    content = program.read_bytes()
+    psm = SHM / "psm_0123abcd_not"
+    psm.write_bytes(b"theirs")
+    with Arena.create(1 << 16) as other:
+        theirs = publish(other)
+        root = os.geteuid() == 0
+        if root:
+            os.chown(other.path, 12345, 12345)
+        try:
+            with path_file.open("a") as file:
+                print(program.name, 0, 1, file=file)
+                print(users.name, 0, 1, file=file)
+                if root:
+                    print(other.path.name, theirs.block, theirs.generation, file=file)
+                for line in ("../../etc/passwd 0 1", "psm_0123abcd_not", f"/dev/shm/{program.name} 0 1", "psm_../x"):
+                    print(line, file=file)
+            with pytest.raises(MindieMMError, match=r"lines? (are|is) no reference|could not be released"):
+                release(path_file)
+            assert program.read_bytes() == content
+            assert psm.read_bytes() == b"theirs"
+            if root:
+                os.chown(other.path, 0, 0)
+            assert is_whole(theirs)
+        finally:
+            program.unlink()
+            psm.unlink()
+    with pytest.raises(StaleReference):
+        attach(mine)
+    assert arena.num_blocks == 0
+
+
+OWN = """
+arena = Arena.create(1 << 20)
+with arena.allocate({"x": ArraySpec((3000,), "uint8"), "y": ArraySpec((2, 3), "int64")}, path_file=None) as block:
+    for array in block.values(): array[...] = 7
+    ref = block.publish()
+say(arena.path, *ref.to_words())
+hear()
+"""
+
+
+def owned(owner: subprocess.Popen[str]) -> tuple[Path, Ref]:
+    path, *words = owner.stdout.readline().split()
+    return Path(path), Ref.from_words(*map(int, words))
+
+
+def name_owner(path: Path, pid: int) -> None:
+    """Writes another pid into an arena's header, whole again."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), PAGE) as memory:
+        memory[56:64] = struct.pack("<Q", pid)
+        memory[112:116] = struct.pack("<I", zlib.crc32(memory[:112]))
+
+
+def test_a_pid_used_again_keeps_no_dead_arena_alive() -> None:
+    with process((), OWN) as owner:
+        path, _ = owned(owner)
+        name_owner(path, os.getpid())
+        owner.kill()
+        owner.wait()
+        found = info(path)
+        assert found is not None
+        assert (found.alive, found.owner.pid) == (False, os.getpid()), "the lock tells, not the pid"
+        assert str(path) in collect().arenas
+        assert not path.exists()
+
+
+def test_a_pid_that_nobody_has_does_not_make_a_living_arena_dead(arena: Arena) -> None:
+    ref = publish(arena)
+    name_owner(arena.path, (1 << 22) + 1)
+    assert info(arena.path).alive
+    assert str(arena.path) not in collect().arenas
+    assert is_whole(ref)
+
+
+@pytest.mark.parametrize("death", ["killed", "ended"])
+def test_an_owner_in_another_pid_namespace_is_seen_alive_and_collected_when_dead(death: str) -> None:
+    require(OTHER_PIDS)
+    with process(OTHER_PIDS, OWN) as owner:
+        path, ref = owned(owner)
+        found = info(path)
+        assert found is not None
+        assert found.alive
+        assert found.owner.pid == 1, "its pid is another process's here"
+        assert found.owner.pid_namespace != Path("/proc/self/ns/pid").stat().st_ino
+        collect()
+        assert is_whole(ref), "it is kept while it lives"
+        if death == "killed":
+            owner.kill()
+        else:
+            print(file=owner.stdin, flush=True)
+        owner.wait()
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # its kernel drops the lock a moment after unshare is gone
+        collected = collect().arenas
+        assert str(path) in collected
+        assert not path.exists()
+
+
+def test_blocks_of_another_mount_namespace_are_not_freed_for_paths_that_are_not_seen_here(tmp_path: Path) -> None:
+    """A container's path file lies where this process cannot see it: its block lives."""
+    prefix = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {tmp_path} && exec "$@"', "sh")
+    require(prefix)
+    script = """
+arena = Arena.create(1 << 20)
+with arena.allocate({"x": ArraySpec((3000,), "uint8")}, path_file=Path(sys.argv[1])) as block:
+    block["x"][...] = 7
+    ref = block.publish()
+say(arena.path, *ref.to_words())
+hear()
+"""
+    with process(prefix, script, tmp_path / "shm_name.txt") as owner:
+        path, ref = owned(owner)
+        assert not (tmp_path / "shm_name.txt").exists()
+        collect()
+        assert is_whole(ref)
+        owner.kill()
+        owner.wait()
+        assert str(path) in collect().arenas
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd")])
+def test_collecting_leaves_alone_what_only_has_the_name_of_an_arena(make: Callable[[Path], None]) -> None:
+    (path,) = free_paths(1)
+    make(path)
+    try:
+        collect()
+        assert info(path) is None
+        assert os.path.lexists(path)
+        with pytest.raises(MindieMMError, match=path.name):
+            attach(Ref(int(path.name[-4:], 16), 0, 1))
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
