@@ -200,8 +200,6 @@ def test_a_request_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path: Path
     process = start(
         """
 os.setuid(65534)
-arena = Arena.create(1 << 16)
-with arena.allocate({"x": ArraySpec((10,), "uint8")}, path_file=None) as block: block.publish()
 from mindie_mm.shm import reclaim
 say("ready"); hear()
 try: say(reclaim._is_gone(sys.argv[1]))
