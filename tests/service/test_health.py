@@ -1,17 +1,37 @@
 """How the service says that it is."""
 
 import json
+import time
 from typing import Any
 
 import openai
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mindie_mm.errors import ArenaFull, SegmentMissing, StaleReference
+from mindie_mm.shm import Collected
+from mindie_mm.shm.reclaim import CAUSES, Reclaimed
+from service.metrics import Metrics
 from tools.serving import RunningService
 
 
 def test_health(http: Any) -> None:
-    assert http.get("/health").status_code == 200
+    answer = http.get("/health")
+    assert answer.status_code == 200
+    told = answer.json()
+    assert told["status"] == "ok"
+    (arena,) = told["shared_memory"]["arenas"]
+    assert arena["name"].startswith("mindie_mm-")
+    assert 0 <= arena["populated"] <= 1
+    assert told["shared_memory"]["populated"] == pytest.approx(arena["populated"])
     assert http.get("/health/live").status_code == 200
+
+
+def test_a_service_in_use_comes_to_be_faulted_in_whole(http: Any) -> None:
+    deadline = time.monotonic() + 60
+    while (found := http.get("/health").json()["shared_memory"]["populated"]) < 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert found == 1
 
 
 def test_the_log_says_what_is_loaded(service: RunningService) -> None:
@@ -47,6 +67,51 @@ def test_metrics_count(http: Any, red_square: str) -> None:
     assert grown["mindie_mm:e2e_request_latency_seconds_sum"] > spent_s, "latency counts from the request's arrival"
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"mindie_mm:{name}" in after
+
+
+def test_metrics_tell_shared_memory(http: Any, service: RunningService, red_square: str) -> None:
+    def read() -> dict[str, dict[str, float]]:
+        """Values by the label that tells the series of a metric apart, by the metric's name."""
+        found: dict[str, dict[str, float]] = {}
+        for family in text_string_to_metric_families(http.get("/metrics").text):
+            for sample in family.samples:
+                key = next((sample.labels[name] for name in ("kind", "cause", "state") if name in sample.labels), "")
+                found.setdefault(sample.name.removeprefix("mindie_mm:"), {})[key] = sample.value
+        return found
+
+    before = read()
+    messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What colour"}]}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200
+    service.wait_until_free()
+    after = read()
+    assert after["shm_allocations_total"][""] == before["shm_allocations_total"][""] + 1
+    assert after["shm_capacity_bytes"][""] == 64 << 20
+    assert 0 < after["shm_peak_bytes"][""] <= 64 << 20
+    assert after["shm_used_bytes"][""] == 0
+    assert after["shm_blocks"] == {"filling": 0, "published": 0}
+    assert after["shm_oldest_block_age_seconds"][""] == 0
+    assert after["shm_bad_references_total"].keys() == {"stale", "corrupt", "missing"}
+    assert after["shm_reclaimed_total"].keys() == after["shm_reclaimed_bytes_total"].keys() == set(CAUSES)
+    assert after["shm_full_total"][""] == 0
+    assert {"shm_waits_total", "shm_taken_back_total", "shm_populated_ratio"} <= after.keys()
+
+
+def test_what_was_reclaimed_and_which_references_failed_is_counted() -> None:
+    metrics = Metrics("m")
+    found = Collected((Reclaimed("owner_dead", "/dev/shm/mindie_mm-0000", 4096),) * 2, ())
+    metrics.count_reclaimed(found)
+    for error in (StaleReference("s"), SegmentMissing("m"), SegmentMissing("m"), ArenaFull("f")):
+        metrics.count_error(error)
+    text = metrics.text().decode()
+    for line in (
+        'shm_reclaimed_total{cause="owner_dead",model_name="m"} 2.0',
+        'shm_reclaimed_bytes_total{cause="owner_dead",model_name="m"} 8192.0',
+        'shm_bad_references_total{kind="stale",model_name="m"} 1.0',
+        'shm_bad_references_total{kind="missing",model_name="m"} 2.0',
+        'shm_bad_references_total{kind="corrupt",model_name="m"} 0.0',
+    ):
+        assert f"mindie_mm:{line}" in text
 
 
 def test_shm_names_the_arenas(service: RunningService) -> None:
