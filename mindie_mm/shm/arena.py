@@ -83,6 +83,7 @@ class Arena:
         self.quota_bytes = header.capacity_bytes // 2 if quota_bytes is None else quota_bytes
         """Most bytes that the blocks of one path file may take together."""
         self._lock = lock
+        self._file_bytes = header.file_bytes
         self._mapping: mmap.mmap | None = mapping
         words = memoryview(mapping)
         self._entries = words[PAGE : header.releases_offset].cast("Q")
@@ -258,8 +259,10 @@ class Arena:
         return block
 
     def _look(self, now_ns: int) -> None:
-        if not os.fstat(self._lock.descriptor).st_nlink:
-            raise SharedMemoryError(f"arena {self.path} was removed by another program; make a new one")
+        """SharedMemoryError if another program took the file away; writing where it was cut would end this process."""
+        status = os.fstat(self._lock.descriptor)
+        if not status.st_nlink or status.st_size != self._file_bytes:
+            raise SharedMemoryError(f"arena {self.path} was removed or cut by another program; make a new one")
         self._seen_ns = now_ns
 
     def _require_quota(self, size: int, request: bytes) -> None:
@@ -270,8 +273,8 @@ class Arena:
             held = self._held_bytes.get(request, 0)
             if size + held > self.quota_bytes:
                 raise LimitExceeded(
-                    f"a block of {size} bytes for {os.fsdecode(request)}, which holds {held}; a request may hold "
-                    f"{self.quota_bytes} bytes of an arena"
+                    f"a block of {size} bytes for a request that holds {held}; a request may hold {self.quota_bytes} "
+                    "bytes of an arena"
                 )
 
     def _wait_for_room(self, plan: BlockPlan, request: bytes, lease_s: float | None, timeout_s: float) -> Block:

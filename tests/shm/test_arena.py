@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -212,9 +213,10 @@ def test_a_closed_arena_takes_no_block_and_lets_blocks_go() -> None:
             arena.allocate(SPECS, path_file=None)
 
 
-def test_an_arena_removed_by_another_program_says_so(arena: Arena) -> None:
-    arena.path.unlink()
-    with pytest.raises(SharedMemoryError, match="removed by another program"):
+@pytest.mark.parametrize("take_away", [Path.unlink, lambda path: os.truncate(path, PAGE)])
+def test_an_arena_taken_away_by_another_program_says_so(arena: Arena, take_away: Callable[[Path], None]) -> None:
+    take_away(arena.path)
+    with pytest.raises(SharedMemoryError, match="removed or cut by another program"):
         arena.allocate(SPECS, path_file=None)
 
 

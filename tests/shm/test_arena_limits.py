@@ -1,0 +1,127 @@
+"""What one request may take of an arena, leases of blocks without a request, and what the owner counts."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, StaleReference
+from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release
+from mindie_mm.shm.stats import ArenaStats
+
+MiB = 1 << 20
+TENTH = {"x": ArraySpec((100 * 1024,), "uint8")}
+
+
+def publish(arena: Arena, specs: dict[str, ArraySpec], path_file: Path | None = None, **options: float) -> Ref:
+    with arena.allocate(specs, path_file=path_file, **options) as block:
+        return block.publish()
+
+
+def stats(arena: Arena) -> ArenaStats:
+    with arena.path.open("rb") as file:
+        return ArenaStats.read(file.fileno())
+
+
+def test_a_request_takes_half_of_an_arena_and_no_more(arena: Arena, tmp_path: Path) -> None:
+    greedy, modest = tmp_path / "greedy.txt", tmp_path / "modest.txt"
+    refs = [publish(arena, TENTH, greedy) for _ in range(4)]
+    with pytest.raises(LimitExceeded, match=rf"a request that holds [0-9]+; a request may hold {MiB // 2} bytes"):
+        arena.allocate(TENTH, path_file=greedy)
+    assert len(greedy.read_text().splitlines()) == 4, "what was refused is not recorded"
+    publish(arena, TENTH, modest)
+    publish(arena, TENTH)
+    free(refs[0])
+    publish(arena, TENTH, greedy)
+    release(greedy)
+    assert arena.num_blocks == 2
+    for _ in range(3):
+        publish(arena, TENTH, modest)
+
+
+def test_blocks_being_filled_count_and_those_given_up_do_not(tmp_path: Path) -> None:
+    path_file = tmp_path / "shm_name.txt"
+    with Arena.create(MiB, quota_bytes=256 * 1024) as arena:
+        with (
+            arena.allocate(TENTH, path_file=path_file),
+            arena.allocate(TENTH, path_file=path_file),
+            pytest.raises(LimitExceeded, match="a request may hold 262144"),
+        ):
+            arena.allocate(TENTH, path_file=path_file)
+        for _ in range(20):
+            with arena.allocate(TENTH, path_file=path_file):
+                pass
+
+
+def test_a_quota_is_at_least_a_byte() -> None:
+    with pytest.raises(InputError, match="quota of 0 bytes"):
+        Arena.create(MiB, quota_bytes=0)
+
+
+def test_a_block_whose_lease_ran_out_makes_room_for_who_waits(arena: Arena) -> None:
+    leased = publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.05)
+    attach(leased).verify()
+    publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")})
+    with pytest.raises(StaleReference):
+        attach(leased)
+
+
+def test_the_collector_frees_a_block_whose_lease_ran_out(arena: Arena) -> None:
+    ended, running, lasting = (publish(arena, TENTH, lease_s=lease_s) for lease_s in (0.0, 600.0, None))
+    assert collect().of("lease_expired") == (f"{arena.path.name}:{ended.block}",)
+    for ref in (running, lasting):
+        attach(ref).verify()
+    assert arena.num_blocks == 2
+
+
+def test_a_block_of_a_request_has_no_lease(arena: Arena, path_file: Path) -> None:
+    with pytest.raises(InputError, match=r"lease of 5 s .*shm_name.txt"):
+        arena.allocate(TENTH, path_file=path_file, lease_s=5)
+
+
+def test_the_owner_counts_where_everybody_can_read(arena: Arena) -> None:
+    refs = [publish(arena, TENTH) for _ in range(9)]
+    taken = arena.used_bytes
+    assert 9 * 100 * 1024 < taken < MiB
+    with pytest.raises(ArenaFull):
+        arena.allocate({"x": ArraySpec((200 * 1024,), "uint8")}, path_file=None, timeout_s=0.02)
+    for ref in refs:
+        free(ref)
+    assert arena.used_bytes == 0
+    assert arena.populated.wait(30)
+    assert stats(arena) == ArenaStats(
+        populated_bytes=arena.path.stat().st_size,
+        used_bytes=0,
+        peak_bytes=taken,
+        allocations=9,
+        waits=1,
+        full=1,
+        taken_back=9,
+    )
+
+
+def test_freed_blocks_are_taken_back_without_being_asked_for_room() -> None:
+    """Sweeping is spread over allocations; what was freed comes back long before the arena is full."""
+    with Arena.create(64 * MiB) as arena:
+        kept = [publish(arena, {"x": ArraySpec((10,), "uint8")}) for _ in range(500)]
+        for _ in range(2000):
+            free(publish(arena, {"x": ArraySpec((10,), "uint8")}))
+        assert stats(arena).peak_bytes <= (len(kept) + 2 * len(kept) // 16) * 4096
+        assert arena.num_blocks == len(kept)
+
+
+def test_a_request_that_waits_is_served_when_a_lease_ends_elsewhere(arena: Arena) -> None:
+    """A waiter looks at leases by itself: nobody rings for them."""
+    publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.2)
+    served = threading.Event()
+
+    def wait() -> None:
+        publish(arena, {"x": ArraySpec((800 * 1024,), "uint8")})
+        served.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert served.wait(10)
+    thread.join()
