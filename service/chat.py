@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mindie_mm import faults
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
@@ -70,6 +71,7 @@ class _Chat:
             choices = await collect(
                 generate(self.service, [source], self.params, self.n, self.id, self.arrived), self.n
             )
+        faults.point("answered")
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head("chat.completion"),

@@ -14,7 +14,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from mindie_mm.config import ServiceConfig, WorkerConfig
+from mindie_mm import faults
+from mindie_mm.config import ServiceConfig, WorkerConfig, fault_folder
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import WorldError
 from service.app import create_app
@@ -30,6 +31,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
 
     Prints one line when requests are taken. Raises what kept it from starting.
     """
+    faults.arm("api", fault_folder())
     with contextlib.suppress(asyncio.CancelledError):  # asked to stop before it was ready
         uvloop.run(_serve(worker_config, config))
 
@@ -45,6 +47,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
             server = _Server(create_app(worker, config), config)
             for number in _SIGNALS:
                 loop.add_signal_handler(number, server.ask_to_stop)
+            faults.point("starting")
             await server.serve(sockets=[listener])
 
 
@@ -109,6 +112,7 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         await self._service.admission.stop(self._settings.grace_s)
+        faults.point("stopping")
         await super().shutdown(sockets)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import select
 import signal
@@ -55,18 +56,26 @@ class RunningService:
 
 @contextmanager
 def running_service(
-    settings: Mapping[str, object], log: Path, model: Path | None = None, *, start_timeout_s: float = START_TIMEOUT_S
+    settings: Mapping[str, object],
+    log: Path,
+    model: Path | None = None,
+    *,
+    start_timeout_s: float = START_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningService]:
     """`mindie-mm serve` on a free loopback port, with `settings` as its flags and its log in `log`.
 
-    `model` is the checkpoint's directory; None is the embedded one. Leaving stops the service, if it is not stopped
-    already. RuntimeError, with the end of the log, if it is not ready within `start_timeout_s` seconds.
+    `model` is the checkpoint's directory; None is the embedded one. `environment` is added to ours. Leaving stops the
+    service, if it is not stopped already. RuntimeError, with the end of the log, if it is not ready within
+    `start_timeout_s` seconds.
     """
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", *_flags({"port": 0, **settings})]
     if model is not None:
         command.append(str(model))
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)  # noqa: S603 - our own
+        process = subprocess.Popen(  # noqa: S603 - our own
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | dict(environment or {})
+        )
     assert process.stdout is not None
     try:
         said, _, _ = select.select([process.stdout], [], [], start_timeout_s)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from mindie_mm import faults
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Ready, Start, Stats, Stepped, ToEngine
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ class AsyncEngine:
         finished = False
         try:
             self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params))
+            faults.point("sent")
             while not finished:
                 progress = await queue.get()
                 finished = isinstance(progress, MindieMMError) or progress.error is not None

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Step
 import numpy as np
 import torch
 
+from mindie_mm import faults
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.block_pool import BlockPool
 from mindie_mm.engine.encoder_cache import EncoderCache
@@ -87,6 +88,7 @@ class Engine:
     def step(self) -> Stepped:
         """Computes one step. What no request is to blame for fails the requests of the step, and no other."""
         step = self._scheduler.schedule()
+        faults.point("scheduled")
         progress: list[Progress] = []
         try:
             self._run(step, progress)
@@ -108,6 +110,7 @@ class Engine:
         if (top := int(ids.max())) >= self._model.spec.vocab_size:
             raise TokenOutOfRange(f"token id {top} is not in [0, {self._model.spec.vocab_size})")
         items = self._model.read(ids)
+        faults.point("attached")
         positions, delta = self._model.positions(len(ids), items)
         generator = None
         if not params.greedy:
@@ -136,6 +139,8 @@ class Engine:
         if not step:
             return
         logits = self._runner.forward(step, features)
+        if not all(scheduled.samples for scheduled in step):
+            faults.point("mid-prefill")
         for rows in logits.prompts:
             _collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
@@ -158,6 +163,7 @@ class Engine:
         if first:
             sequence.first_token_s = time.monotonic()
         sequence.token_ids.append(token)
+        faults.point("first-token" if first else "mid-decode")
         reason, stop_token_id = self._finished(sequence, token)
         if reason is not None:
             self._forget(sequence)
@@ -185,6 +191,7 @@ class Engine:
         return _failure(sequence.request_id, error)
 
     def _forget(self, sequence: Sequence) -> None:
+        faults.point("forgetting")
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
         for item in sequence.items:

@@ -39,6 +39,7 @@ def serve(channel: ChildChannel) -> None:
         engine = _load(start.model, start.config)
     except MindieMMError as error:
         return _send(channel, Failed((error_name(error), str(error))))
+    faults.point("loaded")
     _send(channel, engine.ready)
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     while True:
@@ -47,15 +48,21 @@ def serve(channel: ChildChannel) -> None:
         while channel.poll(None if not (engine.has_work() or failures) else 0):
             match decoder.decode(channel.recv()):
                 case Add() as message:
+                    faults.point("received")
                     failures += filter(None, [engine.add(message)])
+                    faults.point("queued")
                 case Abort() as message:
+                    faults.point("aborting")
                     engine.abort(message)
                     if not engine.has_work():
                         break
         if failures or not engine.has_work():
             _send(channel, Stepped(failures, engine.stats))
         if engine.has_work():
-            _send(channel, engine.step())
+            stepped = engine.step()
+            faults.point("before-reply")
+            _send(channel, stepped)
+            faults.point("after-reply")
 
 
 def _load(model: str | None, config: EngineConfig) -> Engine:

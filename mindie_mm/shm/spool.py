@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from mindie_mm import faults
 from mindie_mm.errors import InputError, SharedMemoryError
 from mindie_mm.shm.life import LifeLock
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
@@ -125,6 +126,7 @@ def _make(path: Path) -> LifeLock:
             hidden.mkdir(mode=0o700)
             undo.callback(hidden.rmdir)
             undo.callback(path_file.unlink, missing_ok=True)
+            faults.point("making-directory")
             lock = _lock_new(path_file)
             undo.callback(lock.release)
             hidden.rename(path)
@@ -151,15 +153,19 @@ def _remove(path: Path) -> bool:
     Hidden first: a tokenizer that still works for the request then fails to record, and makes no file anew.
     """
     hidden = _hidden(path.parent)
+    faults.point("before-remove")
     try:
         path.rename(hidden)
     except FileNotFoundError:
         return False
+    faults.point("hidden")
     try:
         release(hidden / PATH_FILE_NAME)
+        faults.point("released")
     finally:
         with suppress(FileNotFoundError):
             shutil.rmtree(hidden)
+    faults.point("removed")
     return True
 
 
