@@ -32,7 +32,7 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
         make_spool(spool)
-        async with reclaiming(spool, config.reclaim_interval_s, metrics.count_reclaimed):
+        async with reclaiming(spool, config.reclaim_interval_s):
             app.state.service = service = Service(
                 worker=worker,
                 config=config,

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from mindie_mm.engine.messages import Stats, Timings
 from mindie_mm.errors import BadReference, CorruptReference, MindieMMError, SegmentMissing, StaleReference
-from mindie_mm.shm import ArenaInfo, Collected
-from mindie_mm.shm.reclaim import CAUSES
+from mindie_mm.shm import ArenaInfo
+from mindie_mm.shm.reclaim import totals
 from mindie_mm.shm.stats import ArenaStats
 
 PREFIX = "mindie_mm:"
@@ -57,14 +57,9 @@ class Metrics:
         self._decode_s = histogram("request_decode_time_seconds", "First to last token.", _LONG_S)
         self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
         bad_references = counter("shm_bad_references", "Choices that failed for want of their media, by kind.", "kind")
-        reclaimed = counter("shm_reclaimed", "Things of the dead that were reclaimed, by cause.", "cause")
-        reclaimed_bytes = counter("shm_reclaimed_bytes", "Shared memory that they held, by cause.", "cause")
         # Each series is there from the start, so that a rate sees the first event.
         self._bad_references = {
             error: bad_references.labels(model_name, kind) for error, kind in _BAD_REFERENCES.items()
-        }
-        self._reclaimed = {
-            cause: (reclaimed.labels(model_name, cause), reclaimed_bytes.labels(model_name, cause)) for cause in CAUSES
         }
         self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
         self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
@@ -91,16 +86,9 @@ class Metrics:
             if isinstance(error, kind):
                 counter.inc()
 
-    def count_reclaimed(self, collected: Collected) -> None:
-        """A collection reclaimed something, or nothing."""
-        for one in collected.reclaimed:
-            number, num_bytes = self._reclaimed[one.cause]
-            number.inc()
-            num_bytes.inc(one.num_bytes)
-
     def watch_arenas(self, arenas: Callable[[], Sequence[ArenaInfo]]) -> None:
-        """Adds shared memory as `arenas` finds it at each scrape."""
-        self.registry.register(_Arenas(arenas, self._model_name))
+        """Adds shared memory as `arenas` finds it at each scrape, and what this process has reclaimed."""
+        self.registry.register(_SharedMemory(arenas, self._model_name))
 
     def watch(self, stats: Callable[[], Stats | None]) -> None:
         """Adds the engine's gauges, read by `stats` at each scrape."""
@@ -137,7 +125,7 @@ class _EngineGauges(Collector):
                 yield family
 
 
-class _Arenas(Collector):
+class _SharedMemory(Collector):
     def __init__(self, arenas: Callable[[], Sequence[ArenaInfo]], model_name: str) -> None:
         self._arenas = arenas
         self._model_name = model_name
@@ -181,6 +169,19 @@ class _Arenas(Collector):
             for state in ("filling", "published"):
                 blocks.add_metric((self._model_name, arena.name, state), states[state])
         yield blocks
+        yield from self._reclaimed()
+
+    def _reclaimed(self) -> Iterator[Metric]:
+        labels = ("model_name", "cause")
+        number = CounterMetricFamily(f"{PREFIX}shm_reclaimed", "Things of the dead reclaimed, by cause.", labels=labels)
+        num_bytes = CounterMetricFamily(
+            f"{PREFIX}shm_reclaimed_bytes", "Shared memory that they held, by cause.", labels=labels
+        )
+        for cause, total in totals().items():
+            number.add_metric((self._model_name, cause), total.number)
+            num_bytes.add_metric((self._model_name, cause), total.num_bytes)
+        yield number
+        yield num_bytes
 
 
 def _oldest(arena: ArenaInfo) -> float:

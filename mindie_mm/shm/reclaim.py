@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Literal, get_args
 
 from mindie_mm import faults
@@ -73,6 +74,26 @@ class Collected:
     def requests(self) -> tuple[Path, ...]:
         """Request directories that were released and removed: no process holds them."""
         return tuple(map(Path, self.of("request_dead")))
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Of one cause."""
+
+    number: int = 0
+    """Things reclaimed."""
+    num_bytes: int = 0
+    """Shared memory that they held."""
+
+
+_totals: dict[Cause, Total] = dict.fromkeys(CAUSES, Total())
+_totals_lock = Lock()
+
+
+def totals() -> dict[Cause, Total]:
+    """What this process has reclaimed since it began, by cause, whichever part of it asked: for metrics."""
+    with _totals_lock:
+        return dict(_totals)
 
 
 def block_name(arena: int, block: int) -> str:
@@ -174,6 +195,10 @@ class _Collection:
 
     def _add(self, cause: Cause, what: str, num_bytes: int) -> None:
         self._reclaimed.append(Reclaimed(cause, what, num_bytes))
+        if not self._dry_run:
+            with _totals_lock:
+                total = _totals[cause]
+                _totals[cause] = Total(total.number + 1, total.num_bytes + num_bytes)
 
     @contextmanager
     def _going_on(self, what: object) -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 
 from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
-from mindie_mm.shm.reclaim import block_name, collect_path_file
+from mindie_mm.shm.reclaim import block_name, collect_path_file, totals
 
 SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
 
@@ -232,10 +232,15 @@ def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp
         str(old): ("request_dead", 0),
         block_name(arena.number, orphan.block): ("request_gone", info(arena.path).blocks[0].num_bytes),
     }
+    before = totals()
     assert told(collect([tmp_path], dry_run=True)) == expected
+    assert totals() == before
     attach(ref).verify()
     attach(orphan).verify()
     assert told(collect([tmp_path])) == expected
+    gone = totals()["request_gone"]
+    assert gone.number == before["request_gone"].number + 1
+    assert gone.num_bytes == before["request_gone"].num_bytes + expected[block_name(arena.number, orphan.block)][1]
     assert told(collect([tmp_path])) == {}
     assert not path.exists()
     assert not old.exists()
