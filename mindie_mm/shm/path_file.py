@@ -87,12 +87,6 @@ def _take_back(path_file: Path, line: bytes) -> None:
             file.truncate(start)
 
 
-def read(path_file: Path) -> tuple[list[Ref], list[int]]:
-    """The blocks that a path file names, and the numbers of its damaged lines; errors as `read_contents`."""
-    contents = read_contents(path_file)
-    return contents.refs, contents.damaged
-
-
 def read_contents(path_file: Path) -> Contents:
     """All that a path file says; a missing file says nothing.
 

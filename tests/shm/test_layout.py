@@ -16,7 +16,7 @@ from mindie_mm.shm import Arena, ArraySpec, Ref
 from mindie_mm.shm.block_header import BlockHeader, BlockPlan, DamagedHeaderError
 from mindie_mm.shm.heap import Heap, size_class
 from mindie_mm.shm.layout import PAGE, ArenaHeader, Owner
-from mindie_mm.shm.path_file import read
+from mindie_mm.shm.path_file import read_contents
 from mindie_mm.shm.spec import DTYPES
 
 OWNER = Owner(1234, 5678, "6f1dcb2b-7c2e-4f31-9f0a-0d6b6f0a3c11", 4026531836, 4026531841)
@@ -102,9 +102,9 @@ def test_any_bytes_are_an_arena_header_or_refused(body: bytes, file_bytes: int) 
 def test_any_bytes_are_a_path_file(tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]) -> None:
     path_file = tmp_path_factory.getbasetemp() / "fuzzed.txt"
     path_file.write_bytes(b"".join(parts))
-    refs, damaged = read(path_file)
-    assert len(refs) + len(damaged) == len(io.BytesIO(b"".join(parts)).readlines())
-    assert all(Ref.from_words(ref.name_word, None) == ref for ref in refs)
+    contents = read_contents(path_file)
+    assert len(contents.refs) + len(contents.damaged) == len(io.BytesIO(b"".join(parts)).readlines())
+    assert all(Ref.from_words(ref.name_word, None) == ref for ref in contents.refs)
 
 
 @settings(max_examples=150)
