@@ -44,7 +44,7 @@ bench: install
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
-.PHONY: fuzz stress
+.PHONY: fuzz stress faults
 
 # 10^6 inputs for each reader of bytes; where atheris has no wheel (aarch64) by seeded mutation alone.
 fuzz: install
@@ -54,3 +54,7 @@ fuzz: install
 # A writer and 8 readers, 10^6 times; minutes.
 stress: install
 	$(BIN)/python -m tools.shm_stress
+
+# kill -9 at each named point of each process, 10 times; resumable, an hour or two.
+faults: install
+	$(BIN)/python -m tools.fault_matrix --repeats 10 --out build/fault_matrix.jsonl

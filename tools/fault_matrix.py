@@ -37,7 +37,7 @@ from tools.serving import RunningService, running_service
 
 CLEAN_S = 5.0
 """How long anything of the dead may stay in /dev/shm."""
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 """After which a request hangs, or a process does not come back."""
 SETTINGS: dict[str, object] = {
     "arena_bytes": 32 << 20,
@@ -168,7 +168,8 @@ class Rig:
         """The same, once all three are there and /health says so."""
         url = f"{self.service.url}/health"
         well = wait_until(lambda: httpx2.get(url).status_code == 200 and len(self.processes()) == 3, DEADLINE_S)
-        assert well is not None, "a process does not come back"
+        if well is None:
+            raise TimeoutError("a process does not come back")
         return self.processes()
 
     def picture(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
@@ -197,6 +198,10 @@ class Rig:
         ):
             next(answer.iter_raw())
         return "left"
+
+    def left_in_spool(self) -> list[str]:
+        """What is there, but for an empty directory, which is collected once it is a minute old."""
+        return [str(path.relative_to(self.spool)) for path in self.spool.rglob("*") if path.parent != self.spool]
 
     def trigger(self, point: Point) -> Path:
         return self.faults / f"{point.role}.{point.name}"
@@ -269,7 +274,11 @@ def run(rig: Rig, point: Point) -> Run:
         rig.drop()
         _die_at_the_start(rig, point, found)
         return found
-    before = rig.whole()
+    try:
+        before = rig.whole()
+    except (TimeoutError, RuntimeError) as error:
+        found.troubles.append(f"before the kill: {error}")
+        return found
     works: list[Callable[[], str]] = [lambda: rig.ask(stream=True), rig.ask, rig.ask]
     if point.cause == "leave":
         works.append(rig.leave)
@@ -376,8 +385,8 @@ def _look_for_the_rest(rig: Rig, found: Run) -> None:
     """Nothing runs any more: no block, no request directory."""
     if (held := rig.service.wait_until_free())["blocks"]:
         found.troubles.append(f"blocks are left: {held}")
-    if wait_until(lambda: not any(rig.spool.iterdir()), 10) is None:
-        found.troubles.append(f"left in the spool: {[path.name for path in rig.spool.iterdir()]}")
+    if wait_until(lambda: not rig.left_in_spool(), 10) is None:
+        found.troubles.append(f"left in the spool: {rig.left_in_spool()}")
 
 
 def _die_at_the_start(rig: Rig, point: Point, found: Run) -> None:

@@ -25,8 +25,9 @@ from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
 
-# A hidden directory that is younger may just be made: its lock, or its path file, is still to come.
+# A younger hidden directory may just be made: its path file, or the lock on that, is still to come.
 _MAKING_S = 60.0
+_LOCKING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,13 @@ def collect_request(path: Path, *, dry_run: bool = False) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def _is_older(path: Path, seconds: float) -> bool:
+    """False if it has gone meanwhile."""
+    with suppress(FileNotFoundError):
+        return time.time() - path.lstat().st_mtime >= seconds
+    return False
 
 
 def _make(path: Path) -> LifeLock:
