@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from mindie_mm.engine.messages import Stats, Timings
 from mindie_mm.errors import BadReference, CorruptReference, MindieMMError, SegmentMissing, StaleReference
 from mindie_mm.shm import ArenaInfo
+from mindie_mm.shm.arena_info import Room
 from mindie_mm.shm.reclaim import totals
 from mindie_mm.shm.stats import ArenaStats
 
@@ -169,6 +170,14 @@ class _SharedMemory(Collector):
             for state in ("filling", "published"):
                 blocks.add_metric((self._model_name, arena.name, state), states[state])
         yield blocks
+        room = Room.now()
+        for name, text, num_bytes in (
+            ("filesystem_bytes", "Size of /dev/shm, whoever uses it.", room.total_bytes),
+            ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", room.free_bytes),
+        ):
+            metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))
+            metric.add_metric((self._model_name,), num_bytes)
+            yield metric
         yield from self._reclaimed()
 
     def _reclaimed(self) -> Iterator[Metric]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.shm_view import Room, arena_rows, block_rows, footer, line, printable, size
+from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
 from mindie_mm.config import default_spool
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
-from mindie_mm.shm.arena_info import ArenaInfo, survey
+from mindie_mm.shm.arena_info import ArenaInfo, Room, survey
 from mindie_mm.shm.layout import file_name
 from mindie_mm.shm.path_file import release
 from mindie_mm.shm.reader import release_block

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
-from mindie_mm.errors import SharedMemoryError
-from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo
+from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, Room
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.reclaim import block_name
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How full /dev/shm is."""
-
-    total_bytes: int
-    used_bytes: int
-    free_bytes: int
-
-    @classmethod
-    def now(cls) -> Room:
-        """SharedMemoryError without a /dev/shm."""
-        try:
-            space = os.statvfs(SHM_DIRECTORY)
-        except OSError as error:
-            raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be looked at: {error.strerror}") from error
-        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-        return cls(total, total - space.f_bfree * space.f_frsize, free)
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:

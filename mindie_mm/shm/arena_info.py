@@ -92,6 +92,25 @@ class ArenaInfo:
         return Ref(self.number, block.block, block.generation)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How full /dev/shm is."""
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def now(cls) -> Room:
+        """SharedMemoryError without a /dev/shm."""
+        try:
+            space = os.statvfs(SHM_DIRECTORY)
+        except OSError as error:
+            raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be looked at: {error.strerror}") from error
+        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        return cls(total, total - space.f_bfree * space.f_frsize, free)
+
+
 def survey(*, described: bool = True) -> list[ArenaInfo]:
     """Every arena of this user in /dev/shm, by number; needs no service. SharedMemoryError without a /dev/shm.
 

@@ -23,6 +23,7 @@ SETTINGS = {
     "max_media_bytes": 5 * MiB,
     "max_media_items": 4,
     "grace_s": 0.2,
+    "reclaim_interval_s": 3600.0,  # tests of reclaiming leave something for themselves to find
 }
 
 

@@ -1,6 +1,7 @@
 """How the service says that it is."""
 
 import json
+import os
 import time
 from typing import Any
 
@@ -92,6 +93,9 @@ def test_metrics_tell_shared_memory(http: Any, service: RunningService, red_squa
     assert after["shm_oldest_block_age_seconds"][""] == 0
     assert after["shm_bad_references_total"].keys() == {"stale", "corrupt", "missing"}
     assert after["shm_reclaimed_total"].keys() == after["shm_reclaimed_bytes_total"].keys() == set(CAUSES)
+    space = os.statvfs("/dev/shm")
+    assert after["shm_filesystem_bytes"][""] == space.f_blocks * space.f_frsize
+    assert 0 < after["shm_filesystem_free_bytes"][""] < after["shm_filesystem_bytes"][""]
     assert after["shm_full_total"][""] == 0
     assert {"shm_waits_total", "shm_taken_back_total", "shm_populated_ratio"} <= after.keys()
 
