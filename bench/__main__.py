@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("preprocess", "handoff", "engine")
+NAMES = ("preprocess", "shm", "engine")
 
 
 def main() -> None:

@@ -1,0 +1,229 @@
+"""Handing an array from one process to another: the arena beside what others do; and what the arena's own steps cost.
+
+    python -m bench shm
+
+Every method runs the same cycle, in a loop of its own, between the same kind of two processes:
+
+    result    the producer computes its result (here it copies a source array) into memory that is faulted in: with
+              "arena, in place" that is the block itself, else an array that the producer keeps and reuses
+    hand over words, a segment's name, or the array itself go over; a fresh segment, and the block of "arena, copied
+              in", are allocated and filled from the producer's array first
+    read      the consumer copies it all, once, into a buffer that it keeps: what a copy to a device reads
+    free      the consumer answers, the producer frees the block or unlinks the segment
+
+Two times are taken, neither with the first step, which costs the same everywhere; allocating the block in place is in
+both. `hand over`: from a finished result until the consumer has an array of it, the consumer's waking included.
+`whole`: on through the consumer's one copy and the free, until the producer can hand over the next one; it cannot be
+less than one memcpy. Ray is measured where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from bench.shm_costs import costs
+from bench.shm_methods import METHODS, Channels, Method
+
+MB = 1 << 20
+SIZES_MB = (0.1, 1, 4, 20, 80)
+REPEATS = 60
+WARM_UP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One method at one size: medians, and deciles of the hand-over, in ms."""
+
+    method: str
+    size_mb: float
+    repeats: int
+    hand_over_ms: float
+    whole_ms: float
+    hand_over_p10_ms: float
+    hand_over_p90_ms: float
+
+    @classmethod
+    def of(cls, method: str, size_mb: float, handed: list[float], whole: list[float]) -> Timing:
+        """From seconds of each cycle, warm-up included."""
+        handed, whole = ([1e3 * value for value in values[WARM_UP:]] for values in (handed, whole))
+        deciles = statistics.quantiles(handed, n=10)
+        return cls(
+            method, size_mb, len(handed), statistics.median(handed), statistics.median(whole), deciles[0], deciles[-1]
+        )
+
+
+def consume(channels: Channels, method_class: type[Method], size: int, checksum: int, repeats: int) -> None:
+    """The other process."""
+    method = method_class(size)
+    kept = np.ones(size, np.uint8)
+    for _ in range(repeats):
+        array = method.receive(channels)
+        received = time.perf_counter()  # on Linux the same clock in every process
+        np.copyto(kept, array)
+        del array
+        method.done()
+        channels.pipe.send(received)
+    channels.pipe.send(int(kept.sum(dtype=np.int64)) == checksum)
+
+
+def measure(method_class: type[Method], size_mb: float, repeats: int) -> Timing:
+    size = int(size_mb * MB)
+    source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    context = get_context("spawn")
+    pipe, other_pipe = context.Pipe()
+    stream, other_stream = socket.socketpair()
+    queue = context.Queue()
+    theirs = Channels(other_pipe, queue, other_stream)
+    arguments = (theirs, method_class, size, int(source.sum(dtype=np.int64)), WARM_UP + repeats)
+    consumer = context.Process(target=consume, args=arguments, daemon=True)
+    consumer.start()
+    other_pipe.close()
+    other_stream.close()
+    channels = Channels(pipe, queue, stream)
+    method = method_class(size)
+    method.open()
+    handed, whole = [], []
+    try:
+        for _ in range(WARM_UP + repeats):
+            start = time.perf_counter()
+            target = method.target()
+            allocated = time.perf_counter()
+            target[...] = source
+            written = time.perf_counter()
+            method.send(channels)
+            received = pipe.recv()
+            method.free()
+            handed.append(received - written + allocated - start)
+            whole.append(time.perf_counter() - written + allocated - start)
+        if not pipe.recv():
+            raise RuntimeError(f"{method.name}: the consumer read other bytes than were sent")
+    finally:
+        method.close()
+    consumer.join()
+    stream.close()
+    return Timing.of(method.name, size_mb, handed, whole)
+
+
+def measure_ray(size_mb: float, repeats: int) -> Timing:
+    """Ray's object store: put here, get in an actor; the call that carries the reference is Ray's own."""
+    import ray
+
+    @ray.remote
+    class Consumer:
+        def __init__(self, size: int) -> None:
+            self.kept = np.ones(size, np.uint8)
+
+        def take(self, references: list[Any]) -> float:
+            array = ray.get(references[0])
+            received = time.perf_counter()
+            np.copyto(self.kept, array)
+            return received
+
+    size = int(size_mb * MB)
+    result = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    consumer = Consumer.remote(size)
+    handed, whole = [], []
+    for _ in range(WARM_UP + repeats):
+        start = time.perf_counter()
+        reference = ray.put(result)
+        received = ray.get(consumer.take.remote([reference]))
+        del reference
+        handed.append(received - start)
+        whole.append(time.perf_counter() - start)
+    return Timing.of("Ray's object store", size_mb, handed, whole)
+
+
+def copy_ms(size_mb: float, repeats: int) -> float:
+    """One memcpy within one process, both sides faulted in, a third array written between as the source is here."""
+    size = int(size_mb * MB)
+    source, middle, target = (np.full(size, value, np.uint8) for value in (1, 2, 3))
+    times = []
+    for _ in range(WARM_UP + repeats):
+        np.copyto(middle, source)
+        start = time.perf_counter()
+        np.copyto(target, middle)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[WARM_UP:])
+
+
+def run(repeats: int) -> dict[str, Any]:
+    methods: list[Callable[[float, int], Timing]] = [
+        lambda size_mb, few, method=method: measure(method, size_mb, few)  # type: ignore[misc]
+        for method in METHODS
+    ]
+    with_ray = importlib.util.find_spec("ray") is not None
+    if with_ray:
+        import ray
+
+        ray.init(num_cpus=2, object_store_memory=1 << 30, include_dashboard=False, log_to_driver=False)
+        methods.append(measure_ray)
+    timings: list[Timing] = []
+    memcpy: dict[float, float] = {}
+    for size_mb in SIZES_MB:
+        few = max(15, repeats // (4 if size_mb > 20 else 1))
+        memcpy[size_mb] = copy_ms(size_mb, few)
+        for method in methods:
+            timing = method(size_mb, few)
+            timings.append(timing)
+            print(
+                f"{size_mb:5} MB  {timing.method:22s} {timing.hand_over_ms:9.3f} ms, whole {timing.whole_ms:9.3f} ms, "
+                f"memcpy {memcpy[size_mb]:.3f}",
+                flush=True,
+            )
+    if with_ray:
+        ray.shutdown()
+    return {
+        "what": (__doc__ or "").strip().splitlines()[0],
+        "load_average": os.getloadavg()[0],
+        "memcpy_ms": memcpy,
+        "timings": [asdict(timing) for timing in timings],
+        "ratios": [ratios(size_mb, memcpy[size_mb], timings) for size_mb in SIZES_MB],
+        "costs": costs(),
+    }
+
+
+def ratios(size_mb: float, memcpy_ms: float, timings: list[Timing]) -> dict[str, Any]:
+    """At one size: copied in against one memcpy, and every other method against the arena."""
+    here = {timing.method: timing.hand_over_ms for timing in timings if timing.size_mb == size_mb}
+    copied_in, in_place = here.pop("arena, copied in"), here.pop("arena, in place")
+    return {
+        "size_mb": size_mb,
+        "copied_in_times_memcpy": round(copied_in / memcpy_ms, 2),
+        "in_place_ms": round(in_place, 3),
+        "times_copied_in": {method: round(ms / copied_in, 1) for method, ms in here.items()},
+        "times_in_place": {method: round(ms / in_place, 1) for method, ms in here.items()},
+    }
+
+
+def draw(axis: Any, results: dict[str, Any]) -> None:
+    for name in dict.fromkeys(row["method"] for row in results["timings"]):
+        rows = [row for row in results["timings"] if row["method"] == name]
+        axis.loglog([row["size_mb"] for row in rows], [row["hand_over_ms"] for row in rows], marker="o", label=name)
+    axis.loglog(SIZES_MB, list(results["memcpy_ms"].values()), "k:", label="one memcpy, for scale")
+    axis.set(title="From a finished result to an array of it in another process", xlabel="MB", ylabel="ms, median")
+    axis.set_xticks(SIZES_MB, [str(size) for size in SIZES_MB])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def main() -> None:
+    from bench import report  # late: it imports torch, which the consumers do without
+
+    results = run(REPEATS)
+    report.write("shm", results)
+    report.plot("shm", lambda axis: draw(axis, results))
+
+
+if __name__ == "__main__":
+    main()
