@@ -131,10 +131,11 @@ def readers_pss_mb(arena: Arena, count: int) -> float:
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()
+    inode = arena.path.stat().st_ino
     pids = [os.getpid(), *(reader.pid or 0 for reader in readers)]
-    while any(_kilobytes("Rss", pid, arena.path.name) * 1024 < arena.capacity_bytes for pid in pids):
+    while any(_kilobytes("Rss", pid, inode) * 1024 < arena.capacity_bytes for pid in pids):
         time.sleep(0.05)  # readers map it all in the background
-    held = sum(_kilobytes("Pss", pid, arena.path.name) for pid in pids)
+    held = sum(_kilobytes("Pss", pid, inode) for pid in pids)
     for pipe, reader in zip(pipes, readers, strict=True):
         pipe.send(None)
         reader.join()
@@ -148,12 +149,13 @@ def _read(pipe: Connection, words: tuple[int, int]) -> None:
     pipe.recv()
 
 
-def _kilobytes(what: str, pid: int, name: str) -> int:
+def _kilobytes(what: str, pid: int, inode: int) -> int:
     """Of a file that a process maps: Rss, or Pss, in which a page is divided among those who map it."""
     total, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if not line.split(maxsplit=1)[0].endswith(":"):
-            inside = line.endswith(name)
+        fields = line.split()
+        if not fields[0].endswith(":"):  # address, permissions, offset, device, inode
+            inside = fields[4] == str(inode)
         elif inside and line.startswith(f"{what}:"):
-            total += int(line.split()[1])
+            total += int(fields[1])
     return total
