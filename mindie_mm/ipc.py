@@ -57,6 +57,7 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
         except BaseException:
             ours.close()
             raise
+    faults.point("spawned")
     return process, ours
 
 

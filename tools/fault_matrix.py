@@ -94,6 +94,7 @@ POINTS = (
         "released removed",
     ),
     Point("api", "reclaiming", "lose tokenizer"),
+    Point("api", "spawned", "start"),
     Point("api", "starting", "start"),
     Point("api", "stopping", "stop"),
     Point("api", "at rest", "kill"),

@@ -1,5 +1,7 @@
 """The line in plain scripts."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -77,6 +79,14 @@ def test_an_arena_too_small_for_all_at_once_is_waited_for(random_checkpoint):
     with LLM(random_checkpoint, WorkerConfig(arena_bytes=300_000)) as llm:
         outputs = llm.generate([[{"image": image}, {"text": "What?"}] for image in images], GREEDY)
     assert all(output.finish_reason == "length" for output in outputs)
+
+
+def test_an_engine_that_dies_between_two_calls_is_started_again(llm, picture):
+    inputs = [[{"image": picture}, {"text": "What?"}]]
+    (before,) = llm.generate(inputs, GREEDY)
+    os.kill(llm._worker.engine.pid, signal.SIGKILL)
+    (after,) = llm.generate(inputs, GREEDY)
+    assert after.token_ids == before.token_ids
 
 
 @pytest.mark.parametrize("inputs", ["text", [5], [[]], [[{"image": "a.png", "text": "b"}]]])

@@ -109,6 +109,16 @@ def test_a_deadline(service: RunningService, http: Any, red_square: str) -> None
     assert service.wait_until_free()["blocks"] == 0
 
 
+def test_media_files_stay_until_the_first_output(service: RunningService, http: Any, red_square: str) -> None:
+    spool = service.log.parent / "spool"
+    begun = metric(http, "time_to_first_token_seconds_count")
+    with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
+        wait_until(lambda: metric(http, "time_to_first_token_seconds_count") == begun + 2)
+        wait_until(lambda: not list(spool.glob("*/image/*")))
+        assert len(list(spool.glob("*/shm_name.txt"))) == 1
+    assert service.wait_until_free()["blocks"] == 0
+
+
 async def never() -> dict[str, Any]:
     await asyncio.Event().wait()
     raise AssertionError
