@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -63,14 +64,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A segment that this process made."""
+    """A segment that this process made, with the face of Python's SharedMemory."""
 
     name: str
     """psm_ and 8 hex digits: its file in /dev/shm."""
     size: int
     """Bytes."""
-    buf: mmap.mmap
-    """All of it, to write into; the mapping goes with the last array over it."""
+    buf: memoryview
+    """All of it, to write into."""
+
+    def close(self) -> None:
+        """Gives up `buf`; the mapping goes with the last array over it. Idempotent, and not needed."""
+        with suppress(BufferError):
+            self.buf.release()
 
     def unlink(self) -> None:
         """Removes its file; whoever maps it keeps its pages. Idempotent."""
@@ -85,7 +91,7 @@ def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
     """
     path_file, name = Path(path), free_name()
     with reserved(size) as descriptor:
-        segment = Segment(name, size, mmap.mmap(descriptor, size))
+        segment = Segment(name, size, memoryview(mmap.mmap(descriptor, size)))
         with recorded(path_file, name):
             link_segment(descriptor, name)
     if not path_file.exists():  # released between the line and the name: nobody would free it

@@ -256,7 +256,19 @@ def test_a_segment_is_recorded_private_and_reserved(path_file):
         assert status.st_nlink == 1
         assert status.st_blocks * 512 >= segment.size
         assert is_segment_word(encode_shm_name_to_int64(segment.name))
+        segment.close()
+        segment.close()
     assert release(path_file) == 2
+    first.unlink()
+
+
+def test_closing_takes_no_array_its_memory(path_file):
+    segment = create_shm(8, path_file)
+    array = np.ndarray((2,), np.float32, segment.buf)
+    segment.close()
+    segment.unlink()
+    array[:] = 3
+    assert array.tolist() == [3, 3]
 
 
 def test_pythons_own_shared_memory_reads_and_writes_them(path_file, start):
