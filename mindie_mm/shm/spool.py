@@ -103,12 +103,12 @@ def collect_request(path: Path, *, dry_run: bool = False) -> bool:
     """
     hidden, path_file = path.name.startswith(_HIDDEN), path / PATH_FILE_NAME
     try:
-        if hidden and time.time() - path.lstat().st_mtime < _MAKING_S:
-            return False
         descriptor = os.open(path_file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # its maker or its remover died
-        return hidden and (dry_run or _remove(path))
+    except FileNotFoundError:  # its maker or its remover died, unless it is just being made
+        return hidden and _is_older(path, _MAKING_S) and (dry_run or _remove(path))
     try:
+        if hidden and not _is_older(path_file, _LOCKING_S):
+            return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # By now another request may have that name.
         return os.path.samestat(path_file.lstat(), os.fstat(descriptor)) and (dry_run or _remove(path))
