@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,15 @@ def test_its_names_are_never_native_words():
 # Segments
 
 
+@pytest.fixture
+def path_file(tmp_path):
+    """Whatever a test that fails leaves is released."""
+    path_file = tmp_path / "shm_name.txt"
+    yield path_file
+    with suppress(CorruptReference):
+        release(path_file)
+
+
 def put(array: np.ndarray, path_file: Path):
     """An array in a segment of its own; its segment and its words."""
     segment = create_shm(array.nbytes, path_file)
@@ -291,10 +301,10 @@ hear()
 """
     process = start(script, segment.name)
     assert process.hear() == f"40 {[float(i) for i in range(10)]}"
-    assert get_data_from_shm(name, word).tolist() == list(range(1, 11))
     theirs = process.hear()
     with path_file.open("a") as file:
         file.write(f"{theirs}\n")
+    assert get_data_from_shm(name, word).tolist() == list(range(1, 11))
     assert get_data_from_shm(encode_shm_name_to_int64(theirs), word).tolist() == [7.0] * 10
     assert release(path_file) == 2
 
