@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,10 @@ from mindie_mm.shm.arena_info import ArenaInfo, Room, survey
 from mindie_mm.shm.layout import file_name
 from mindie_mm.shm.path_file import release
 from mindie_mm.shm.reader import release_block
-from mindie_mm.shm.reclaim import CAUSES, Cause, Collected, collect, collect_path_file
+from mindie_mm.shm.reclaim import Collected, collect, collect_path_file
 from mindie_mm.shm.spool import request_directories
 
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
-_CAUSES: dict[Cause, str] = {
-    "owner_dead": "arenas of dead owners",
-    "request_dead": "request directories of the dead",
-    "request_gone": "blocks whose request is gone",
-    "lease_expired": "blocks whose lease ran out",
-    "path_file": "things that the path file names",
-}
-assert _CAUSES.keys() == set(CAUSES)
 
 
 @click.group("shm")
@@ -43,6 +37,7 @@ def command() -> None:
     Exits with 0 if all is fine, 1 if something could not be freed or reclaimed, 2 if the command is to be mended:
     no such file, the wrong folder, no permission.
     """
+    logging.getLogger("mindie_mm").addHandler(logging.NullHandler())  # the commands themselves say what failed
 
 
 @command.command("list")
@@ -120,7 +115,11 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
     else:
         if spool is not None:
             _mode(spool, "no spool")
-        collected = collect([_checked_spool(spool or default_spool())], dry_run=dry_run)
+        root = spool or default_spool()
+        # Trouble with the service's own spool keeps nothing else from being reclaimed.
+        with nullcontext() if spool else suppress(SharedMemoryError):
+            _require_spool(root)
+        collected = collect([root], dry_run=dry_run)
     if as_json:
         click.echo(_json(collected))
     else:
@@ -140,18 +139,18 @@ def _joined(parts: list[Collected]) -> Collected:
 def _said(collected: Collected, *, dry_run: bool) -> Iterator[str]:
     for one in collected.reclaimed:
         yield f"{printable(one.what)}  {size(one.num_bytes)}  {one.cause}"
+    counts = ", ".join(f"{number} {cause}" for cause, number in collected.counts.items())
     verb = "would reclaim" if dry_run else "reclaimed"
-    counts = [f"{number} {_CAUSES[cause]}" for cause, number in collected.counts.items()]
-    yield f"{verb} {', '.join(counts)}: {size(collected.num_bytes)}" if counts else "nothing to reclaim"
+    yield f"{verb} {size(collected.num_bytes)}: {counts}" if counts else "nothing to reclaim"
 
 
-def _checked_spool(spool: Path) -> Path:
+def _require_spool(spool: Path) -> None:
     """InputError for a folder that looks like somebody's data: what `gc` takes for dead requests, it removes."""
     for directory in request_directories(spool):
-        mode = stat.S_IMODE(directory.lstat().st_mode)
-        if mode & 0o077:
-            raise InputError(f"{directory} has mode {mode:o}, request directories have 700: {spool} is no spool")
-    return spool
+        with suppress(FileNotFoundError):  # its request has just ended
+            mode = stat.S_IMODE(directory.lstat().st_mode)
+            if mode & 0o077:
+                raise InputError(f"{directory} has mode {mode:o}, request directories have 700: {spool} is no spool")
 
 
 def _require_file(path: Path, what: str) -> None:

@@ -198,7 +198,17 @@ def test_what_cannot_be_reclaimed_is_told(tmp_path):
     path_file = Path(request, "shm_name.txt")
     path_file.unlink()
     os.mkfifo(path_file)
-    assert "no regular file" in run("shm", "gc", "--spool", spool, status=1)
+    (error,) = run("shm", "gc", "--spool", spool, status=1).splitlines()
+    assert "no regular file" in error
+
+
+def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_arena, tmp_path):
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    spool.chmod(0o777)
+    assert "others may write it" in run("shm", "gc", "--spool", spool, status=2)
+    assert dead_arena.exists()
+    assert gc(status=1, MINDIE_MM_SPOOL=str(spool))[str(dead_arena)] == "owner_dead"
 
 
 @pytest.mark.parametrize(
