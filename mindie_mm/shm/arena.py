@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from threading import Condition, Event, Lock
 from types import TracebackType
@@ -26,8 +28,10 @@ from mindie_mm.shm.layout import (
     EXPIRES_NS,
     FILLING,
     FREE,
+    NEXT,
     OFFSET,
     PAGE,
+    PIECE,
     PUBLISHED,
     SHM_DIRECTORY,
     SIZE,
@@ -40,6 +44,8 @@ from mindie_mm.shm.layout import (
 )
 from mindie_mm.shm.life import LifeLock, unlink_same
 from mindie_mm.shm.populate import MADV_POPULATE_WRITE, Populator
+from mindie_mm.shm.quota import Quotas
+from mindie_mm.shm.scatter import map_pieces
 from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.stats import (
     ALLOCATIONS,
@@ -65,6 +71,11 @@ _LOOK_NS = 1_000_000
 # Published blocks looked at, on average, for each allocation while others free.
 _SWEEP_BLOCKS = 16
 
+# Of one block: each takes a mapping in every process that reads it, and a process may have 65,530 of them.
+_MAX_PIECES = 1024
+
+_log = logging.getLogger(__name__)
+
 
 class Arena:
     """An arena of this process: a context manager, and safe to use from many threads of it.
@@ -80,10 +91,9 @@ class Arena:
         self.path = SHM_DIRECTORY / file_name(header.arena)
         self.capacity_bytes = header.capacity_bytes
         """Bytes for blocks, in whole pages."""
-        self.quota_bytes = header.capacity_bytes // 2 if quota_bytes is None else quota_bytes
-        """Most bytes that the blocks of one path file may take together."""
         self._lock = lock
         self._file_bytes = header.file_bytes
+        self._header = header.pack()
         self._mapping: mmap.mmap | None = mapping
         words = memoryview(mapping)
         self._entries = words[PAGE : header.releases_offset].cast("Q")
@@ -96,7 +106,8 @@ class Arena:
         self._generations = [secrets.randbelow(MAX_GENERATION) + 1] * header.num_entries
         self._filling: dict[int, Block] = {}
         self._published: dict[int, Block] = {}
-        self._held_bytes: dict[bytes, int] = {}
+        self._rest: dict[int, list[int]] = {}
+        self._quotas = Quotas(header.capacity_bytes // 2 if quota_bytes is None else quota_bytes)
         self._since_sweep = 0
         self._mutex = Lock()
         self._room = Condition(self._mutex)
@@ -120,6 +131,21 @@ class Arena:
     def populated(self) -> Event:
         """Set once every page is faulted in, which goes on in the background."""
         return self._populator.done
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is closed, or another program removed, cut or overwrote its file: readers find nothing there.
+
+        Writing where it was cut would end this process.
+        """
+        if self._mapping is None or not self._lock.held:
+            return True
+        status = os.fstat(self._lock.descriptor)
+        return (
+            status.st_nlink == 0
+            or status.st_size != self._file_bytes
+            or self._mapping[: len(self._header)] != self._header
+        )
 
     @property
     def used_bytes(self) -> int:
@@ -157,7 +183,7 @@ class Arena:
                 block = self._wait_for_room(plan, request, lease_s, timeout_s)
         if path_file is not None:
             try:
-                self._write_header(block, b"")
+                block.write_header(b"")
                 ledger.record(request, self.number, block.entry, block.generation)
             except BaseException:
                 self.discard(block)
@@ -173,7 +199,7 @@ class Arena:
         if self._releases[1 + block.entry] == block.generation:
             raise StaleReference(f"{block.ref}: the block was freed while it was filled")
         with self._mutex:
-            self._write_header(block, digest or b"")
+            block.write_header(digest or b"")
             self._fence()
             del self._filling[block.entry]
             self._published[block.entry] = block
@@ -205,6 +231,8 @@ class Arena:
                 unlink_same(self.path, self._lock.descriptor)
             self._lock.release()
             self._mapping = None
+            self._filling.clear()
+            self._published.clear()
             self._entries = self._releases = self._stats = memoryview(b"")
             self._room.notify_all()
 
@@ -232,15 +260,19 @@ class Arena:
         if self._releases[DOORBELL] and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self._sweep()
         if request or size > self.capacity_bytes:
-            self._require_quota(size, request)
+            self._require_limits(size, request)
         extent = self._heap.allocate(size) if self._free_entries else None
-        if extent is None:
-            extent = self._heap.allocate(size) if self._sweep(unasked=True) else None
-            if extent is None:
-                return None
-        entry = self._free_entries.popleft()
-        generation, (offset, nbytes) = self._generations[entry], extent
-        block = Block(self, plan, request, entry, generation, offset, nbytes, mapping)
+        if extent is None and self._sweep(unasked=True):
+            extent = self._heap.allocate(size)
+        if extent is not None:
+            entry = self._free_entries.popleft()
+            (offset, nbytes), generation = extent, self._generations[entry]
+            block = Block(self, plan, request, entry, generation, (extent,), mapping, offset)
+        elif (scattered := self._scatter(plan, request)) is not None:
+            block = scattered
+            entry, generation, offset, nbytes = block.entry, block.generation, block.pieces[0][0], block.nbytes
+        else:
+            return None
 
         entries, at = self._entries, WORDS_PER_ENTRY * entry
         entries[at + STATE] = state_word(generation, FILLING)
@@ -251,7 +283,7 @@ class Arena:
         self._fence()  # whoever sees new content also sees that the old block is gone
         self._filling[entry] = block
         if request:
-            self._held_bytes[request] = self._held_bytes.get(request, 0) + nbytes
+            self._quotas.add(request, nbytes)
         stats = self._stats
         stats[ALLOCATIONS] += 1
         stats[USED] = used = self.capacity_bytes - self._heap.free_bytes
@@ -259,23 +291,46 @@ class Arena:
         return block
 
     def _look(self, now_ns: int) -> None:
-        """SharedMemoryError if another program took the file away; writing where it was cut would end this process."""
-        status = os.fstat(self._lock.descriptor)
-        if not status.st_nlink or status.st_size != self._file_bytes:
-            raise SharedMemoryError(f"arena {self.path} was removed or cut by another program; make a new one")
+        if self.lost:
+            raise SharedMemoryError(f"arena {self.path} was removed, cut or overwritten by others; make a new one")
         self._seen_ns = now_ns
 
-    def _require_quota(self, size: int, request: bytes) -> None:
+    def _require_limits(self, size: int, request: bytes) -> None:
         if size > self.capacity_bytes:
             raise LimitExceeded(f"a block of {size} bytes; the arena has {self.capacity_bytes}")
-        if size + self._held_bytes.get(request, 0) > self.quota_bytes:
+        if request and not self._quotas.has_room(request, size):
             self._sweep(unasked=True)
-            held = self._held_bytes.get(request, 0)
-            if size + held > self.quota_bytes:
-                raise LimitExceeded(
-                    f"a block of {size} bytes for a request that holds {held}; a request may hold {self.quota_bytes} "
-                    "bytes of an arena"
-                )
+            self._quotas.require(request, size)
+
+    def _scatter(self, plan: BlockPlan, request: bytes) -> Block | None:
+        """A block in several pieces, each with an entry, linked; None if too little is free, or in pieces too small."""
+        pieces = self._heap.scatter(plan.size, plan.header_bytes, min(len(self._free_entries), _MAX_PIECES))
+        if pieces is None:
+            return None
+        try:
+            buffer = self._map(pieces)
+        except SharedMemoryError as error:
+            _log.warning("arena %s: %s", self.path, error)
+            for piece in pieces:
+                self._heap.free(*piece)
+            return None
+        own, *rest = (self._free_entries.popleft() for _ in pieces)
+        for entry, (offset, nbytes) in zip(rest, pieces[1:], strict=True):
+            at = WORDS_PER_ENTRY * entry
+            self._entries[at + STATE] = state_word(self._generations[entry], PIECE)
+            self._entries[at + OFFSET], self._entries[at + SIZE] = offset, nbytes
+        for entry, behind in pairwise((own, *rest)):
+            self._entries[WORDS_PER_ENTRY * entry + NEXT] = 1 + behind
+        self._rest[own] = rest
+        return Block(self, plan, request, own, self._generations[own], tuple(pieces), buffer, 0)
+
+    def _map(self, pieces: Sequence[tuple[int, int]]) -> memoryview:
+        """Through an open file description of its own: a mapping would keep the lock's alive in forked children."""
+        descriptor = os.open(f"/proc/self/fd/{self._lock.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return map_pieces(descriptor, pieces, writable=True)
+        finally:
+            os.close(descriptor)
 
     def _wait_for_room(self, plan: BlockPlan, request: bytes, lease_s: float | None, timeout_s: float) -> Block:
         """Waits behind those that came before. ArenaFull after the deadline."""
@@ -333,22 +388,23 @@ class Arena:
                 self._releases[1 + entry] = block.generation
 
     def _give_back(self, block: Block) -> None:
-        entry, generation = block.entry, block.generation
-        self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(generation, FREE)
-        self._heap.free(block.offset, block.nbytes)
+        self._free_entry(block.entry)
+        if len(block.pieces) > 1:
+            for entry in (block.entry, *self._rest[block.entry]):
+                self._entries[WORDS_PER_ENTRY * entry + NEXT] = 0
+            for entry in self._rest.pop(block.entry):
+                self._free_entry(entry)
+        for offset, nbytes in block.pieces:
+            self._heap.free(offset, nbytes)
         self._stats[USED] = self.capacity_bytes - self._heap.free_bytes
+        if block.request:
+            self._quotas.remove(block.request, block.nbytes)
+
+    def _free_entry(self, entry: int) -> None:
+        generation = self._generations[entry]
+        self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(generation, FREE)
         self._generations[entry] = generation % MAX_GENERATION + 1
         self._free_entries.append(entry)
-        if block.request:
-            self._held_bytes[block.request] -= block.nbytes
-            if not self._held_bytes[block.request]:
-                del self._held_bytes[block.request]
-
-    def _write_header(self, block: Block, digest: bytes) -> None:
-        header = block.plan.header(block.entry, block.generation, block.request, digest)
-        if self._mapping is None:
-            self._refuse()
-        self._mapping[block.offset : block.offset + len(header)] = header
 
 
 def _absolute(path: Path) -> bytes:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+Buffer = mmap.mmap | memoryview
+Pieces = tuple[tuple[int, int], ...]
+"""(offset, bytes) of each piece of a block, in the order in which they make it up; mostly one."""
+
+
 class Store(Protocol):
     """What holds blocks."""
 
@@ -31,7 +36,7 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
     Once it is published nobody writes to it; once it is left its arrays are not used any more.
     """
 
-    __slots__ = ("_mapping", "_published", "_store", "entry", "generation", "nbytes", "offset", "plan", "request")
+    __slots__ = ("_base", "_buffer", "_published", "_store", "entry", "generation", "pieces", "plan", "request")
 
     def __init__(
         self,
@@ -40,9 +45,9 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         request: bytes,
         entry: int,
         generation: int,
-        offset: int,
-        nbytes: int,
-        mapping: mmap.mmap,
+        pieces: Pieces,
+        buffer: Buffer,
+        base: int,
     ) -> None:
         """For a store's `allocate`."""
         self.plan = plan
@@ -50,13 +55,16 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         """Path of the request's path file; empty if it has none."""
         self.entry = entry
         self.generation = generation
-        self.offset = offset
-        """In the store's file."""
-        self.nbytes = nbytes
-        """Bytes that the block takes in its store."""
+        self.pieces = pieces
+        """Where it lies in the store's file."""
         self._store = store
-        self._mapping = mapping
+        self._buffer, self._base = buffer, base
         self._published = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the block takes in its store."""
+        return sum(nbytes for _, nbytes in self.pieces)
 
     @property
     def ref(self) -> Ref:
@@ -68,13 +76,18 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         import numpy as np  # late: the operator's tools do without
 
         array = self.plan.arrays[name]
-        return np.ndarray(array.spec.shape, array.spec.dtype, self._mapping, self.offset + array.offset)
+        return np.ndarray(array.spec.shape, array.spec.dtype, self._buffer, self._base + array.offset)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plan.arrays)
 
     def __len__(self) -> int:
         return len(self.plan.arrays)
+
+    def write_header(self, digest: bytes) -> None:
+        """For a store: what the block says of itself; an empty `digest` if it is not to be cached."""
+        header = self.plan.header(self.entry, self.generation, self.request, digest)
+        self._buffer[self._base : self._base + len(header)] = header
 
     def publish(self, digest: bytes | None = None) -> Ref:
         """Makes the block readable by its reference; never reads the data. Once: a second call changes nothing.

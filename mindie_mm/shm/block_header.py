@@ -72,7 +72,7 @@ class BlockHeader:
                 raise DamagedHeaderError("its check does not hold")
             block, generation, num_arrays, request_bytes, digest_bytes, _, digest = _FIXED.unpack_from(body)
             behind = len(body) - request_bytes
-            if behind < _FIXED.size or digest_bytes > MAX_DIGEST_BYTES:
+            if behind < _FIXED.size or (digest_bytes and not MIN_DIGEST_BYTES <= digest_bytes <= MAX_DIGEST_BYTES):
                 raise DamagedHeaderError("its fields overrun it")
             arrays, end = _unpack_arrays(body[_FIXED.size : behind], num_arrays)
         except (struct.error, IndexError, UnicodeDecodeError, InputError) as error:
@@ -104,7 +104,7 @@ def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Arra
         arrays[described[at : at + name_bytes].decode()] = array
         at += name_bytes
         end = max(end, offset + array.spec.nbytes)
-    if len(arrays) != num_arrays or not arrays or at != len(described):
+    if not 1 <= len(arrays) == num_arrays <= MAX_ARRAYS or "" in arrays or at != len(described):
         raise DamagedHeaderError("its arrays do not fill it")
     return MappingProxyType(arrays), end
 
@@ -118,6 +118,7 @@ class BlockPlan:
     """The arrays as they stand in the header."""
     size: int
     """Bytes of the whole block: header, arrays, alignment."""
+    header_bytes: int
     first: ArraySpec
     """What the shape word says."""
 
@@ -147,7 +148,8 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
                 f"array name {name.decode()!r} has {len(name)} bytes; 1 to {MAX_NAME_BYTES} are allowed"
             )
     described = sum(_ARRAY.size + 8 * len(spec.shape) for _, spec in specs) + sum(map(len, names))
-    at = round_up(_SMALLEST + described + request_bytes, ALIGNMENT)
+    header_bytes = _SMALLEST + described + request_bytes
+    at = round_up(header_bytes, ALIGNMENT)
     pack_dims(specs[0][1].shape)  # LimitExceeded for what no word can carry
     arrays: dict[str, Array] = {}
     parts: list[bytes] = []
@@ -159,7 +161,7 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
             encoded,
         )
         at = round_up(at + spec.nbytes, ALIGNMENT)
-    return BlockPlan(MappingProxyType(arrays), b"".join(parts), at, specs[0][1])
+    return BlockPlan(MappingProxyType(arrays), b"".join(parts), at, header_bytes, specs[0][1])
 
 
 def check_digest(digest: bytes) -> None:

@@ -123,7 +123,7 @@ class DiskArena:
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
             _reserve(self._lock.descriptor, self.path, offset, nbytes)
-            block = Block(self, plan, b"", entry, GENERATION, offset, nbytes, mapping)
+            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), mapping, offset)
             self._blocks.append(block)
             self._filling.add(entry)
             self._end += nbytes
@@ -136,9 +136,9 @@ class DiskArena:
         """For `Block.publish`."""
         if digest is not None:
             check_digest(digest)
-        header = block.plan.header(block.entry, GENERATION, b"", digest or b"")
         with self._mutex:
-            self._open_mapping()[block.offset : block.offset + len(header)] = header
+            self._open_mapping()
+            block.write_header(digest or b"")
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             self._filling.remove(block.entry)
 
@@ -148,11 +148,12 @@ class DiskArena:
             if self._mapping is None or block.entry not in self._filling:
                 return
             self._filling.remove(block.entry)
-            self._mapping[block.offset : block.offset + block.nbytes] = bytes(block.nbytes)
+            ((offset, nbytes),) = block.pieces
+            self._mapping[offset : offset + nbytes] = bytes(nbytes)
             at = WORDS_PER_ENTRY * block.entry
             if block.entry == len(self._blocks) - 1:
                 self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
-                self._end -= block.nbytes
+                self._end -= nbytes
                 self._blocks.pop()
             else:
                 self._entries[at + STATE] = state_word(GENERATION, FREE)

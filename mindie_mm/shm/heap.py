@@ -53,8 +53,28 @@ class Heap:
         self.free_bytes -= taken
         return offset, taken
 
+    def scatter(self, size: int, least_first: int, max_pieces: int) -> list[tuple[int, int]] | None:
+        """(offset, bytes) of each of the fewest extents that hold `size` together, largest first, in whole pages.
+
+        None if the first has less than `least_first`, or if it takes more than `max_pieces`, or more than there is.
+        """
+        if self.largest_bytes < least_first:
+            return None
+        left, pieces = round_up(size, PAGE), []
+        for nbytes, offset in reversed(self._extents.by_size[-max_pieces:] if max_pieces else []):
+            pieces.append((offset, min(nbytes, left)))
+            left -= pieces[-1][1]
+            if not left:
+                break
+        if left:
+            return None
+        for offset, nbytes in pieces:
+            self._extents.take_at(offset, nbytes)
+            self.free_bytes -= nbytes
+        return pieces
+
     def free(self, offset: int, size: int) -> None:
-        """Gives back what `allocate` returned."""
+        """Gives back what `allocate` returned, or one piece of what `scatter` did."""
         self.free_bytes += size
         self._freed[size].append(offset)
 
@@ -69,23 +89,27 @@ class _Extents:
     """Disjoint extents, neighbours joined; the smallest that fits is cut."""
 
     def __init__(self, start: int, stop: int) -> None:
-        self._by_size = [(stop - start, start)]  # sorted: (size, offset)
+        self.by_size = [(stop - start, start)]  # sorted: (size, offset)
         self._starts = {start: stop - start}  # offset -> size
         self._stops = {stop: start}  # end -> offset
 
     @property
     def largest_bytes(self) -> int:
-        return self._by_size[-1][0] if self._by_size else 0
+        return self.by_size[-1][0] if self.by_size else 0
 
     def take(self, size: int) -> int | None:
-        at = bisect_left(self._by_size, (size, 0))
-        if at == len(self._by_size):
+        at = bisect_left(self.by_size, (size, 0))
+        if at == len(self.by_size):
             return None
-        found, offset = self._by_size.pop(at)
-        del self._starts[offset], self._stops[offset + found]
+        offset = self.by_size[at][1]
+        self.take_at(offset, size)
+        return offset
+
+    def take_at(self, offset: int, size: int) -> None:
+        """The beginning of the extent that lies there."""
+        found = self._remove(offset)
         if found > size:
             self._insert(offset + size, found - size)
-        return offset
 
     def give(self, offset: int, size: int) -> None:
         before = self._stops.get(offset)
@@ -98,12 +122,12 @@ class _Extents:
         self._insert(offset, size)
 
     def _insert(self, offset: int, size: int) -> None:
-        insort(self._by_size, (size, offset))
+        insort(self.by_size, (size, offset))
         self._starts[offset] = size
         self._stops[offset + size] = offset
 
     def _remove(self, offset: int) -> int:
         size = self._starts.pop(offset)
         del self._stops[offset + size]
-        del self._by_size[bisect_left(self._by_size, (size, offset))]
+        del self.by_size[bisect_left(self.by_size, (size, offset))]
         return size

@@ -1,7 +1,7 @@
 """The bytes of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
 
     0                header: one page; from byte 512 what the owner counts (stats.py)
-    4096             table: 64 bytes an entry: state word, offset, size, time of allocation, end of the lease
+    4096             table: 64 bytes an entry: state word, offset, size, time of allocation, end of lease, next piece
     releases_offset  release words: the doorbell, then one word an entry; a page of its own, for every process to write
     data_offset      blocks, on page boundaries
 
@@ -35,14 +35,15 @@ _CRC = struct.Struct("<I")
 
 ENTRY_BYTES = 64
 WORDS_PER_ENTRY = ENTRY_BYTES // 8
-STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS = range(5)
-"""Places of an entry's words: (generation << 8 | state), offset in the file, bytes, two times of CLOCK_BOOTTIME.
+STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS, NEXT = range(6)
+"""Places of an entry's words: (generation << 8 | state), offset in the file, bytes, two times of CLOCK_BOOTTIME, link.
 
-EXPIRES_NS is the end of a block's lease, for blocks without a request; 0 if it has none.
+EXPIRES_NS is the end of a block's lease, for blocks without a request; 0 if it has none. NEXT is 1 + the entry of the
+block's next piece; 0 if there is none. The SIZE of a block's own entry is that of all its pieces.
 """
 
-FREE, FILLING, PUBLISHED = range(3)
-STATE_NAMES = ("free", "filling", "published")
+FREE, FILLING, PUBLISHED, PIECE = range(4)
+STATE_NAMES = ("free", "filling", "published", "piece")
 
 MIN_ENTRIES = 64
 BYTES_PER_ENTRY = 1 << 16

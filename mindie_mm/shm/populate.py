@@ -23,11 +23,13 @@ class Populator:
         self.done = Event()
         """Set when every page is there, or the kernel cannot do it ahead of use."""
         self._stop = Event()
-        self._report = report or (lambda _: None)
+        self._report = report or _ignore
         Thread(target=self._run, args=(mapping, advice), name="mindie_mm-populate", daemon=True).start()
 
     def stop(self) -> None:
+        """Soon; nothing more is reported."""
         self._stop.set()
+        self._report = _ignore
 
     def _run(self, mapping: mmap.mmap, advice: int) -> None:
         total = len(mapping)
@@ -44,3 +46,7 @@ class Populator:
             self._report(min(start + STEP_BYTES, total))
         self._report(total)
         self.done.set()
+
+
+def _ignore(num_bytes: int) -> None:
+    """Nobody wants to know."""

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import finalize
 
 from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
-from mindie_mm.shm.block_header import BlockHeader, DamagedHeaderError
+from mindie_mm.shm.block import Buffer
+from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
 from mindie_mm.shm.layout import (
     DOORBELL,
+    NEXT,
     OFFSET,
     PAGE,
     PUBLISHED,
@@ -32,6 +34,7 @@ from mindie_mm.shm.layout import (
 )
 from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
 from mindie_mm.shm.ref import Ref
+from mindie_mm.shm.scatter import map_pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,14 +107,22 @@ class MappedArena:
         if self._releases[1 + ref.block] == ref.generation:
             raise StaleReference(f"{ref}: the block was freed")
 
-    def block_header(self, ref: Ref) -> tuple[int, BlockHeader]:
-        """The block's offset in the file and its header. StaleReference, SegmentMissing, CorruptReference."""
+    def block(self, ref: Ref) -> tuple[Buffer, int, BlockHeader]:
+        """What the block lies in, where in it, and its header.
+
+        StaleReference, SegmentMissing, CorruptReference; SharedMemoryError if its pieces cannot be mapped.
+        """
         self.check(ref)
         fence()
         entry = WORDS_PER_ENTRY * ref.block
-        offset, size = self._entries[entry + OFFSET], self._entries[entry + SIZE]
+        base, size = self._entries[entry + OFFSET], self._entries[entry + SIZE]
+        buffer: Buffer = self.map
         try:
-            header = BlockHeader.unpack(self.map, offset, min(offset + size, self._file_bytes))
+            if self._entries[entry + NEXT]:
+                buffer, base = map_pieces(self._descriptor, self._pieces(ref.block), writable=False), 0
+                header = BlockHeader.unpack(buffer[:MAX_HEADER_BYTES].tobytes(), base, size)
+            else:
+                header = BlockHeader.unpack(self.map, base, min(base + size, self._file_bytes))
             header.require(ref.block, ref.generation)
         except DamagedHeaderError as error:
             self.check(ref)  # freed and used again while it was read: stale, not damaged
@@ -119,7 +130,30 @@ class MappedArena:
         spec = next(iter(header.arrays.values())).spec
         if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
             raise CorruptReference(f"{ref}: the block's first array is {spec.dtype} {spec.shape}")
-        return offset, header
+        return buffer, base, header
+
+    def _pieces(self, block: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of each piece of a block. DamagedHeaderError if they are not whole pages of the data."""
+        entries, at = self._entries, WORDS_PER_ENTRY * block
+        left = size = entries[at + SIZE]
+        pieces: list[tuple[int, int]] = []
+        behind = entries[at + NEXT]
+        while 0 < behind <= self._num_entries and left > 0:
+            next_at = WORDS_PER_ENTRY * (behind - 1)
+            pieces.append((entries[next_at + OFFSET], entries[next_at + SIZE]))
+            left -= pieces[-1][1]
+            behind = entries[next_at + NEXT]
+        pieces.insert(0, (entries[at + OFFSET], left))
+        if behind or any(
+            offset % PAGE
+            or nbytes % PAGE
+            or nbytes < PAGE
+            or offset < self.header.data_offset
+            or offset + nbytes > self._file_bytes
+            for offset, nbytes in pieces
+        ):
+            raise DamagedHeaderError(f"its {size} bytes are not in whole pages of the arena")
+        return pieces
 
     def populate(self) -> None:
         """Faults the whole mapping in, once, in the background; a file on disk is read as it is used."""
@@ -217,22 +251,22 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
     already be another content's.
     """
 
-    __slots__ = ("_arena", "_header", "_offset", "digest", "ref")
+    __slots__ = ("_arena", "_base", "_buffer", "_header", "digest", "ref")
 
     def __init__(self, arena: MappedArena, ref: Ref) -> None:
         """For `attach`."""
-        offset, header = arena.block_header(ref)
+        self._buffer, self._base, header = arena.block(ref)
         self.ref = ref
         """The reference that was attached."""
         self.digest = header.digest
         """Of content and preprocessing; None if the block is not to be cached."""
-        self._arena, self._offset, self._header = arena, offset, header
+        self._arena, self._header = arena, header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         import numpy as np  # late: the operator's tools do without
 
         array = self._header.arrays[name]
-        return np.ndarray(array.spec.shape, array.spec.dtype, self._arena.map, self._offset + array.offset)
+        return np.ndarray(array.spec.shape, array.spec.dtype, self._buffer, self._base + array.offset)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header.arrays)

@@ -213,10 +213,17 @@ def test_a_closed_arena_takes_no_block_and_lets_blocks_go() -> None:
             arena.allocate(SPECS, path_file=None)
 
 
-@pytest.mark.parametrize("take_away", [Path.unlink, lambda path: os.truncate(path, PAGE)])
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"something else")
+
+
+@pytest.mark.parametrize("take_away", [Path.unlink, lambda path: os.truncate(path, PAGE), overwrite])
 def test_an_arena_taken_away_by_another_program_says_so(arena: Arena, take_away: Callable[[Path], None]) -> None:
+    assert not arena.lost
     take_away(arena.path)
-    with pytest.raises(SharedMemoryError, match="removed or cut by another program"):
+    assert arena.lost
+    with pytest.raises(SharedMemoryError, match="removed, cut or overwritten by others"):
         arena.allocate(SPECS, path_file=None)
 
 

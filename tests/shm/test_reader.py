@@ -130,7 +130,7 @@ def test_a_removed_arena_is_missing_and_its_readers_keep_their_pages() -> None:
 
 def test_an_arena_that_never_was_is_missing() -> None:
     number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
-    with pytest.raises(SegmentMissing, match="/dev/shm/mindie_mm-.*No such file"):
+    with pytest.raises(SegmentMissing, match=r"/dev/shm/mindie_mm-.*No such file"):
         attach(Ref(number, 0, 1))
     free(Ref(number, 0, 1))
 

@@ -1,0 +1,33 @@
+"""What each request holds of an arena, and the most that one may."""
+
+from __future__ import annotations
+
+from mindie_mm.errors import LimitExceeded
+
+
+class Quotas:
+    """Bytes by request. One process, no locking of its own."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._held: dict[bytes, int] = {}
+
+    def has_room(self, request: bytes, size: int) -> bool:
+        """Whether the request may hold `size` bytes more."""
+        return self._held.get(request, 0) + size <= self.limit_bytes
+
+    def require(self, request: bytes, size: int) -> None:
+        """LimitExceeded unless it may."""
+        if not self.has_room(request, size):
+            raise LimitExceeded(
+                f"a block of {size} bytes for a request that holds {self._held.get(request, 0)}; a request may hold "
+                f"{self.limit_bytes} bytes of an arena"
+            )
+
+    def add(self, request: bytes, nbytes: int) -> None:
+        self._held[request] = self._held.get(request, 0) + nbytes
+
+    def remove(self, request: bytes, nbytes: int) -> None:
+        self._held[request] -= nbytes
+        if not self._held[request]:
+            del self._held[request]

@@ -1,0 +1,155 @@
+"""A block that fits nowhere in one piece lies in several, and nobody who reads or writes it can tell."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import ArenaFull, SegmentMissing, StaleReference
+from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
+from mindie_mm.shm.layout import NEXT, OFFSET, PAGE, SIZE
+
+MiB = 1 << 20
+KiB = 1 << 10
+
+
+def publish(arena: Arena, size: int, path_file: Path | None = None, timeout_s: float = 0.0) -> Ref:
+    with arena.allocate({"x": ArraySpec((size,), "uint8")}, path_file=path_file, timeout_s=timeout_s) as block:
+        return block.publish()
+
+
+@pytest.fixture
+def holes(arena: Arena) -> list[Ref]:
+    """Fills the arena, 1 MiB, and frees every other block: half of it is free, 16 KiB at a time."""
+    blocks = [publish(arena, 15 * KiB) for _ in range(64)]
+    for ref in blocks[::2]:
+        free(ref)
+    assert arena.num_blocks == 32
+    assert arena._heap.largest_bytes == 16 * KiB
+    return blocks[1::2]
+
+
+def fill(arena: Arena, path_file: Path | None = None) -> tuple[Ref, np.ndarray]:
+    pixels = np.random.default_rng(1).integers(0, 256, (300, 588), np.uint8)
+    specs = {"pixel_values": ArraySpec(pixels.shape, "uint8"), "grid": ArraySpec((3,), "int64")}
+    with arena.allocate(specs, path_file=path_file, timeout_s=0) as block:
+        block["pixel_values"][...] = pixels
+        block["grid"][...] = (1, 20, 15)
+        return block.publish(b"d" * 16), pixels
+
+
+def test_it_is_written_and_read_like_any_other(arena: Arena, holes: list[Ref], start) -> None:
+    ref, pixels = fill(arena)
+    with attach(ref) as view:
+        assert np.array_equal(view["pixel_values"], pixels)
+        assert view["grid"].tolist() == [1, 20, 15]
+        assert view.digest == b"d" * 16
+        assert not view["pixel_values"].flags.writeable
+    process = start(
+        "view = attach(Ref.from_words(*map(int, sys.argv[1:])));"
+        "say(int(view['pixel_values'].sum(dtype=np.int64)), view['grid'].tolist()); view.verify()",
+        *ref.to_words(),
+    )
+    assert process.hear() == f"{pixels.sum(dtype=np.int64)} [1, 20, 15]"
+
+
+def test_it_takes_the_bytes_that_it_needs_and_gives_all_back(arena: Arena, holes: list[Ref], path_file: Path) -> None:
+    used = arena.used_bytes
+    ref, pixels = fill(arena, path_file)
+    assert pixels.nbytes < arena.used_bytes - used < pixels.nbytes + 2 * PAGE
+    (block,) = (block for info in survey() if info.number == arena.number for block in info.blocks if block.request)
+    assert (block.block, block.num_bytes, block.state) == (ref.block, arena.used_bytes - used, "published")
+    assert block.arrays["pixel_values"].shape == (300, 588)
+    assert arena.num_blocks == 33
+    assert release(path_file) == 1
+    with pytest.raises(StaleReference):
+        attach(ref)
+    for hole in holes:
+        free(hole)
+    assert arena.used_bytes == 0
+    assert arena._heap.largest_bytes == arena.capacity_bytes
+    whole = publish(arena, MiB - PAGE)
+    attach(whole).verify()
+
+
+def test_an_array_taken_before_it_was_freed_stays_readable_and_does_not_verify(arena: Arena, holes: list[Ref]) -> None:
+    ref, _ = fill(arena)
+    view = attach(ref)
+    pixels = view["pixel_values"]
+    free(ref)
+    for _ in range(8):
+        fill_value = publish(arena, 15 * KiB)
+        assert fill_value != ref
+    assert pixels.sum() >= 0
+    with pytest.raises(StaleReference):
+        view.verify()
+
+
+def test_a_full_arena_is_full_in_pieces_too(arena: Arena, holes: list[Ref]) -> None:
+    publish(arena, 500 * KiB)
+    with pytest.raises(ArenaFull, match=r"[0-9]+ of 1048576 bytes are free"):
+        publish(arena, 40 * KiB)
+
+
+def test_a_block_given_up_gives_its_pieces_back(arena: Arena, holes: list[Ref]) -> None:
+    for _ in range(5):
+        with (
+            pytest.raises(ZeroDivisionError),
+            arena.allocate({"x": ArraySpec((400 * KiB,), "uint8")}, path_file=None, timeout_s=0) as block,
+        ):
+            block["x"][...] = 1 // 0
+    assert arena.num_blocks == 32
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(OFFSET, 7), (OFFSET, 1 << 50), (OFFSET, 0), (SIZE, 1 << 40), (SIZE, 5), (SIZE, 0), (NEXT, 1 << 30), (NEXT, 1)],
+)
+def test_damaged_links_are_missing_data_and_nothing_worse(
+    arena: Arena, holes: list[Ref], word: int, value: int
+) -> None:
+    ref, _ = fill(arena)
+    with arena.path.open("r+b") as file:
+        file.seek(PAGE + 64 * ref.block + 8 * NEXT)
+        (behind,) = struct.unpack("<Q", file.read(8))
+        file.seek(PAGE + 64 * (behind - 1) + 8 * word)
+        file.write(struct.pack("<Q", ref.block + 1 if word == NEXT and value == 1 else value))
+    with pytest.raises(SegmentMissing, match=r"not in whole pages|header is damaged"):
+        attach(ref)
+    for hole in holes:
+        attach(hole).verify()
+
+
+def test_a_piece_is_no_block(arena: Arena, holes: list[Ref]) -> None:
+    ref, _ = fill(arena)
+    with arena.path.open("rb") as file:
+        file.seek(PAGE + 64 * ref.block + 8 * NEXT)
+        (behind,) = struct.unpack("<Q", file.read(8))
+        file.seek(PAGE + 64 * (behind - 1))
+        (state,) = struct.unpack("<Q", file.read(8))
+    with pytest.raises(StaleReference, match="is piece"):
+        attach(Ref(arena.number, behind - 1, state >> 8))
+    free(Ref(arena.number, behind - 1, state >> 8))
+    attach(ref).verify()
+    assert collect().of("request_gone") == ()
+
+
+def test_whatever_is_free_can_be_had(path_file: Path) -> None:
+    """Random sizes and lifetimes: while a quarter is free, no block of a sixteenth has to wait."""
+    draw = random.Random(5)
+    with Arena.create(32 * MiB) as arena:
+        living: list[Ref] = []
+        scattered = 0
+        for _ in range(4000):
+            size = min(int(draw.lognormvariate(11.5, 1.6)), 2 * MiB - KiB)
+            while living and arena.capacity_bytes - arena.used_bytes < arena.capacity_bytes // 4:
+                free(living.pop(draw.randrange(len(living))))
+            living.append(publish(arena, size))
+            scattered += living[-1].block in arena._rest
+        assert scattered > 10
+        for ref in living:
+            attach(ref).verify()
