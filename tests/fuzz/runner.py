@@ -24,6 +24,8 @@ TARGETS: Mapping[str, Callable[[], AbstractContextManager[Target]]] = {
     "living_arena": attached.living_arena,
     "arena_file": attached.arena_file,
 }
+SLOW = {"living_arena": 10, "arena_file": 10}
+"""Targets of so many times fewer inputs: each makes a block, or a file, of its own."""
 MAX_BYTES = 2048
 HANG_S = 30.0
 _KEPT = 256

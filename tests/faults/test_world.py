@@ -1,0 +1,183 @@
+"""Services in a world that does not keep to the rules: neighbours, full and damaged shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from mindie_mm.shm import collect
+from tools.demo import data_url, picture
+from tools.serving import RunningService, running_service
+
+MiB = 1 << 20
+SETTINGS = {"arena_bytes": 32 * MiB, "kv_cache_bytes": 64 * MiB, "reclaim_interval_s": 0.2, "grace_s": 0.2}
+FULL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$@"', "sh")
+HEAL_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningService, RunningService]]:
+    """Two services of one user, with one spool."""
+    folder = tmp_path_factory.mktemp("pair")
+    settings = SETTINGS | {"spool": folder / "spool"}
+    with running_service(settings, folder / "log1") as first, running_service(settings, folder / "log2") as second:
+        yield first, second
+        assert (first.stop(), second.stop()) == (0, 0)
+    assert list((folder / "spool").iterdir()) == []
+
+
+def body(**changes: Any) -> bytes:
+    url = data_url(picture("red", (220, 40, 40), "square", x=0.4))
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the image?"}]
+    return json.dumps({"messages": [{"role": "user", "content": content}], "temperature": 0} | changes).encode()
+
+
+def ask(service: RunningService) -> tuple[int, str]:
+    """(status, answer or error message) of a question about a red square."""
+    request = urllib.request.Request(
+        f"{service.url}/v1/chat/completions", body(max_tokens=16), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"]
+
+
+def is_right(answer: tuple[int, str]) -> bool:
+    status, text = answer
+    return status == 200 and "red" in text and "square" in text
+
+
+def streamed(service: RunningService) -> socket.socket:
+    """The connection of a streamed answer whose first event has come: its picture is in shared memory."""
+    host = urlsplit(service.url)
+    data = body(max_tokens=60, ignore_eos=True, stream=True)
+    connection = socket.create_connection((host.hostname, host.port), timeout=60)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    assert connection.recv(12) == b"HTTP/1.1 200"
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """The rest of a streamed answer."""
+    data = b""
+    while b"data: [DONE]" not in data:
+        part = connection.recv(1 << 16)
+        assert part, data[-1000:]
+        data += part
+    return data
+
+
+def arenas(service: RunningService) -> list[Path]:
+    return [Path("/dev/shm", arena["name"]) for arena in service.shm()["arenas"]]
+
+
+def test_two_services_on_one_spool_leave_each_others_alone(pair: tuple[RunningService, RunningService]) -> None:
+    """While one answers, the other collects, at its own pace and ours, and answers too."""
+    for running, other in (pair, pair[::-1]):
+        with streamed(running) as connection:
+            assert running.shm()["blocks"] > 0
+            found = collect()
+            assert not set(found.arenas) & set(map(str, arenas(running)))
+            assert is_right(ask(other))
+            assert is_right(ask(running))
+            rest = read_all(connection)
+        assert b'"finish_reason":"length"' in rest
+    for service in pair:
+        assert service.wait_until_free()["blocks"] == 0
+
+
+def test_the_same_service_started_twice_is_one_line_and_harms_nobody(
+    pair: tuple[RunningService, RunningService], tmp_path: Path
+) -> None:
+    first, _ = pair
+    with streamed(first) as connection:
+        port = urlsplit(first.url).port
+        command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", f"--port={port}"]
+        spool = first.log.parent / "spool"
+        again = subprocess.run(
+            [*command, f"--spool={spool}"], capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
+        )
+        assert again.returncode == 1, again.stderr
+        assert again.stdout == ""
+        assert again.stderr.splitlines()[-1].endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")
+        assert "Traceback" not in again.stderr
+        assert b'"finish_reason":"length"' in read_all(connection)
+    assert is_right(ask(first))
+
+
+def unlink(arena: Path) -> None:
+    arena.unlink()
+
+
+def cut_to_nothing(arena: Path) -> None:
+    os.truncate(arena, 0)
+
+
+def cut_by_a_page(arena: Path) -> None:
+    os.truncate(arena, arena.stat().st_size - 4096)
+
+
+def cut_by_a_byte(arena: Path) -> None:
+    os.truncate(arena, arena.stat().st_size - 1)
+
+
+def damage_its_header(arena: Path) -> None:
+    with arena.open("r+b") as file:
+        file.seek(40)
+        file.write(b"\xff" * 16)
+
+
+@pytest.mark.parametrize("harm", [unlink, cut_to_nothing, cut_by_a_page, cut_by_a_byte, damage_its_header])
+def test_a_service_whose_arena_is_lost_answers_again(
+    pair: tuple[RunningService, RunningService], harm: Callable[[Path], None]
+) -> None:
+    """Requests may fail, each with an error of its own, until a new arena is there; the neighbour notices nothing."""
+    first, second = pair
+    assert is_right(ask(first))
+    (arena,) = arenas(first)
+    harm(arena)
+    deadline, answers = time.monotonic() + HEAL_S, [ask(first)]
+    while not is_right(answers[-1]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        answers.append(ask(first))
+    assert is_right(answers[-1]), set(answers)
+    assert {status for status, _ in answers[:-1]} <= {500, 503}, set(answers)
+    assert is_right(ask(second))
+    assert is_right(ask(first)), "it stays well"
+    assert not arena.exists() or arena.stat().st_size == 0 or arena in arenas(first)
+    if arena.exists() and arena not in arenas(first):
+        arena.unlink()  # an empty file: nobody can tell any more whose it was
+
+
+def test_a_service_for_which_shm_is_too_small_says_so_and_ends() -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    tried = subprocess.run([*FULL_SHM, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"mounting is not permitted: {tried.stderr.strip()}")
+    command = [*FULL_SHM, str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0"]
+    done = subprocess.run(
+        [*command, f"--arena-bytes={64 * MiB}"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    for words in (f"free of {32 * MiB}", "the arena needs 67", "--shm-size", "emptyDir"):
+        assert words in last
