@@ -225,6 +225,8 @@ def _is_gone(path: str) -> bool:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
+    except ValueError:  # a NUL byte: no request has such a path, the block's header was written over
+        return False
     return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from itertools import islice
 from pathlib import Path
 
@@ -211,6 +212,24 @@ except PermissionError: say("cannot tell")
     private.chmod(0o700)
     process.say("look")
     assert process.hear() == "cannot tell"
+
+
+def test_a_request_path_that_can_be_none_frees_nothing(arena: Arena, path_file: Path) -> None:
+    with arena.allocate(SPECS, path_file=path_file) as block:
+        ref = block.publish()
+    path_file.unlink()
+    with arena.path.open("r+b") as file:
+        whole = file.read()
+        start = whole.index(b"MMB1")
+        size = int.from_bytes(whole[start + 8 : start + 12], "little")
+        body = whole[start + 12 : start + size].replace(bytes(str(path_file), "ascii"), bytes(len(str(path_file))))
+        file.seek(start + 4)
+        file.write(zlib.crc32(body, size).to_bytes(4, "little"))
+        file.seek(start + 12)
+        file.write(body)
+    assert set(info(arena.path).blocks[0].request) == {"\0"}
+    assert collect().of("request_gone") == ()
+    attach(ref).verify()
 
 
 def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp_path: Path) -> None:
