@@ -21,6 +21,7 @@ def main() -> None:
     with ChildChannel(int(descriptor)) as channel:
         lifeline = Lifeline(channel)
         importlib.import_module(module).main(channel, lifeline, *arguments)
+        lifeline.end()
 
 
 if __name__ == "__main__":

@@ -220,24 +220,38 @@ class Lifeline:
     def __init__(self, channel: ChildChannel) -> None:
         self._descriptor = os.dup(channel.fileno())
         self._lock = Lock()
-        self._removals: list[Callable[[], None]] = []
-        Thread(target=self._watch, name="lifeline", daemon=True).start()
+        self._actions: list[Callable[[], object]] = []
+        self._thread = Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread.start()
 
     def hold(self, make: Callable[[], T], remove: Callable[[T], None]) -> T:
         """What `make` gives, which is removed before the process ends; there is no moment at which it could be left."""
         with self._lock:
             made = make()
-            self._removals.append(lambda: remove(made))
+            self._actions.append(lambda: remove(made))
         return made
 
-    def _watch(self) -> None:
+    def before_end(self, action: Callable[[], object]) -> None:
+        """Has `action` called before the process ends."""
+        with self._lock:
+            self._actions.append(action)
+
+    def end(self) -> None:
+        """For a process that is done: if the parent is gone, what is to happen before the end does happen."""
+        if self._hung_up(0):
+            self._thread.join()
+
+    def _hung_up(self, timeout_ms: int | None) -> bool:
         hangup = select.poll()
         hangup.register(self._descriptor, 0)  # POLLHUP is always reported, and nothing else is asked for
-        hangup.poll()
+        return bool(hangup.poll(timeout_ms))
+
+    def _watch(self) -> None:
+        self._hung_up(None)
         with self._lock:
             try:
                 faults.point("stopping")
-                for removal in self._removals:
-                    removal()
+                for action in self._actions:
+                    action()
             finally:
                 os._exit(0)

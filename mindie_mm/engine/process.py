@@ -16,15 +16,17 @@ from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, 
 from mindie_mm.errors import MindieMMError, error_name
 from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.models import load_model
+from mindie_mm.shm import collect
 
 _log = logging.getLogger(__name__)
 
 
-def main(channel: ChildChannel, _lifeline: Lifeline) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline) -> None:
     """Serves until the parent closes the channel, or dies."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     faults.arm("engine", fault_folder())
     faults.point("starting")
+    lifeline.before_end(collect)  # of a tokenizer that died before its parent, too, which nobody else would remove
     disable_progress_bar()
     try:
         serve(channel)

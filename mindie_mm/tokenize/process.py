@@ -16,7 +16,7 @@ from mindie_mm import faults
 from mindie_mm.config import fault_folder
 from mindie_mm.errors import MindieMMError, WorldError
 from mindie_mm.ipc import ChildChannel, Lifeline
-from mindie_mm.shm import Arena
+from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized
 from mindie_mm.tokenize.tokenizer import Tokenizer
@@ -59,6 +59,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str)
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
         return
+    lifeline.before_end(collect)  # of another tokenizer that died before the parent, which nobody else would remove
     with arena:
         faults.point("arena-made")
         try:
