@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from threading import Condition, Event, Lock
 from types import TracebackType
@@ -19,29 +17,10 @@ from typing import NoReturn, Self
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import path_file as ledger
 from mindie_mm.shm.arena_file import create_file
-from mindie_mm.shm.block import Block
+from mindie_mm.shm.block import Block, Buffer, Pieces
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.heap import Heap
-from mindie_mm.shm.layout import (
-    ALLOCATED_NS,
-    DOORBELL,
-    EXPIRES_NS,
-    FILLING,
-    FREE,
-    NEXT,
-    OFFSET,
-    PAGE,
-    PIECE,
-    PUBLISHED,
-    SHM_DIRECTORY,
-    SIZE,
-    STATE,
-    WORDS_PER_ENTRY,
-    ArenaHeader,
-    Fence,
-    file_name,
-    state_word,
-)
+from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, file_name
 from mindie_mm.shm.life import LifeLock, unlink_same
 from mindie_mm.shm.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.quota import Quotas
@@ -58,7 +37,7 @@ from mindie_mm.shm.stats import (
     USED,
     WAITS,
 )
-from mindie_mm.shm.words import MAX_GENERATION
+from mindie_mm.shm.table import Table
 
 DEFAULT_TIMEOUT_S = 10.0
 
@@ -75,6 +54,9 @@ _SWEEP_BLOCKS = 16
 _MAX_PIECES = 1024
 
 _log = logging.getLogger(__name__)
+
+Place = tuple[Pieces, Buffer, int, int]
+"""Where a block lies: its pieces, what they are mapped in, where in that, bytes in all."""
 
 
 class Arena:
@@ -94,25 +76,19 @@ class Arena:
         self._lock = lock
         self._file_bytes = header.file_bytes
         self._header = header.pack()
+        self._num_entries = header.num_entries
         self._mapping: mmap.mmap | None = mapping
         words = memoryview(mapping)
-        self._entries = words[PAGE : header.releases_offset].cast("Q")
-        self._releases = words[header.releases_offset : header.data_offset].cast("Q")
+        self._table = Table(words, header)
         self._stats = words[STATS_OFFSET : STATS_OFFSET + STATS_BYTES].cast("Q")
         self._heap = Heap(header.data_offset, header.file_bytes)
-        # Oldest first: an entry rests as long as it can before it is used again.
-        self._free_entries = deque(range(header.num_entries))
-        # Random, so that a reused arena number matches no old reference.
-        self._generations = [secrets.randbelow(MAX_GENERATION) + 1] * header.num_entries
         self._filling: dict[int, Block] = {}
         self._published: dict[int, Block] = {}
-        self._rest: dict[int, list[int]] = {}
         self._quotas = Quotas(header.capacity_bytes // 2 if quota_bytes is None else quota_bytes)
         self._since_sweep = 0
         self._mutex = Lock()
         self._room = Condition(self._mutex)
         self._queue: deque[object] = deque()
-        self._fence = Fence()
         self._seen_ns = 0
         self._populator = Populator(mapping, MADV_POPULATE_WRITE, partial(self._stats.__setitem__, POPULATED))
 
@@ -196,16 +172,14 @@ class Arena:
             check_digest(digest)
         if self._mapping is None or not self._lock.held:
             self._refuse()
-        if self._releases[1 + block.entry] == block.generation:
+        if self._table.is_released(block.entry):
             raise StaleReference(f"{block.ref}: the block was freed while it was filled")
         with self._mutex:
             block.write_header(digest or b"")
-            self._fence()
             del self._filling[block.entry]
             self._published[block.entry] = block
-            self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(block.generation, PUBLISHED)
-            # A release that came while the block was filled may have been swept past.
-            self._releases[DOORBELL] = 1
+            self._table.publish(block.entry)
+            self._table.ring()  # a release that came while the block was filled may have been swept past
 
     def discard(self, block: Block) -> None:
         """For `Block`: gives back a block that is not published. Nothing after `close`."""
@@ -233,7 +207,8 @@ class Arena:
             self._mapping = None
             self._filling.clear()
             self._published.clear()
-            self._entries = self._releases = self._stats = memoryview(b"")
+            self._table.close()
+            self._stats = memoryview(b"")
             self._room.notify_all()
 
     def __enter__(self) -> Self:
@@ -249,39 +224,25 @@ class Arena:
 
     def _take(self, plan: BlockPlan, request: bytes, lease_s: float | None) -> Block | None:
         """A new block, being filled; None while there is no room."""
-        mapping = self._mapping
-        if mapping is None or not self._lock.held:
+        if self._mapping is None or not self._lock.held:
             self._refuse()
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         if now_ns - self._seen_ns > _LOOK_NS:
             self._look(now_ns)
-        size = plan.size
         self._since_sweep += 1
-        if self._releases[DOORBELL] and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
+        if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self._sweep()
-        if request or size > self.capacity_bytes:
-            self._require_limits(size, request)
-        extent = self._heap.allocate(size) if self._free_entries else None
-        if extent is None and self._sweep(unasked=True):
-            extent = self._heap.allocate(size)
-        if extent is not None:
-            entry = self._free_entries.popleft()
-            (offset, nbytes), generation = extent, self._generations[entry]
-            block = Block(self, plan, request, entry, generation, (extent,), mapping, offset)
-        elif (scattered := self._scatter(plan, request)) is not None:
-            block = scattered
-            entry, generation, offset, nbytes = block.entry, block.generation, block.pieces[0][0], block.nbytes
-        else:
+        if request or plan.size > self.capacity_bytes:
+            self._require_limits(plan.size, request)
+        place = self._place(plan) or (self._place(plan) if self._sweep(unasked=True) else None) or self._scatter(plan)
+        if place is None:
             return None
-
-        entries, at = self._entries, WORDS_PER_ENTRY * entry
-        entries[at + STATE] = state_word(generation, FILLING)
-        self._releases[1 + entry] = 0
-        entries[at + OFFSET], entries[at + SIZE] = offset, nbytes
-        entries[at + ALLOCATED_NS] = now_ns
-        entries[at + EXPIRES_NS] = 0 if lease_s is None else now_ns + int(lease_s * 1e9)
-        self._fence()  # whoever sees new content also sees that the old block is gone
-        self._filling[entry] = block
+        pieces, buffer, base, nbytes = place
+        expires_ns = 0 if lease_s is None else now_ns + int(lease_s * 1e9)
+        entry, generation = self._table.take(pieces[0][0], nbytes, now_ns, expires_ns)
+        if len(pieces) > 1:
+            self._table.link(entry, pieces[1:])
+        self._filling[entry] = block = Block(self, plan, request, entry, generation, pieces, buffer, base)
         if request:
             self._quotas.add(request, nbytes)
         stats = self._stats
@@ -302,27 +263,24 @@ class Arena:
             self._sweep(unasked=True)
             self._quotas.require(request, size)
 
-    def _scatter(self, plan: BlockPlan, request: bytes) -> Block | None:
-        """A block in several pieces, each with an entry, linked; None if too little is free, or in pieces too small."""
-        pieces = self._heap.scatter(plan.size, plan.header_bytes, min(len(self._free_entries), _MAX_PIECES))
+    def _place(self, plan: BlockPlan) -> Place | None:
+        """In one piece; None while none is large enough, or every entry is used."""
+        extent = self._heap.allocate(plan.size) if self._table.num_free else None
+        assert self._mapping is not None
+        return None if extent is None else ((extent,), self._mapping, *extent)
+
+    def _scatter(self, plan: BlockPlan) -> Place | None:
+        """In several pieces, mapped one behind another; None if too little is free, or in pieces too small."""
+        pieces = self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
         if pieces is None:
             return None
         try:
-            buffer = self._map(pieces)
+            return tuple(pieces), self._map(pieces), 0, sum(nbytes for _, nbytes in pieces)
         except SharedMemoryError as error:
             _log.warning("arena %s: %s", self.path, error)
             for piece in pieces:
                 self._heap.free(*piece)
             return None
-        own, *rest = (self._free_entries.popleft() for _ in pieces)
-        for entry, (offset, nbytes) in zip(rest, pieces[1:], strict=True):
-            at = WORDS_PER_ENTRY * entry
-            self._entries[at + STATE] = state_word(self._generations[entry], PIECE)
-            self._entries[at + OFFSET], self._entries[at + SIZE] = offset, nbytes
-        for entry, behind in pairwise((own, *rest)):
-            self._entries[WORDS_PER_ENTRY * entry + NEXT] = 1 + behind
-        self._rest[own] = rest
-        return Block(self, plan, request, own, self._generations[own], tuple(pieces), buffer, 0)
 
     def _map(self, pieces: Sequence[tuple[int, int]]) -> memoryview:
         """Through an open file description of its own: a mapping would keep the lock's alive in forked children."""
@@ -358,7 +316,7 @@ class Arena:
         return (
             f"no room for a block of {size} bytes within {timeout_s} s: {self._heap.free_bytes} of "
             f"{self.capacity_bytes} bytes are free, {self._heap.largest_bytes} of them in one piece; "
-            f"{len(self._free_entries)} of {len(self._generations)} entries are free"
+            f"{self._table.num_free} of {self._num_entries} entries are free"
         )
 
     def _sweep(self, *, unasked: bool = False) -> int:
@@ -366,15 +324,14 @@ class Arena:
 
         Without the doorbell there is nothing to do, unless a process died before it rang, or a lease ran out.
         """
-        if self._mapping is None or not (unasked or self._releases[DOORBELL]):
+        if self._mapping is None or not (unasked or self._table.rung):
             return 0
         self._since_sweep = 0
-        releases = self._releases
-        releases[DOORBELL] = 0
-        self._fence()
+        self._table.answer()
         if unasked:
             self._end_leases()
-        freed = [block for entry, block in self._published.items() if releases[1 + entry] == block.generation]
+        is_released = self._table.is_released
+        freed = [block for entry, block in self._published.items() if is_released(entry)]
         for block in freed:
             del self._published[block.entry]
             self._give_back(block)
@@ -383,28 +340,17 @@ class Arena:
 
     def _end_leases(self) -> None:
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        for entry, block in self._published.items():
-            if 0 < self._entries[WORDS_PER_ENTRY * entry + EXPIRES_NS] < now_ns:
-                self._releases[1 + entry] = block.generation
+        for entry in self._published:
+            if self._table.is_expired(entry, now_ns):
+                self._table.release(entry)
 
     def _give_back(self, block: Block) -> None:
-        self._free_entry(block.entry)
-        if len(block.pieces) > 1:
-            for entry in (block.entry, *self._rest[block.entry]):
-                self._entries[WORDS_PER_ENTRY * entry + NEXT] = 0
-            for entry in self._rest.pop(block.entry):
-                self._free_entry(entry)
+        self._table.give_back(block.entry)
         for offset, nbytes in block.pieces:
             self._heap.free(offset, nbytes)
         self._stats[USED] = self.capacity_bytes - self._heap.free_bytes
         if block.request:
             self._quotas.remove(block.request, block.nbytes)
-
-    def _free_entry(self, entry: int) -> None:
-        generation = self._generations[entry]
-        self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(generation, FREE)
-        self._generations[entry] = generation % MAX_GENERATION + 1
-        self._free_entries.append(entry)
 
 
 def _absolute(path: Path) -> bytes:

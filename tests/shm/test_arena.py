@@ -244,13 +244,13 @@ def test_generations_differ_at_each_reuse_and_wrap(arena: Arena) -> None:
         seen.add((ref.block, ref.generation))
         free(ref)
     assert len(seen) == 3 * 64
-    entry = arena._free_entries[0]
-    arena._generations[entry] = (1 << 24) - 1
+    entry = arena._table._free[0]
+    arena._table._generations[entry] = (1 << 24) - 1
     last = publish(arena)
     assert last.generation == (1 << 24) - 1
     free(last)
     arena.sweep()
-    assert arena._generations[entry] == 1
+    assert arena._table._generations[entry] == 1
 
 
 def test_threads_share_an_arena(arena: Arena) -> None:

@@ -149,7 +149,7 @@ def test_whatever_is_free_can_be_had(path_file: Path) -> None:
             while living and arena.capacity_bytes - arena.used_bytes < arena.capacity_bytes // 4:
                 free(living.pop(draw.randrange(len(living))))
             living.append(publish(arena, size))
-            scattered += living[-1].block in arena._rest
+            scattered += living[-1].block in arena._table._rest
         assert scattered > 10
         for ref in living:
             attach(ref).verify()
