@@ -18,11 +18,13 @@ DEADLINE_S = 10.0
 """How long a request waits for room, in order, before it gives up."""
 
 BOUNDS = {16: 0.75, 32: 0.55, 64: 0.40, 128: 0.25, 256: 0.20}
-"""A request of at most 1/n of the capacity never fails while this share of the bytes is in no block.
+"""A request of at most 1/n of the capacity always fits in one piece while this share of the bytes is in no block.
 
 Measured over 80 weeks: 0.69, 0.49, 0.36, 0.21, 0.15. Best fit, first fit, small and large blocks from opposite ends,
-and powers of two as sizes all lie within a few hundredths of it: blocks that cannot be moved allow no more.
+and powers of two as sizes all lie within a few hundredths of it: blocks that cannot be moved allow no more. Therefore
+a block may lie in several pieces.
 """
+PIECES = 64
 
 
 class Room:
@@ -31,20 +33,32 @@ class Room:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.heap = Heap(START, START + capacity)
-        self.held: dict[int, int] = {}
+        self.held: dict[int, list[tuple[int, int]]] = {}
+        """The pieces of each block, by the offset of its first one."""
+        self.most_pieces = 1
 
     def allocate(self, size: int) -> int | None:
+        """A block in one piece."""
         found = self.heap.allocate(size)
-        if found is None:
+        return None if found is None else self._hold(size, [found])
+
+    def scatter(self, size: int) -> int | None:
+        """A block in several pieces, as an arena makes it where none of one piece fits."""
+        pieces = self.heap.scatter(size, 4096, PIECES)
+        if pieces is None:
             return None
-        offset, nbytes = found
-        assert nbytes >= size
-        assert offset not in self.held
-        self.held[offset] = nbytes
-        return offset
+        self.most_pieces = max(self.most_pieces, len(pieces))
+        return self._hold(size, pieces)
+
+    def _hold(self, size: int, pieces: list[tuple[int, int]]) -> int:
+        assert sum(nbytes for _, nbytes in pieces) >= size
+        assert pieces[0][0] not in self.held
+        self.held[pieces[0][0]] = pieces
+        return pieces[0][0]
 
     def free(self, offset: int) -> None:
-        self.heap.free(offset, self.held.pop(offset))
+        for at, nbytes in self.held.pop(offset):
+            self.heap.free(at, nbytes)
 
     @property
     def free_share(self) -> float:
@@ -53,11 +67,12 @@ class Room:
     def check(self) -> None:
         """No two blocks share a byte, and every byte is in a block or free."""
         at = START
-        for offset, nbytes in sorted(self.held.items()):
+        pieces = sorted(itertools.chain.from_iterable(self.held.values()))
+        for offset, nbytes in pieces:
             assert offset >= at
             at = offset + nbytes
         assert at <= START + self.capacity
-        assert self.heap.free_bytes == self.capacity - sum(self.held.values())
+        assert self.heap.free_bytes == self.capacity - sum(nbytes for _, nbytes in pieces)
 
     def empty(self) -> None:
         """Whatever was there, all of it comes back in one piece."""
@@ -106,14 +121,20 @@ def week(seed: int, capacity: int, videos: float, load: float) -> Iterator[tuple
             yield at, min(size, capacity // 2), lifetime * draw.uniform(0.5, 1.5)
 
 
+WEEKS = [(1, 256, 0.0), (2, 512, 0.0), (3, 1536, 0.01), (4, 2048, 0.02), (5, 4096, 0.03)]
+
+
 @pytest.mark.parametrize("load", [0.8, 3.0])
-@pytest.mark.parametrize(
-    ("seed", "mebibytes", "videos"), [(1, 256, 0.0), (2, 512, 0.0), (3, 1536, 0.01), (4, 2048, 0.02), (5, 4096, 0.03)]
-)
-def test_weeks_of_mixed_sizes(seed: int, mebibytes: int, videos: float, load: float) -> None:
-    """Requests wait in order and give up after a while, as in an arena: 200,000 allocations in all."""
+@pytest.mark.parametrize(("seed", "mebibytes", "videos"), WEEKS)
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_weeks_of_mixed_sizes(seed: int, mebibytes: int, videos: float, load: float, in_pieces: bool) -> None:
+    """Requests wait in order and give up after a while, as in an arena: 400,000 allocations in all.
+
+    In pieces, none of at most 1/16 of the capacity waits while a quarter of the bytes is in no block.
+    """
     room = Room(mebibytes * MiB)
-    worst = dict.fromkeys(BOUNDS, 0.0)
+    bounds = {16: 0.25} if in_pieces else BOUNDS
+    worst = dict.fromkeys(bounds, 0.0)
     ends: list[tuple[float, int]] = []
     now, failures = 0.0, 0
     for number, (at, size, lifetime) in enumerate(itertools.islice(week(seed, room.capacity, videos, load), 20_000)):
@@ -122,8 +143,10 @@ def test_weeks_of_mixed_sizes(seed: int, mebibytes: int, videos: float, load: fl
             room.free(heapq.heappop(ends)[1])
         give_up_at = max(at + DEADLINE_S, now)
         while (offset := room.allocate(size)) is None:
+            if in_pieces and (offset := room.scatter(size)) is not None:
+                break
             failures += 1
-            for part in BOUNDS:
+            for part in bounds:
                 if size <= room.capacity // part:
                     worst[part] = max(worst[part], room.free_share)
             if ends[0][0] > give_up_at:
@@ -131,13 +154,13 @@ def test_weeks_of_mixed_sizes(seed: int, mebibytes: int, videos: float, load: fl
                 break
             now, done = heapq.heappop(ends)
             room.free(done)
-        else:
+        if offset is not None:
             heapq.heappush(ends, (now + lifetime, offset))
         if number % 4000 == 0:
             room.check()
     room.empty()
-    assert failures > 100, "it was never full"
-    assert all(worst[part] <= bound for part, bound in BOUNDS.items()), worst
+    assert failures, "it was never full"
+    assert all(worst[part] < bound for part, bound in bounds.items()), (worst, room.most_pieces)
 
 
 @pytest.mark.parametrize("size", [3 * KiB, 60 * KiB, 1 * MiB])
