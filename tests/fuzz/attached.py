@@ -18,6 +18,7 @@ _SPECS = (
     {"x": ArraySpec((5,), "uint8")},
     {"pixel_values": ArraySpec((37, 588), "uint8"), "grid_thw": ArraySpec((3,), "int64")},
     {"a": ArraySpec((2, 3, 4, 5), "float16"), "b": ArraySpec((1,) * 6, "bool"), "c": ArraySpec((700,), "float64")},
+    {"x": ArraySpec((40_000,), "uint8"), "y": ArraySpec((3000,), "int64")},
 )
 _PATCH = struct.Struct("<BBH")  # place, bytes of the patch, where in the place
 _HEADER, _ENTRY, _RELEASE, _ANY = range(4)
@@ -42,8 +43,8 @@ def _patch(place: int, where: int, change: bytes) -> bytes:
 def _seeds() -> tuple[bytes, ...]:
     word = struct.pack("<Q", 4096)
     changes = [(_HEADER, at, word) for at in (0, 4, 8, 16, 20, 24, 92, 100, 104)]
-    changes += [(_ENTRY, at, word) for at in (0, 8, 16, 24)] + [(_RELEASE, 0, word), (_ANY, 30000, word)]
-    return tuple(bytes([flags]) + _patch(*change) for flags in (0, 1) for change in changes)
+    changes += [(_ENTRY, at, word) for at in range(0, ENTRY_BYTES, 8)] + [(_RELEASE, 0, word), (_ANY, 30000, word)]
+    return tuple(bytes([flags]) + _patch(*change) for flags in (0, 1, 6, 7) for change in changes)
 
 
 def _read(ref: Ref) -> bool:
@@ -60,35 +61,49 @@ def _read(ref: Ref) -> bool:
 
 @contextmanager
 def living_arena() -> Iterator[Target]:
-    """A block of a living arena, damaged as soon as it is published. Input: flags (mend the header; specs), patches."""
+    """A block of a living arena, damaged as soon as it is published. Input: flags (mend the header; specs), patches.
+
+    Half of the arena is taken by blocks with gaps between, so that the largest specs lie in several pieces.
+    """
     with Arena.create(1 << 18) as arena, arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         header = ArenaHeader.unpack(memory[:PAGE], len(memory))
+        _leave_gaps(arena)
         inputs = 0
 
         def check(data: bytes) -> bool:
             nonlocal inputs
             inputs += 1
             flags = data[0] if data else 0
-            with arena.allocate(_SPECS[flags >> 1 & 3 if flags & 6 != 6 else 0], path_file=None) as block:
+            with arena.allocate(_SPECS[flags >> 1 & 3], path_file=None) as block:
                 ref = block.publish()
             entry, release = PAGE + ENTRY_BYTES * ref.block, header.releases_offset + 8 * (1 + ref.block)
-            offset, nbytes = struct.unpack_from("<QQ", memory, entry + 8)
-            control, content = memory[PAGE : header.data_offset], memory[offset : offset + nbytes]
+            (offset,) = struct.unpack_from("<Q", memory, entry + 8)
+            control, rest = memory[PAGE : header.data_offset], memory[header.data_offset :]
             try:
                 _damage(memory, data[1:], (offset, entry, release))
                 if flags & 1:
-                    size = min(max(int.from_bytes(memory[offset + 8 : offset + 12], "little"), 12), nbytes)
+                    size = min(max(int.from_bytes(memory[offset + 8 : offset + 12], "little"), 12), PAGE)
                     memory[offset : offset + size] = sealed(memory[offset : offset + size])
                 accepted = _read(ref)
                 if inputs % _SURVEY_EVERY == 0:
                     survey()
             finally:
-                memory[PAGE : header.data_offset], memory[offset : offset + nbytes] = control, content
+                memory[PAGE:] = control + rest
             assert _read(ref), "once it is mended it is read"
             free(ref)
             return accepted
 
         yield Target(_seeds(), check)
+
+
+def _leave_gaps(arena: Arena) -> None:
+    """Takes the arena in blocks of four pages, and frees every other one."""
+    specs = {"x": ArraySpec((15_000,), "uint8")}
+    blocks = [arena.allocate(specs, path_file=None) for _ in range(arena.capacity_bytes // (4 * PAGE))]
+    for block in blocks[::2]:
+        block.__exit__(None, None, None)
+    for block in blocks[1::2]:
+        block.publish()
 
 
 def _damage(memory: mmap.mmap, patches: bytes, places: tuple[int, int, int]) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from mindie_mm.errors import ArenaFull, BadReference, InputError, MindieMMError, SharedMemoryError, StaleReference
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Ref, attach, collect, free, release, survey
-from mindie_mm.shm.layout import ENTRY_BYTES, PAGE, ArenaHeader
+from mindie_mm.shm.layout import ENTRY_BYTES, NEXT, PAGE, SIZE, ArenaHeader
 from tests.shm.conftest import PREAMBLE
 
 SHM = Path("/dev/shm")
@@ -287,6 +287,32 @@ def test_a_damaged_table_entry_fails_its_reference_and_does_not_lead_the_owner_a
     for block in held:
         block.__exit__(None, None, None)
     free(other)
+    assert arena.used_bytes == 0
+
+
+CIRCLE = """
+ref = Ref(*map(int, sys.argv[1:]))
+try: attach(ref)
+except SegmentMissing: say("missing")
+survey()
+say("seen")
+"""
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE])
+def test_pieces_that_go_round_in_a_circle_hang_nobody(arena: Arena, size: int) -> None:
+    ref, other = publish(arena), publish(arena)
+    with arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        words = memoryview(memory).cast("Q")
+        at, round_about = ((PAGE + ENTRY_BYTES * block) // 8 for block in (ref.block, other.block))
+        words[at + SIZE], words[at + NEXT] = 1 << 62, 1 + other.block
+        words[round_about + SIZE], words[round_about + NEXT] = size, 1 + other.block
+        words.release()
+    with process((), CIRCLE, ref.arena, ref.block, ref.generation) as reader:
+        said, _ = reader.communicate(timeout=20)
+    assert said.split() == ["missing", "seen"]
+    for one in (ref, other):
+        free(one)
     assert arena.used_bytes == 0
 
 
