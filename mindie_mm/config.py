@@ -59,12 +59,16 @@ class WorkerConfig:
     """Tokenizer processes."""
     arena_bytes: int = 256 * MiB
     """Shared memory of each tokenizer process."""
+    arena_request_bytes: int | None = None
+    """Most of it that one request may hold; None: half."""
     truncate: bool = False
     """Drop the oldest text and whole media items of a prompt that is too long, instead of refusing it."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         _require(self, {"num_tokenizers": 1, "arena_bytes": 1})
+        if self.arena_request_bytes is not None:
+            _require(self, {"arena_request_bytes": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

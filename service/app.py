@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from mindie_mm.config import ServiceConfig, default_spool
 from mindie_mm.engine.worker import Worker
-from mindie_mm.shm import arenas_of, make_spool
+from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, health, infer, models, tokens
 from service.admission import Admission
 from service.border import Border
@@ -32,6 +32,7 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
         make_spool(spool)
+        require_spool(spool)
         async with reclaiming(spool, config.reclaim_interval_s):
             app.state.service = service = Service(
                 worker=worker,

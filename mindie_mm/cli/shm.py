@@ -22,7 +22,7 @@ from mindie_mm.shm.layout import file_name
 from mindie_mm.shm.path_file import release
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.reclaim import Collected, collect, collect_path_file
-from mindie_mm.shm.spool import request_directories
+from mindie_mm.shm.spool import require_spool
 
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 
@@ -119,7 +119,7 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
         root = spool or default_spool()
         # Trouble with the service's own spool keeps nothing else from being reclaimed.
         with nullcontext() if spool else suppress(SharedMemoryError):
-            _require_spool(root)
+            require_spool(root)
         collected = collect([root], dry_run=dry_run)
     if as_json:
         click.echo(_json(collected))
@@ -143,15 +143,6 @@ def _said(collected: Collected, *, dry_run: bool) -> Iterator[str]:
     counts = ", ".join(f"{number} {cause}" for cause, number in collected.counts.items())
     verb = "would reclaim" if dry_run else "reclaimed"
     yield f"{verb} {size(collected.num_bytes)}: {counts}" if counts else "nothing to reclaim"
-
-
-def _require_spool(spool: Path) -> None:
-    """InputError for a folder that looks like somebody's data: what `gc` takes for dead requests, it removes."""
-    for directory in request_directories(spool):
-        with suppress(FileNotFoundError):  # its request has just ended
-            mode = stat.S_IMODE(directory.lstat().st_mode)
-            if mode & 0o077:
-                raise InputError(f"{directory} has mode {mode:o}, request directories have 700: {spool} is no spool")
 
 
 def _require_file(path: Path, what: str) -> None:

@@ -20,7 +20,7 @@ from mindie_mm.shm.reader import View, attach, free, mount
 from mindie_mm.shm.reclaim import Collected, collect
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
-from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory
+from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory, require_spool
 from mindie_mm.shm.words import NAME_WORD_STOP, is_name_word
 
 __all__ = [
@@ -45,5 +45,6 @@ __all__ = [
     "mount",
     "release",
     "request_directory",
+    "require_spool",
     "survey",
 ]

@@ -95,6 +95,15 @@ def request_directories(root: Path) -> list[Path]:
     return sorted(named.union(root.glob(f"{_HIDDEN}*")))
 
 
+def require_spool(root: Path) -> None:
+    """InputError for a folder that looks like somebody's data: collecting removes what it takes for a dead request."""
+    for directory in request_directories(root):
+        with suppress(FileNotFoundError):  # its request has just ended
+            mode = stat.S_IMODE(directory.lstat().st_mode)
+            if mode & 0o077:
+                raise InputError(f"{directory} has mode {mode:o}, request directories have 700: {root} is no spool")
+
+
 def collect_request(path: Path, *, dry_run: bool = False) -> bool:
     """Frees and removes a request directory; False if its request lives, or it has gone meanwhile.
 

@@ -41,9 +41,8 @@ class _Process:
 class TokenizerPool:
     """Tokenizer processes, each with an arena of its own; a dead one fails its requests and is started again."""
 
-    def __init__(self, model_path: Path, arena_bytes: int) -> None:
-        self._model_path = model_path
-        self._arena_bytes = arena_bytes
+    def __init__(self, model_path: Path, arena_bytes: int, request_bytes: int | None = None) -> None:
+        self._arguments = (str(model_path), str(arena_bytes), str(request_bytes or ""))
         self._processes: list[_Process] = []
         """Those that take requests."""
         self._dying: list[_Process] = []
@@ -56,12 +55,16 @@ class TokenizerPool:
         self._closed = False
 
     @classmethod
-    async def start(cls, model_path: Path, num_processes: int, arena_bytes: int) -> Self:
+    async def start(
+        cls, model_path: Path, num_processes: int, arena_bytes: int, request_bytes: int | None = None
+    ) -> Self:
         """Starts `num_processes` processes that read `model_path`, each reserving `arena_bytes` of shared memory.
+
+        One request may hold `request_bytes` of it; None: half.
 
         Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
         """
-        pool = cls(model_path, arena_bytes)
+        pool = cls(model_path, arena_bytes, request_bytes)
         starts = [asyncio.create_task(pool._start_process()) for _ in range(num_processes)]
         try:
             for start in starts:
@@ -120,7 +123,7 @@ class TokenizerPool:
 
     async def _start_process(self) -> _Process:
         collect()  # what earlier processes left may take the room of the new arena
-        process = _Process(await Child.start(_MODULE, str(self._model_path), str(self._arena_bytes)))
+        process = _Process(await Child.start(_MODULE, *self._arguments))
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
             await self._await_ready(process)

@@ -1,4 +1,4 @@
-"""A tokenizer process, started by the pool with CHECKPOINT and ARENA_BYTES.
+"""A tokenizer process, started by the pool with CHECKPOINT, ARENA_BYTES and REQUEST_BYTES ("": half).
 
 It answers one request after another and exits when its channel closes: the pool closed it, or died.
 """
@@ -24,8 +24,8 @@ from mindie_mm.tokenize.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-def serve(channel: ChildChannel, tokenizer: Tokenizer) -> None:
-    """Answers requests until the channel closes."""
+def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
+    """Answers requests until the channel closes, or the arena is lost: the next process makes another."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Request)
     while True:
         try:
@@ -38,6 +38,9 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer) -> None:
         try:
             reply = Tokenized.of(request.id, answer(tokenizer, request.request))
         except MindieMMError as error:
+            if arena.lost:
+                _log.error("request %d: %s", request.id, error)
+                return
             reply = Failed.of(request.id, error)
         except Exception as error:  # noqa: BLE001 - one request fails, not all that wait behind it
             _log.exception("request %d", request.id)
@@ -47,7 +50,7 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer) -> None:
         faults.point("after-reply")
 
 
-def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str) -> None:
     """Reads the checkpoint, makes the arena, says so, and serves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s tokenizer: %(message)s")
     faults.arm("tokenizer", fault_folder())
@@ -55,7 +58,8 @@ def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
     torch.set_num_threads(1)
     try:
-        arena = lifeline.hold(lambda: Arena.create(int(arena_bytes)), Arena.close)
+        quota_bytes = int(request_bytes) if request_bytes else None
+        arena = lifeline.hold(lambda: Arena.create(int(arena_bytes), quota_bytes=quota_bytes), Arena.close)
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
         return
@@ -68,4 +72,4 @@ def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str)
             channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
             return
         channel.send(msgspec.msgpack.encode(Ready()))
-        serve(channel, tokenizer)
+        serve(channel, tokenizer, arena)

@@ -49,7 +49,10 @@ class NativeWire(Wire):
     """One block an item: a name word and a shape word; where there is one slot, the name word will do."""
 
     def __init__(self, arena: Arena | None) -> None:
-        """Without `arena` it makes one at the first item, and removes it on `close` or at the interpreter's exit."""
+        """Without `arena` it makes one at the first item, and removes it on `close` or at the interpreter's exit.
+
+        Its own is replaced should another program take it away.
+        """
         self._arena = arena
         self._close_arena: finalize[..., Any] | None = None
 
@@ -74,6 +77,8 @@ class NativeWire(Wire):
             self._close_arena, self._arena = None, None
 
     def _own_arena(self) -> Arena:
+        if self._arena is not None and self._close_arena is not None and self._arena.lost:
+            self.close()
         if self._arena is None:
             self._arena = Arena.create(ARENA_BYTES)
             self._close_arena = finalize(self, self._arena.close)

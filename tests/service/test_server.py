@@ -102,6 +102,18 @@ def test_a_port_in_use(settings: dict[str, object], tmp_path: Path) -> None:
             pytest.fail("started")
 
 
+def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Path) -> None:
+    """Its folders look like requests of the dead, which are removed."""
+    (tmp_path / "a" / "image").mkdir(parents=True)
+    (tmp_path / "a" / "shm_name.txt").touch()
+    with (
+        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} has mode 755.*is no spool"),
+        running_service(settings | {"spool": tmp_path}, tmp_path / "log"),
+    ):
+        pytest.fail("started")
+    assert (tmp_path / "a" / "image").is_dir()
+
+
 def test_only_failing_to_listen_is_called_so() -> None:
     with pytest.raises(FileNotFoundError), _bound("127.0.0.1", 0):
         raise FileNotFoundError("a worker's")

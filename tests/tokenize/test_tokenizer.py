@@ -10,7 +10,7 @@ import torch
 from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
-from mindie_mm.shm import Ref, attach, release
+from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
 from tests import transformers_reference as reference
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
@@ -219,3 +219,25 @@ def test_its_own_arena_goes_on_close(checkpoint_path, spool):
     with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
         tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}])
     tokenizer.close()
+
+
+def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_path, spool):
+    inputs = [{"image": str(spool / "image" / "0.jpg")}]
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        first = tokenizer.tokenize(inputs)
+        number = Ref.from_words(*first[first < 0].tolist()).arena
+        Path(f"/dev/shm/mindie_mm-{number:04x}").unlink()
+        second = tokenizer.tokenize(inputs)
+        ref = Ref.from_words(*second[second < 0].tolist())
+        assert ref.arena != number
+        attach(ref).verify()
+
+
+def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
+    image = {"image": str(spool / "image" / "0.jpg")}
+    with Arena.create(2**20, quota_bytes=60_000) as arena:
+        tokenizer = Tokenizer.from_pretrained(checkpoint_path, arena=arena)
+        with pytest.raises(LimitExceeded, match="a request may hold 60000 bytes"):
+            tokenizer.tokenize([image, image])
+        assert arena.num_blocks == 0
+        tokenizer.tokenize([image])
