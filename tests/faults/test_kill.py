@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.fault_matrix import POINTS, Point, Rig, run
+from tools.fault_matrix import run
+from tools.fault_points import POINTS, Point
+from tools.fault_rig import Rig
 
 SLICE = (
     "tokenizer.mid-fill",  # died over the request

@@ -1,0 +1,58 @@
+"""Where `tools.fault_matrix` kills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place where a process dies, and what makes it come there."""
+
+    role: str
+    """api, tokenizer or engine: who dies."""
+    name: str
+    """A point of `mindie_mm.faults`; or `at rest` and `everything`, which are signals from outside."""
+    cause: str = "ask"
+    """`ask`: requests alone; `leave`: a client goes; `stop`: SIGTERM to the service; `start`: the service is started;
+    `lose engine`, `lose tokenizer`: that process is killed; `kill`: it is itself."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.name}"
+
+
+def _points(role: str, names: str) -> tuple[Point, ...]:
+    return tuple(Point(role, name) for name in names.split())
+
+
+POINTS = (
+    *_points(
+        "tokenizer",
+        "received planned before-ledger after-ledger allocated mid-fill filled published before-reply after-reply",
+    ),
+    Point("tokenizer", "starting", "lose tokenizer"),
+    Point("tokenizer", "arena-made", "lose tokenizer"),
+    Point("tokenizer", "stopping", "stop"),
+    Point("tokenizer", "at rest", "kill"),
+    *_points(
+        "engine",
+        "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "
+        "before-reply after-reply forgetting",
+    ),
+    Point("engine", "aborting", "leave"),
+    Point("engine", "starting", "lose engine"),
+    Point("engine", "loaded", "lose engine"),
+    Point("engine", "stopping", "stop"),
+    Point("engine", "at rest", "kill"),
+    *_points(
+        "api",
+        "making-directory spooled tokenized sent first-delta next-delta answered before-remove hidden mid-free "
+        "released removed",
+    ),
+    Point("api", "reclaiming", "lose tokenizer"),
+    Point("api", "spawned", "start"),
+    Point("api", "starting", "start"),
+    Point("api", "stopping", "stop"),
+    Point("api", "at rest", "kill"),
+    Point("api", "everything", "kill"),
+)

@@ -1,0 +1,171 @@
+"""A service that `tools.fault_matrix` kills, and what asks it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import httpx2
+import psutil
+from PIL import Image, PngImagePlugin
+
+from tools.demo import picture
+from tools.fault_points import Point
+from tools.serving import RunningService, running_service
+
+DEADLINE_S = 240.0
+"""After which a request hangs, or a process does not come back."""
+SETTINGS: dict[str, object] = {
+    "arena_bytes": 32 << 20,
+    "kv_cache_bytes": 32 << 20,
+    "grace_s": 0.2,
+    "max_num_batched_tokens": 48,  # prompts are prefilled in chunks
+    "request_timeout_s": DEADLINE_S,
+}
+MODULES = {"tokenizer": "mindie_mm.tokenize.process", "engine": "mindie_mm.engine.process"}
+
+
+class Rig:
+    """A service with fault points armed, started again whenever it is gone. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spool = folder / "spool"
+        self.faults = folder / "faults"
+        self.faults.mkdir(parents=True)
+        self._stack = ExitStack()
+        self._service: RunningService | None = None
+        self._starts = 0
+        self._pictures = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    @property
+    def service(self) -> RunningService:
+        if self._service is None:
+            self._starts += 1
+            log = self.folder / f"log-{self._starts}"
+            settings = SETTINGS | {"spool": self.spool}
+            environment = {"MINDIE_MM_FAULTS": str(self.faults)}
+            self._service = self._stack.enter_context(running_service(settings, log, environment=environment))
+        return self._service
+
+    def drop(self) -> None:
+        """Forgets the service, which is stopped if it runs."""
+        self._stack.close()
+        self._service = None
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """The service's processes by role."""
+        api = psutil.Process(self.service.process.pid)
+        found = {"api": api}
+        for child in api.children():
+            with suppress(psutil.NoSuchProcess):
+                command = child.cmdline()
+                found |= {role: child for role, module in MODULES.items() if module in command}
+        return found
+
+    def whole(self) -> dict[str, psutil.Process]:
+        """The same, once all three are there and /health says so."""
+        url = f"{self.service.url}/health"
+        well = wait_until(lambda: httpx2.get(url).status_code == 200 and len(self.processes()) == 3, DEADLINE_S)
+        if well is None:
+            raise TimeoutError("a process does not come back")
+        return self.processes()
+
+    def picture(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
+        """An image part. Each has other bytes, so that the towers run, but the same pixels."""
+        self._pictures += 1
+        note = PngImagePlugin.PngInfo()
+        note.add_text("number", str(self._pictures))
+        return image_part(picture(colour, rgb, shape, x=0.4), note)
+
+    def ask(self, *, stream: bool = False) -> str:
+        """Asks about a picture, or streams the answer about two; the outcome."""
+        red = self.picture("red", (220, 40, 40), "square")
+        if not stream:
+            return outcome(self.service.url, [red], "What is in the image?", "red square")
+        green = self.picture("green", (40, 160, 60), "star")
+        question = "Do both pictures show the same colour?"
+        return outcome(self.service.url, [red, green], question, "red and green, so no", stream=True)
+
+    def leave(self) -> str:
+        """Goes away after the first piece of a long answer."""
+        body = chat([self.picture("red", (220, 40, 40), "square")], "What is in the image?", stream=True)
+        body |= {"ignore_eos": True, "max_tokens": 1000}
+        with (
+            suppress(httpx2.HTTPError),
+            httpx2.stream("POST", self.service.url + CHAT, json=body, timeout=60) as answer,
+        ):
+            next(answer.iter_raw())
+        return "left"
+
+    def left_in_spool(self) -> list[str]:
+        """What is there, but for an empty directory, which is collected once it is a minute old."""
+        return [str(path.relative_to(self.spool)) for path in self.spool.rglob("*") if path.parent != self.spool]
+
+    def trigger(self, point: Point) -> Path:
+        return self.faults / f"{point.role}.{point.name}"
+
+
+CHAT = "/v1/chat/completions"
+
+
+def image_part(drawn: Image.Image, note: PngImagePlugin.PngInfo) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    drawn.save(buffer, "PNG", pnginfo=note)
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(media: Sequence[dict[str, Any]], text: str, *, stream: bool = False) -> dict[str, Any]:
+    content = [*media, {"type": "text", "text": text}]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 32,
+        "stream": stream,
+    }
+
+
+def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *, stream: bool = False) -> str:
+    """Asks, and judges what comes back."""
+    try:
+        with httpx2.stream("POST", url + CHAT, json=chat(media, text, stream=stream), timeout=DEADLINE_S) as answer:
+            body = b"".join(answer.iter_raw())
+    except httpx2.TimeoutException:
+        return "hangs"
+    except httpx2.HTTPError:
+        return "lost"
+    events = body.split(b"\n\n") if stream and answer.status_code == 200 else [b"data: " + body]
+    said = ""
+    for event in events:
+        data = event.removeprefix(b"data: ")
+        if data in (b"", b"[DONE]"):
+            continue
+        parsed = json.loads(data)
+        if error := parsed.get("error"):
+            died = error["code"] == 503 and ("process" in error["message"] or "tokenizer" in error["message"])
+            return "failed" if died else f"error {error}"
+        said += "".join((choice.get("delta") or choice["message"])["content"] for choice in parsed["choices"])
+    return "right" if said.strip().rstrip(".").lower() == right else f"wrong: {said!r}"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:
+    """Seconds until `condition` held; None if it did not in time."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > timeout_s:
+            return None
+        time.sleep(0.01)
+    return time.monotonic() - start
