@@ -138,7 +138,7 @@ class MappedArena:
         left = size = entries[at + SIZE]
         pieces: list[tuple[int, int]] = []
         behind = entries[at + NEXT]
-        while 0 < behind <= self._num_entries and left > 0:
+        while 0 < behind <= self._num_entries and left > 0 and len(pieces) < self._num_entries:
             next_at = WORDS_PER_ENTRY * (behind - 1)
             pieces.append((entries[next_at + OFFSET], entries[next_at + SIZE]))
             left -= pieces[-1][1]
