@@ -232,8 +232,11 @@ class Arena:
         self._since_sweep += 1
         if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self._sweep()
-        if request or plan.size > self.capacity_bytes:
-            self._require_limits(plan.size, request)
+        if plan.size > self.capacity_bytes:
+            raise LimitExceeded(f"a block of {plan.size} bytes; the arena has {self.capacity_bytes}")
+        if request and not self._quotas.has_room(request, plan.size):
+            self._sweep(unasked=True)
+            self._quotas.require(request, plan.size)
         place = self._place(plan) or (self._place(plan) if self._sweep(unasked=True) else None) or self._scatter(plan)
         if place is None:
             return None
@@ -242,7 +245,7 @@ class Arena:
         entry, generation = self._table.take(pieces[0][0], nbytes, now_ns, expires_ns)
         if len(pieces) > 1:
             self._table.link(entry, pieces[1:])
-        self._filling[entry] = block = Block(self, plan, request, entry, generation, pieces, buffer, base)
+        self._filling[entry] = block = Block(self, plan, request, entry, generation, pieces, nbytes, buffer, base)
         if request:
             self._quotas.add(request, nbytes)
         stats = self._stats
@@ -255,13 +258,6 @@ class Arena:
         if self.lost:
             raise SharedMemoryError(f"arena {self.path} was removed, cut or overwritten by others; make a new one")
         self._seen_ns = now_ns
-
-    def _require_limits(self, size: int, request: bytes) -> None:
-        if size > self.capacity_bytes:
-            raise LimitExceeded(f"a block of {size} bytes; the arena has {self.capacity_bytes}")
-        if request and not self._quotas.has_room(request, size):
-            self._sweep(unasked=True)
-            self._quotas.require(request, size)
 
     def _place(self, plan: BlockPlan) -> Place | None:
         """In one piece; None while none is large enough, or every entry is used."""

@@ -36,7 +36,18 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
     Once it is published nobody writes to it; once it is left its arrays are not used any more.
     """
 
-    __slots__ = ("_base", "_buffer", "_published", "_store", "entry", "generation", "pieces", "plan", "request")
+    __slots__ = (
+        "_base",
+        "_buffer",
+        "_published",
+        "_store",
+        "entry",
+        "generation",
+        "nbytes",
+        "pieces",
+        "plan",
+        "request",
+    )
 
     def __init__(
         self,
@@ -46,6 +57,7 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         entry: int,
         generation: int,
         pieces: Pieces,
+        nbytes: int,
         buffer: Buffer,
         base: int,
     ) -> None:
@@ -57,14 +69,11 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         self.generation = generation
         self.pieces = pieces
         """Where it lies in the store's file."""
+        self.nbytes = nbytes
+        """Bytes that it takes there."""
         self._store = store
         self._buffer, self._base = buffer, base
         self._published = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the block takes in its store."""
-        return sum(nbytes for _, nbytes in self.pieces)
 
     @property
     def ref(self) -> Ref:

@@ -123,7 +123,7 @@ class DiskArena:
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
             _reserve(self._lock.descriptor, self.path, offset, nbytes)
-            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), mapping, offset)
+            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, mapping, offset)
             self._blocks.append(block)
             self._filling.add(entry)
             self._end += nbytes
