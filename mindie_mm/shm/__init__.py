@@ -9,14 +9,23 @@ with attach(Ref.from_words(name_word, shape_word)) as view:     # another proces
     tensor = copy_to_device(view["pixel_values"])
 
 release(path_file)                                              # any process
+
+The wire         words, ref, spec; mindie, mindie_words, segment: MindIE's
+The bytes        layout (arena), block_header, stats
+The owner        arena, with table (entries), heap (room), quota, arena_file (how it comes to be), life (its lock)
+                 block (being filled), scatter (in several pieces), populate; disk: the same in a file on disk
+Readers          reader (attach, free), mapped (each arena once)
+Requests         path_file, spool
+Operators        arena_info (what there is), reclaim (what belongs to the dead)
 """
 
 from mindie_mm.shm.arena import Arena
 from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.disk import DiskArena
+from mindie_mm.shm.mapped import mount
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
-from mindie_mm.shm.reader import View, attach, free, mount
+from mindie_mm.shm.reader import View, attach, free
 from mindie_mm.shm.reclaim import Collected, collect
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec

@@ -1,247 +1,18 @@
-"""The readers' side of arenas: attach, verify, free. Any process, no lock shared with others."""
+"""The readers' side of blocks: attach, verify, free. Any process, no lock shared with others."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from weakref import finalize
 
-from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
-from mindie_mm.shm.block import Buffer
-from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
-from mindie_mm.shm.layout import (
-    DOORBELL,
-    NEXT,
-    OFFSET,
-    PAGE,
-    PUBLISHED,
-    SHM_DIRECTORY,
-    SIZE,
-    STATE,
-    STATE_NAMES,
-    WORDS_PER_ENTRY,
-    ArenaHeader,
-    fence,
-    file_name,
-    require_own,
-    state_word,
-)
-from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
+from mindie_mm.errors import SegmentMissing
+from mindie_mm.shm.layout import fence
+from mindie_mm.shm.mapped import MappedArena, mapped_arena
 from mindie_mm.shm.ref import Ref
-from mindie_mm.shm.scatter import map_pieces
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-class MappedArena:
-    """An arena as another process sees it: all of it read-only, but for its release words."""
-
-    def __init__(self, path: Path, arena: int | None = None) -> None:
-        """The arena of that number, or, without one, a file of blocks on disk, whose blocks nobody frees.
-
-        SegmentMissing if there is no such file, or it is no arena, damaged, or, in /dev/shm, another user's;
-        SharedMemoryError if it cannot be mapped.
-        """
-        self._on_disk = arena is None
-        access = os.O_RDONLY if self._on_disk else os.O_RDWR
-        try:
-            descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (FileNotFoundError, PermissionError) as error:
-            raise SegmentMissing(f"{path}: {error.strerror}") from error
-        except OSError as error:
-            raise SharedMemoryError(f"{path} cannot be opened: {error.strerror}") from error
-        # Kept for the checks, until no thread can be within one.
-        finalize(self, os.close, descriptor)
-        self._descriptor = descriptor
-        try:
-            status = os.fstat(descriptor)
-            if arena is not None:
-                require_own(status)
-            header = ArenaHeader.read(descriptor, status)
-            if arena is not None:
-                header.require(arena)
-            self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
-            releases = mmap.mmap(
-                descriptor,
-                header.releases_bytes,
-                prot=mmap.PROT_READ if self._on_disk else mmap.PROT_READ | mmap.PROT_WRITE,
-                offset=header.releases_offset,
-            )
-        except SegmentMissing as error:
-            raise SegmentMissing(f"{path}: {error}") from error
-        except OSError as error:
-            raise SharedMemoryError(f"{path} cannot be mapped: {error.strerror}") from error
-        self.header = header
-        self._file_bytes, self._num_entries = header.file_bytes, header.num_entries
-        self._entries = memoryview(self.map)[PAGE : header.releases_offset].cast("Q")
-        self._releases = memoryview(releases).cast("Q")
-        self._populator: Populator | None = None
-
-    def is_intact(self) -> bool:
-        """Whether the file still has its name and its size: one system call, fstat.
-
-        An arena's name is given once, and taken when it is removed, or when another file is put in its place.
-        """
-        status = os.fstat(self._descriptor)
-        return status.st_nlink > 0 and status.st_size == self._file_bytes
-
-    def close(self) -> None:
-        """Stops background work; the mapping goes with the last array over it."""
-        if self._populator is not None:
-            self._populator.stop()
-
-    def check(self, ref: Ref) -> None:
-        """StaleReference unless the block is published at the reference's generation, and not freed."""
-        if ref.block >= self._num_entries:
-            raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
-        state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
-        if state != state_word(ref.generation, PUBLISHED):
-            raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")
-        if self._releases[1 + ref.block] == ref.generation:
-            raise StaleReference(f"{ref}: the block was freed")
-
-    def block(self, ref: Ref) -> tuple[Buffer, int, BlockHeader]:
-        """What the block lies in, where in it, and its header.
-
-        StaleReference, SegmentMissing, CorruptReference; SharedMemoryError if its pieces cannot be mapped.
-        """
-        self.check(ref)
-        fence()
-        entry = WORDS_PER_ENTRY * ref.block
-        base, size = self._entries[entry + OFFSET], self._entries[entry + SIZE]
-        buffer: Buffer = self.map
-        try:
-            if self._entries[entry + NEXT]:
-                buffer, base = map_pieces(self._descriptor, self._pieces(ref.block), writable=False), 0
-                header = BlockHeader.unpack(buffer[:MAX_HEADER_BYTES].tobytes(), base, size)
-            else:
-                header = BlockHeader.unpack(self.map, base, min(base + size, self._file_bytes))
-            header.require(ref.block, ref.generation)
-        except DamagedHeaderError as error:
-            self.check(ref)  # freed and used again while it was read: stale, not damaged
-            raise SegmentMissing(f"{ref}: the block's header is damaged: {error}") from error
-        spec = next(iter(header.arrays.values())).spec
-        if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
-            raise CorruptReference(f"{ref}: the block's first array is {spec.dtype} {spec.shape}")
-        return buffer, base, header
-
-    def _pieces(self, block: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of each piece of a block. DamagedHeaderError if they are not whole pages of the data."""
-        entries, at = self._entries, WORDS_PER_ENTRY * block
-        left = size = entries[at + SIZE]
-        pieces: list[tuple[int, int]] = []
-        behind = entries[at + NEXT]
-        while 0 < behind <= self._num_entries and left > 0 and len(pieces) < self._num_entries:
-            next_at = WORDS_PER_ENTRY * (behind - 1)
-            pieces.append((entries[next_at + OFFSET], entries[next_at + SIZE]))
-            left -= pieces[-1][1]
-            behind = entries[next_at + NEXT]
-        pieces.insert(0, (entries[at + OFFSET], left))
-        if behind or any(
-            offset % PAGE
-            or nbytes % PAGE
-            or nbytes < PAGE
-            or offset < self.header.data_offset
-            or offset + nbytes > self._file_bytes
-            for offset, nbytes in pieces
-        ):
-            raise DamagedHeaderError(f"its {size} bytes are not in whole pages of the arena")
-        return pieces
-
-    def populate(self) -> None:
-        """Faults the whole mapping in, once, in the background; a file on disk is read as it is used."""
-        if self._populator is None and not self._on_disk:
-            self._populator = Populator(self.map, MADV_POPULATE_READ)
-
-    def release(self, ref: Ref) -> bool:
-        """Asks the owner to free a block; False if it is free already, another generation's, or on disk."""
-        if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
-            return False
-        state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
-        if state >> 8 != ref.generation or not state & 0xFF:
-            return False
-        self._releases[1 + ref.block] = ref.generation
-        fence()
-        self._releases[DOORBELL] = 1
-        return True
-
-
-def _state_name(state: int) -> str:
-    code = state & 0xFF
-    return STATE_NAMES[code] if code < len(STATE_NAMES) else f"in state {code}"
-
-
-class ArenaCache:
-    """The arenas that this process maps, each mapped once."""
-
-    def __init__(self) -> None:
-        self._arenas: dict[int, MappedArena] = {}
-        self._lock = Lock()
-
-    def get(self, arena: int) -> MappedArena:
-        """As `MappedArena`; an arena that is mapped costs one fstat."""
-        mapped = self._arenas.get(arena)
-        if mapped is not None and mapped.is_intact():
-            return mapped
-        with self._lock:
-            self._drop_removed()
-            mapped = self._arenas.get(arena)
-            if mapped is None:
-                mapped = self._arenas[arena] = MappedArena(SHM_DIRECTORY / file_name(arena), arena)
-            return mapped
-
-    def add(self, mapped: MappedArena) -> None:
-        """Puts a mounted file where its number is looked up. SharedMemoryError if the number is another arena's."""
-        number = mapped.header.arena
-        with self._lock:
-            self._drop_removed()
-            if number in self._arenas or (SHM_DIRECTORY / file_name(number)).exists():
-                raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
-            self._arenas[number] = mapped
-
-    def remove(self, mapped: MappedArena) -> None:
-        """Takes a mounted file out again."""
-        with self._lock:
-            if self._arenas.get(mapped.header.arena) is mapped:
-                del self._arenas[mapped.header.arena]
-
-    def drop_removed(self) -> None:
-        """Gives up the arenas whose files are gone, so that their pages can go too."""
-        with self._lock:
-            self._drop_removed()
-
-    def _drop_removed(self) -> None:
-        for number, mapped in list(self._arenas.items()):
-            if not mapped.is_intact():
-                mapped.close()
-                del self._arenas[number]
-
-
-_cache = ArenaCache()
-drop_removed = _cache.drop_removed
-
-
-@contextmanager
-def mount(path: Path) -> Iterator[int]:
-    """Makes a file of blocks on disk (`DiskArena`) readable by this process: yields the number that its words carry.
-
-    Until it is left, `attach` finds its blocks; arrays that were taken stay readable after. `free` leaves them alone.
-    SegmentMissing if it is no complete file of blocks, SharedMemoryError if it cannot be mapped or its number is in
-    use here.
-    """
-    mapped = MappedArena(path)
-    _cache.add(mapped)
-    try:
-        yield mapped.header.arena
-    finally:
-        _cache.remove(mapped)
 
 
 class View(Mapping[str, "np.ndarray[Any, Any]"]):
@@ -296,7 +67,7 @@ def attach(ref: Ref) -> View:
     CorruptReference if dtype or shape are not the block's, SharedMemoryError if the arena cannot be mapped.
     """
     try:
-        arena = _cache.get(ref.arena)
+        arena = mapped_arena(ref.arena)
     except SegmentMissing as error:
         raise SegmentMissing(f"{ref}: {error}") from error
     view = View(arena, ref)
@@ -307,7 +78,7 @@ def attach(ref: Ref) -> View:
 def release_block(ref: Ref) -> bool:
     """Frees a block and says whether this call did it."""
     try:
-        return _cache.get(ref.arena).release(ref)
+        return mapped_arena(ref.arena).release(ref)
     except SegmentMissing:
         return False
 

@@ -19,7 +19,8 @@ from mindie_mm.shm import path_file as ledger
 from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
 from mindie_mm.shm.layout import PUBLISHED, STATE_NAMES, Owner, file_name
 from mindie_mm.shm.life import unlink_same
-from mindie_mm.shm.reader import drop_removed, release_block
+from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.segment import segment_bytes, unlink_segment
 from mindie_mm.shm.spool import collect_request, request_directories
