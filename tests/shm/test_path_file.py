@@ -122,7 +122,9 @@ def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, pat
     publish(arena, path_file)
     link.symlink_to(tmp_path)
     try:
-        with pytest.raises(SharedMemoryError, match=rf"1 of 2 references could not be released: {link} cannot be opened"):
+        with pytest.raises(
+            SharedMemoryError, match=rf"1 of 2 references could not be released: {link} cannot be opened"
+        ):
             release(path_file)
     finally:
         link.unlink()
