@@ -93,12 +93,12 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
     "--path-file",
     "path_files",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, readable=False),
     help="Free what this path file names, whoever needs it, and do nothing else; repeatable.",
 )
 @click.option(
     "--spool",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, readable=False),
     help="Folder of request directories  [default: MINDIE_MM_SPOOL, or the service's own one]",
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")

@@ -58,7 +58,7 @@ class PromptSource:
                 again, self._again = self._again, None
                 if again is None:
                     raise ProcessDied("the request's media were lost with their tokenizer, and there is no third try")
-                self.prompt = await again()
+                self.prompt = await _made(again)
             return self.prompt
 
     def settle(self) -> None:
@@ -66,6 +66,14 @@ class PromptSource:
         self._again = None
         if self.on_settled is not None:
             self.on_settled()
+
+
+async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
+    """A tokenizer whose arena was lost ends over the next request: that is no fault of the request's."""
+    try:
+        return await make()
+    except ProcessDied:
+        return await make()
 
 
 async def tokenized(stage: TokenizerStage, request: TokenizeRequest) -> PromptSource:

@@ -334,10 +334,10 @@ class Qwen2VLModel(Model):
             [(item.start, item.stop, (t, h // merge, w // merge)) for item in items for t, h, w in [item.shape.grid]],
         )
 
-    def tower(self, views: Sequence[ItemView]) -> list[Tensor]:
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device, dtype = self.spec.device, self.spec.dtype
-        shapes = [self.describe(view) for view in views]
-        patches = [self._normalized(view, shape.kind) for view, shape in zip(views, shapes, strict=True)]
+        shapes = [item.shape for item in items]
+        patches = [self._normalized(item.view, item.shape.kind) for item in items]
         grids = torch.tensor([shape.grid for shape in shapes], device=device)
         features = self._module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
         return list(features.split([shape.num_features for shape in shapes]))

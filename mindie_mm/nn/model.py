@@ -52,7 +52,7 @@ class Model(ABC):
         """Positions of a prompt's tokens, int64 [axes, length], and what to add to the index of each later token."""
 
     @abstractmethod
-    def tower(self, views: Sequence[ItemView]) -> list[Tensor]:
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Features of each view's item, [num_features, hidden]; copies the arrays to the device first."""
 
     @abstractmethod
@@ -87,11 +87,13 @@ class Model(ABC):
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """The tower's features of each item; StaleReference if a block was freed or reused while it was read."""
-        views = [item.view for item in items]
-        features = self.tower(views)
-        faults.point("mid-tower")
-        for view in views:
-            view.verify()
+        try:
+            features = self.tower(items)
+            faults.point("mid-tower")
+        finally:
+            # Also where the tower failed: bytes of another content may be why.
+            for item in items:
+                item.view.verify()
         return features
 
     def logits(self, input_ids: Tensor) -> Tensor:

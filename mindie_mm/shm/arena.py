@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import time
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from threading import Condition, Event, Lock
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import path_file as ledger
@@ -53,7 +52,7 @@ _SWEEP_BLOCKS = 16
 # Of one block: each takes a mapping in every process that reads it, and a process may have 65,530 of them.
 _MAX_PIECES = 1024
 
-_log = logging.getLogger(__name__)
+_MAX_LEASE_S = 10**9
 
 Place = tuple[Pieces, Buffer, int, int]
 """Where a block lies: its pieces, what they are mapped in, where in that, bytes in all."""
@@ -149,14 +148,17 @@ class Arena:
         may free it. The words carry the first array's dtype and shape. Waits for room, served in order, then
         ArenaFull. LimitExceeded for what no arena of this size, no word, or no quota can hold.
         """
-        if lease_s is not None and path_file is not None:
-            raise InputError(f"a lease of {lease_s} s for a block of {path_file}: its request says how long it lives")
         request = b"" if path_file is None else _absolute(path_file)
+        lease_ns = 0 if lease_s is None else _lease_ns(lease_s, path_file)
+        if not timeout_s >= 0:
+            raise InputError(f"a timeout of {timeout_s} s; it must be at least 0")
         plan = BlockPlan.of(specs, request)
+        if plan.size > self.capacity_bytes:
+            raise LimitExceeded(f"a block of {plan.size} bytes; the arena has {self.capacity_bytes}")
         with self._mutex:
-            block = None if self._queue else self._take(plan, request, lease_s)
+            block = None if self._queue else self._take(plan, request, lease_ns)
             if block is None:
-                block = self._wait_for_room(plan, request, lease_s, timeout_s)
+                block = self._wait_for_room(plan, request, lease_ns, timeout_s)
         if path_file is not None:
             try:
                 block.write_header(b"")
@@ -170,11 +172,12 @@ class Arena:
         """For `Block.publish`: header, then the state word, written last."""
         if digest is not None:
             check_digest(digest)
-        if self._mapping is None or not self._lock.held:
-            self._refuse()
-        if self._table.is_released(block.entry):
-            raise StaleReference(f"{block.ref}: the block was freed while it was filled")
         with self._mutex:
+            self._require_open()
+            if self._filling.get(block.entry) is not block:
+                raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
+            if self._table.is_released(block.entry):
+                raise StaleReference(f"{block.ref}: the block was freed while it was filled")
             block.write_header(digest or b"")
             del self._filling[block.entry]
             self._published[block.entry] = block
@@ -184,7 +187,8 @@ class Arena:
     def discard(self, block: Block) -> None:
         """For `Block`: gives back a block that is not published. Nothing after `close`."""
         with self._mutex:
-            if self._mapping is not None and self._filling.pop(block.entry, None) is not None:
+            if self._lock.held and self._filling.get(block.entry) is block:
+                del self._filling[block.entry]
                 self._give_back(block)
                 if self._queue:
                     self._room.notify_all()
@@ -219,29 +223,25 @@ class Arena:
     ) -> None:
         self.close()
 
-    def _refuse(self) -> NoReturn:
-        raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
+    def _require_open(self) -> None:
+        if not self._lock.held:
+            raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
 
-    def _take(self, plan: BlockPlan, request: bytes, lease_s: float | None) -> Block | None:
+    def _take(self, plan: BlockPlan, request: bytes, lease_ns: int) -> Block | None:
         """A new block, being filled; None while there is no room."""
-        if self._mapping is None or not self._lock.held:
-            self._refuse()
+        self._require_open()
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         if now_ns - self._seen_ns > _LOOK_NS:
             self._look(now_ns)
         self._since_sweep += 1
         if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self._sweep()
-        if plan.size > self.capacity_bytes:
-            raise LimitExceeded(f"a block of {plan.size} bytes; the arena has {self.capacity_bytes}")
-        if request and not self._quotas.has_room(request, plan.size):
-            self._sweep(unasked=True)
-            self._quotas.require(request, plan.size)
+        self._require_quota(plan, request)
         place = self._place(plan) or (self._place(plan) if self._sweep(unasked=True) else None) or self._scatter(plan)
         if place is None:
             return None
         pieces, buffer, base, nbytes = place
-        expires_ns = 0 if lease_s is None else now_ns + int(lease_s * 1e9)
+        expires_ns = now_ns + lease_ns if lease_ns else 0
         entry, generation = self._table.take(pieces[0][0], nbytes, now_ns, expires_ns)
         if len(pieces) > 1:
             self._table.link(entry, pieces[1:])
@@ -266,28 +266,39 @@ class Arena:
         return None if extent is None else ((extent,), self._mapping, *extent)
 
     def _scatter(self, plan: BlockPlan) -> Place | None:
-        """In several pieces, mapped one behind another; None if too little is free, or in pieces too small."""
+        """In several pieces, mapped one behind another; None if too little is free, or in pieces too small.
+
+        SharedMemoryError if they cannot be mapped.
+        """
         pieces = self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
         if pieces is None:
             return None
         try:
             return tuple(pieces), self._map(pieces), 0, sum(nbytes for _, nbytes in pieces)
-        except SharedMemoryError as error:
-            _log.warning("arena %s: %s", self.path, error)
+        except BaseException:
             for piece in pieces:
                 self._heap.free(*piece)
-            return None
+            raise
 
     def _map(self, pieces: Sequence[tuple[int, int]]) -> memoryview:
         """Through an open file description of its own: a mapping would keep the lock's alive in forked children."""
-        descriptor = os.open(f"/proc/self/fd/{self._lock.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(f"/proc/self/fd/{self._lock.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SharedMemoryError(f"arena {self.path} cannot be opened again: {error.strerror}") from error
         try:
             return map_pieces(descriptor, pieces, writable=True)
         finally:
             os.close(descriptor)
 
-    def _wait_for_room(self, plan: BlockPlan, request: bytes, lease_s: float | None, timeout_s: float) -> Block:
-        """Waits behind those that came before. ArenaFull after the deadline."""
+    def _require_quota(self, plan: BlockPlan, request: bytes) -> None:
+        if request and not self._quotas.has_room(request, plan.size):
+            self._sweep(unasked=True)
+            self._quotas.require(request, plan.size)
+
+    def _wait_for_room(self, plan: BlockPlan, request: bytes, lease_ns: int, timeout_s: float) -> Block:
+        """Waits behind those that came before. ArenaFull after the deadline; LimitExceeded at once."""
+        self._require_quota(plan, request)
         deadline = time.monotonic() + timeout_s
         ticket = object()
         self._queue.append(ticket)
@@ -295,7 +306,7 @@ class Arena:
         try:
             while True:
                 first = self._queue[0] is ticket
-                block = self._take(plan, request, lease_s) if first else None
+                block = self._take(plan, request, lease_ns) if first else None
                 if block is not None:
                     return block
                 left = deadline - time.monotonic()
@@ -320,7 +331,7 @@ class Arena:
 
         Without the doorbell there is nothing to do, unless a process died before it rang, or a lease ran out.
         """
-        if self._mapping is None or not (unasked or self._table.rung):
+        if not self._lock.held or not (unasked or self._table.rung):
             return 0
         self._since_sweep = 0
         self._table.answer()
@@ -352,4 +363,14 @@ class Arena:
 def _absolute(path: Path) -> bytes:
     """Path.absolute, in a quarter of its time."""
     encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")
     return encoded if encoded.startswith(b"/") else os.fsencode(path.absolute())
+
+
+def _lease_ns(lease_s: float, path_file: Path | None) -> int:
+    if path_file is not None:
+        raise InputError(f"a lease of {lease_s} s for a block of {path_file}: its request says how long it lives")
+    if not 0 <= lease_s <= _MAX_LEASE_S:
+        raise InputError(f"a lease of {lease_s} s; it must be 0 to {_MAX_LEASE_S}")
+    return max(1, int(lease_s * 1e9))

@@ -29,7 +29,7 @@ from mindie_mm.shm.layout import (
     round_up,
     state_word,
 )
-from mindie_mm.shm.life import LifeLock
+from mindie_mm.shm.life import LifeLock, is_same
 from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.words import MAX_ARENA
 
@@ -84,6 +84,9 @@ class DiskArena:
         except BlockingIOError:
             os.close(descriptor)
             raise SharedMemoryError(f"{unfinished} is being written by another process") from None
+        if not is_same(unfinished, descriptor):
+            lock.release()
+            raise SharedMemoryError(f"{unfinished} was just finished by another process")
         try:
             os.ftruncate(descriptor, 0)
             os.ftruncate(descriptor, header.file_bytes)
@@ -138,6 +141,8 @@ class DiskArena:
             check_digest(digest)
         with self._mutex:
             self._open_mapping()
+            if block.entry not in self._filling or self._blocks[block.entry] is not block:
+                raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             block.write_header(digest or b"")
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             self._filling.remove(block.entry)
@@ -145,11 +150,14 @@ class DiskArena:
     def discard(self, block: Block) -> None:
         """For `Block`: as if it had never been, if it is the last one; else its place stays empty."""
         with self._mutex:
-            if self._mapping is None or block.entry not in self._filling:
+            mapping = self._mapping
+            if mapping is None or not self._lock.held:
+                return
+            if block.entry not in self._filling or self._blocks[block.entry] is not block:
                 return
             self._filling.remove(block.entry)
             ((offset, nbytes),) = block.pieces
-            self._mapping[offset : offset + nbytes] = bytes(nbytes)
+            mapping[offset : offset + nbytes] = bytes(nbytes)
             at = WORDS_PER_ENTRY * block.entry
             if block.entry == len(self._blocks) - 1:
                 self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
@@ -164,15 +172,16 @@ class DiskArena:
         InputError while a block is being filled, SharedMemoryError if the disk fails.
         """
         with self._mutex:
-            if self._mapping is None:
+            mapping = self._mapping
+            if mapping is None or not self._lock.held:  # closed, or a forked child's
                 return
             if self._filling:
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
             header = replace(self._header, capacity_bytes=self.used_bytes)
             try:
                 packed = header.pack()
-                self._mapping[: len(packed)] = packed
-                self._mapping.flush()
+                mapping[: len(packed)] = packed
+                mapping.flush()
                 os.ftruncate(self._lock.descriptor, self._end)
                 os.fsync(self._lock.descriptor)
                 _unfinished(self.path).rename(self.path)
@@ -185,7 +194,7 @@ class DiskArena:
     def abandon(self) -> None:
         """Removes what was written. Nothing after `close`."""
         with self._mutex:
-            if self._mapping is not None:
+            if self._lock.held:
                 with suppress(FileNotFoundError):
                     _unfinished(self.path).unlink()
                 self._let_go()

@@ -15,6 +15,7 @@ from mindie_mm.shm.block import Buffer
 from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
 from mindie_mm.shm.layout import (
     DOORBELL,
+    FREE,
     NEXT,
     OFFSET,
     PAGE,
@@ -53,7 +54,7 @@ class MappedArena:
         except OSError as error:
             raise SharedMemoryError(f"{path} cannot be opened: {error.strerror}") from error
         # Kept for the checks, until no thread can be within one.
-        finalize(self, os.close, descriptor)
+        finalize(self, os.close, descriptor).atexit = False
         self._descriptor = descriptor
         try:
             status = os.fstat(descriptor)
@@ -160,7 +161,7 @@ class MappedArena:
         if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
             return False
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
-        if state >> 8 != ref.generation or not state & 0xFF:
+        if state >> 8 != ref.generation or not FREE < state & 0xFF <= PUBLISHED:
             return False
         self._releases[1 + ref.block] = ref.generation
         fence()

@@ -97,6 +97,8 @@ def read_contents(path_file: Path) -> Contents:
             data = file.read(MAX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
         return Contents([], [], [])
+    except ValueError as error:  # a NUL
+        raise InputError(f"path file {os.fspath(path_file)!r} cannot be read: {error}") from error
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
     if data is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections import Counter
@@ -18,7 +17,7 @@ from mindie_mm.errors import MindieMMError
 from mindie_mm.shm import path_file as ledger
 from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
 from mindie_mm.shm.layout import PUBLISHED, STATE_NAMES, Owner, file_name
-from mindie_mm.shm.life import unlink_same
+from mindie_mm.shm.life import lock_of_the_dead, unlink_same
 from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.ref import Ref
@@ -188,11 +187,7 @@ class _Collection:
             self._add(cause, block_name(ref.arena, ref.block), num_bytes)
 
     def _unlink_if_dead(self, path: Path, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return self._dry_run or unlink_same(path, descriptor)
+        return lock_of_the_dead(descriptor) and (self._dry_run or unlink_same(path, descriptor))
 
     def _add(self, cause: Cause, what: str, num_bytes: int) -> None:
         self._reclaimed.append(Reclaimed(cause, what, num_bytes))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 from mindie_mm.errors import InputError
 from mindie_mm.shm import words
@@ -36,8 +38,13 @@ class Ref:
         return name_word, words.encode_shape(name_word, self.dtype, self.shape)
 
     @classmethod
-    def from_words(cls, name_word: int, shape_word: int | None) -> Ref:
+    def from_words(cls, name_word: SupportsIndex, shape_word: SupportsIndex | None) -> Ref:
         """The Ref that the words carry; CorruptReference if one is damaged, or none of ours."""
+        try:
+            name_word = index(name_word)
+            shape_word = None if shape_word is None else index(shape_word)
+        except TypeError as error:
+            raise InputError(f"words {name_word!r} and {shape_word!r} must be integers") from error
         arena, block, generation = words.decode_name(name_word)
         if shape_word is None:
             return cls(arena, block, generation)

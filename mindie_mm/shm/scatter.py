@@ -32,7 +32,8 @@ def map_pieces(descriptor: int, pieces: Sequence[tuple[int, int]], *, writable: 
     if address == _FAILED:
         _refuse(total, pieces)
     buffer = (ctypes.c_char * total).from_address(address)
-    finalize(buffer, libc.munmap, address, total)
+    # Not at the interpreter's exit: arrays may live longer there.
+    finalize(buffer, libc.munmap, address, total).atexit = False
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     at = address
     for offset, nbytes in pieces:

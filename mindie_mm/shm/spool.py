@@ -7,7 +7,6 @@ that its request holds locked, or its request is dead.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -20,10 +19,14 @@ from uuid import uuid4
 
 from mindie_mm import faults
 from mindie_mm.errors import InputError, SharedMemoryError
-from mindie_mm.shm.life import LifeLock
+from mindie_mm.shm.life import LifeLock, is_same, lock_of_the_dead
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
+
+# The sticky bit, which says nothing else in a folder of one user: what lacks it is not ours to remove. A data set may
+# look the same, `a/shm_name.txt` beside `a/image/`.
+_MARK = stat.S_ISVTX
 
 # A younger hidden directory may just be made: its path file, or the lock on that, is still to come.
 _MAKING_S = 60.0
@@ -63,7 +66,7 @@ def _require_private(root: Path) -> None:
 
 @contextmanager
 def request_directory(root: Path, request_id: str | None = None) -> Iterator[RequestDirectory]:
-    """Makes `<root>/<request>/` (0700) with an empty path file; on any exit frees what that names and removes it all.
+    """Makes `<root>/<request>/` (1700) with an empty path file; on any exit frees what that names and removes it all.
 
     A lock on the path file, held meanwhile, tells `collect` that the request lives. InputError for a request id that
     is no file name or is in use; SharedMemoryError if the directory cannot be made or removed, or `root` cannot serve
@@ -92,16 +95,27 @@ def request_directories(root: Path) -> list[Path]:
         return []
     _require_private(root)
     named = {path_file.parent for path_file in root.glob(f"*/{PATH_FILE_NAME}")}
-    return sorted(named.union(root.glob(f"{_HIDDEN}*")))
+    return sorted(filter(_is_marked, named.union(root.glob(f"{_HIDDEN}*"))))
 
 
 def require_spool(root: Path) -> None:
-    """InputError for a folder that looks like somebody's data: collecting removes what it takes for a dead request."""
-    for directory in request_directories(root):
-        with suppress(FileNotFoundError):  # its request has just ended
-            mode = stat.S_IMODE(directory.lstat().st_mode)
-            if mode & 0o077:
-                raise InputError(f"{directory} has mode {mode:o}, request directories have 700: {root} is no spool")
+    """InputError for a folder that holds somebody's data: a path file in a folder that is no request's.
+
+    SharedMemoryError for what `make_spool` refuses.
+    """
+    if not os.path.lexists(root):
+        return
+    _require_private(root)
+    for path_file in root.glob(f"*/{PATH_FILE_NAME}"):
+        if path_file.exists() and not _is_marked(path_file.parent):
+            raise InputError(f"{path_file.parent} is no request directory (mode 1700): {root} is no spool")
+
+
+def _is_marked(directory: Path) -> bool:
+    """Whether `request_directory` made it. False if it has gone meanwhile."""
+    with suppress(FileNotFoundError):
+        return bool(directory.lstat().st_mode & stat.S_ISVTX)
+    return False
 
 
 def collect_request(path: Path, *, dry_run: bool = False) -> bool:
@@ -118,11 +132,8 @@ def collect_request(path: Path, *, dry_run: bool = False) -> bool:
     try:
         if hidden and not _is_older(path_file, _LOCKING_S):
             return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # By now another request may have that name.
-        return os.path.samestat(path_file.lstat(), os.fstat(descriptor)) and (dry_run or _remove(path))
-    except (BlockingIOError, FileNotFoundError):
-        return False
+        # Once it is locked, another request may have that name.
+        return lock_of_the_dead(descriptor) and is_same(path_file, descriptor) and (dry_run or _remove(path))
     finally:
         os.close(descriptor)
 
@@ -140,7 +151,7 @@ def _make(path: Path) -> LifeLock:
     path_file = hidden / PATH_FILE_NAME
     try:
         with ExitStack() as undo:
-            hidden.mkdir(mode=0o700)
+            hidden.mkdir(mode=0o700 | _MARK)
             undo.callback(hidden.rmdir)
             undo.callback(path_file.unlink, missing_ok=True)
             faults.point("making-directory")

@@ -187,7 +187,8 @@ def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> Non
         if not future.cancelled():
             future.set_exception(reply.exception())
     elif future.cancelled():
-        _free_words(reply.prompt())
+        with logged("the blocks of a request that was given up cannot be freed"):  # its directory's removal tries again
+            _free_words(reply.prompt())
     else:
         future.set_result(reply.prompt())
 

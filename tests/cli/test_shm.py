@@ -216,7 +216,7 @@ def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_ar
     [
         (("gc", "--spool", "{tmp}/none"), "no spool: No such file"),
         (("gc", "--spool", "{tmp}/file"), "is no directory"),
-        (("gc", "--spool", "{tmp}/data"), "has mode 755, request directories have 700: {tmp}/data is no spool"),
+        (("gc", "--spool", "{tmp}/data"), "data/samples is no request directory (mode 1700): {tmp}/data is no spool"),
         (("gc", "--path-file", "{tmp}/none"), "no path file: No such file"),
         (("gc", "--path-file", "{tmp}/data"), "no path file: not a regular file"),
         (("gc", "--path-file", "{tmp}/pipe"), "no path file: not a regular file"),

@@ -1,7 +1,10 @@
 """Qwen2-VL's logits and tokens beside transformers' own, on random weights."""
 
 import json
+import os
 import shutil
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.shm import Arena, ArraySpec, free, request_directory
+from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
@@ -219,6 +222,18 @@ def test_a_released_request_is_stale(model, tokenizer, tmp_path):
         ids = tokenizer.tokenize(ONE_IMAGE, directory.path_file)
     with pytest.raises(StaleReference):
         model.logits(ids)
+
+
+def test_a_block_that_was_used_again_under_the_tower_is_stale_whatever_stands_there(model, tokenizer, path_file):
+    ids = tokenizer.tokenize(ONE_IMAGE, path_file)
+    items = model.read(ids.numpy())
+    release(path_file)
+    with Path(f"/dev/shm/mindie_mm-{items[0].ref.arena:04x}").open("r+b") as file:
+        (offset,) = struct.unpack("<Q", os.pread(file.fileno(), 8, 4096 + 64 * items[0].ref.block + 8))
+        file.seek(offset + 128)
+        file.write(b"\x40\x75" * 200_000)  # as grids: 30,016 patches a side, and what goes with it
+    with pytest.raises(StaleReference):
+        model.encode(items)
 
 
 def test_layers_with_a_sliding_window_obey_it(random_checkpoint, tmp_path, tokenizer, path_file):

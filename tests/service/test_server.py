@@ -107,7 +107,7 @@ def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Pat
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a" / "shm_name.txt").touch()
     with (
-        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} has mode 755.*is no spool"),
+        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is no request directory .*is no spool"),
         running_service(settings | {"spool": tmp_path}, tmp_path / "log"),
     ):
         pytest.fail("started")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release
+from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
 from mindie_mm.shm.stats import ArenaStats
 
 MiB = 1 << 20
@@ -125,3 +126,59 @@ def test_a_request_that_waits_is_served_when_a_lease_ends_elsewhere(arena: Arena
     thread.start()
     assert served.wait(10)
     thread.join()
+
+
+@pytest.mark.parametrize("lease_s", [-1.0, math.nan, math.inf, 1e12])
+def test_a_lease_is_a_time(arena: Arena, lease_s: float) -> None:
+    with pytest.raises(InputError, match="it must be 0 to 1000000000"):
+        arena.allocate(TENTH, path_file=None, lease_s=lease_s)
+    assert arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, math.nan])
+def test_a_timeout_is_a_time(arena: Arena, timeout_s: float) -> None:
+    with pytest.raises(InputError, match="it must be at least 0"):
+        arena.allocate(TENTH, path_file=None, timeout_s=timeout_s)
+
+
+def test_what_can_never_be_had_is_refused_while_others_wait(arena: Arena, tmp_path: Path) -> None:
+    publish(arena, {"x": ArraySpec((1000 * 1024,), "uint8")})
+    waiting = threading.Thread(target=lambda: publish(arena, TENTH))
+    waiting.start()
+    while not arena._queue:
+        threading.Event().wait(0.001)
+    with pytest.raises(LimitExceeded, match="the arena has 1048576"):
+        arena.allocate({"x": ArraySpec((2 * MiB,), "uint8")}, path_file=None)
+    with pytest.raises(LimitExceeded, match="a request may hold 524288"):
+        arena.allocate({"x": ArraySpec((900 * 1024,), "uint8")}, path_file=tmp_path / "shm_name.txt")
+    assert arena._queue
+    with pytest.raises(ArenaFull):
+        arena.allocate(TENTH, path_file=None, timeout_s=0)
+    (block,) = next(info for info in survey() if info.number == arena.number).blocks
+    free(Ref(arena.number, block.block, block.generation))
+    waiting.join()
+
+
+def test_pieces_that_cannot_be_mapped_cost_no_room(start) -> None:
+    """Without a descriptor to map them by, in a process of its own."""
+    process = start("""
+import resource
+with Arena.create(1 << 20) as arena:
+    def publish(size):
+        with arena.allocate({"x": ArraySpec((size,), "uint8")}, path_file=None, timeout_s=0) as block:
+            return block.publish()
+    refs = [publish(15 << 10) for _ in range(64)]
+    for ref in refs[::2]:
+        free(ref)
+    used = arena.used_bytes
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 1024))
+    try:
+        publish(100 << 10)
+    except SharedMemoryError as error:
+        say("Too many open files" in str(error), arena.used_bytes == used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    attach(publish(100 << 10)).verify()
+say("fine")
+""")
+    assert process.hear() == "True True"
+    assert process.hear() == "fine"

@@ -129,3 +129,11 @@ def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, pat
     finally:
         link.unlink()
     assert arena.num_blocks == 0
+
+
+def test_a_name_with_a_nul_is_no_path_file(arena: Arena) -> None:
+    with pytest.raises(InputError, match=r"NUL|null"):
+        release(Path("a\0b"))
+    with pytest.raises(InputError, match="NUL"):
+        arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=Path("a\0b"))
+    assert arena.num_blocks == 0

@@ -239,7 +239,7 @@ def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp
         orphan = block.publish()
     (tmp_path / "gone.txt").unlink()
     old = tmp_path / ".mindie_mm-0"
-    old.mkdir()
+    old.mkdir(mode=0o1700)
     os.utime(old, (0, 0))
 
     def told(collected: Collected) -> dict[str, tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mindie_mm.errors import InputError, SharedMemoryError
-from mindie_mm.shm import Arena, ArraySpec, collect, make_spool, request_directory
+from mindie_mm.shm import Arena, ArraySpec, collect, make_spool, request_directory, require_spool
+from mindie_mm.shm.life import is_locked, lock_of_the_dead
 
 SPECS = {"x": ArraySpec((1000,), "uint8")}
 
@@ -204,8 +206,8 @@ def test_a_tokenizer_that_still_works_for_a_request_that_ends_makes_no_file_anew
 
 def test_what_a_death_left_while_a_directory_was_made_or_removed_is_collected_when_it_is_old(tmp_path: Path) -> None:
     made, removed = tmp_path / ".mindie_mm-0", tmp_path / ".mindie_mm-1"
-    made.mkdir()
-    removed.mkdir()
+    made.mkdir(mode=0o1700)
+    removed.mkdir(mode=0o1700)
     (removed / "0.jpg").touch()
     anothers = tmp_path / "not-ours"
     anothers.mkdir()
@@ -222,6 +224,7 @@ import resource
 spool = Path(sys.argv[1])
 deep = spool / "deep"
 deep.joinpath(*map(str, range(20))).mkdir(parents=True)
+deep.chmod(0o1700)
 (deep / "shm_name.txt").touch()
 resource.setrlimit(resource.RLIMIT_NOFILE, (16, 1024))
 collected = collect([spool])
@@ -235,7 +238,7 @@ def test_collecting_goes_on_past_what_cannot_be_collected(tmp_path: Path, start)
     arena_path = dead.hear()
     dead.kill()
     for name in ("a_pipe", "large", "z_last"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(mode=0o1700)
     os.mkfifo(tmp_path / "a_pipe" / "shm_name.txt")
     with (tmp_path / "large" / "shm_name.txt").open("wb") as file:
         file.truncate((16 << 20) + 1)
@@ -244,3 +247,39 @@ def test_collecting_goes_on_past_what_cannot_be_collected(tmp_path: Path, start)
     assert process.hear() == "z_last"
     assert arena_path in process.hear().split()
     assert [path.name[:11] for path in tmp_path.iterdir()] == [".mindie_mm-"], "the deep one is tried again later"
+
+
+def test_a_data_set_is_no_dead_request_whatever_its_mode(tmp_path: Path) -> None:
+    """A tokenizer of the library puts a path file beside a medium's folder, and locks it never."""
+    (tmp_path / "a" / "image").mkdir(parents=True)
+    (tmp_path / "a").chmod(0o700)
+    (tmp_path / "a" / "shm_name.txt").touch()
+    assert collect([tmp_path]).requests == ()
+    assert (tmp_path / "a" / "image").is_dir()
+    with pytest.raises(InputError, match=f"{tmp_path / 'a'} is no request directory.*{tmp_path} is no spool"):
+        require_spool(tmp_path)
+
+
+def test_looking_at_what_is_dead_does_not_make_it_live(tmp_path: Path) -> None:
+    """A survey holds a lock for microseconds; a collector that meets it asks again."""
+    path = tmp_path / "file"
+    path.touch()
+    stop = threading.Event()
+
+    def look() -> None:
+        with path.open("rb") as file:
+            while not stop.wait(0.001):
+                is_locked(file.fileno())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(300):
+            with path.open("rb") as file:
+                assert lock_of_the_dead(file.fileno())
+    finally:
+        stop.set()
+        thread.join()
+    with path.open("rb") as owner, path.open("rb") as file:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        assert not lock_of_the_dead(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SegmentMissing, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, free, mount
+from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, disk, free, mount
+from mindie_mm.shm.life import LifeLock
 
 SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
 CAPACITY = 1 << 20
@@ -62,6 +64,33 @@ class StoreContract:
             store.allocate({"x": ArraySpec((CAPACITY + 1,), "uint8")}, path_file=None)
         with pytest.raises(LimitExceeded, match="bits of a shape word; the limit is 47"):
             store.allocate({"x": ArraySpec((1, 2**31, 2**23), "uint8")}, path_file=None)
+
+    def test_a_block_that_was_left_is_not_published(self, store: Arena | DiskArena) -> None:
+        with store.allocate(SPECS, path_file=None) as left:
+            pass
+        with store.allocate(SPECS, path_file=None) as block:
+            block["grid"][...] = 7
+            ref = block.publish()
+        with pytest.raises(SharedMemoryError, match="was left"):
+            left.publish()
+        with self.readable(store):
+            assert attach(ref)["grid"].tolist() == [7, 7, 7]
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_a_forked_child_changes_nothing(self, store: Arena | DiskArena) -> None:
+        with store.allocate(SPECS, path_file=None) as block:
+            child = os.fork()
+            if child == 0:
+                store.discard(block)
+                _ = store.num_blocks, store.used_bytes
+                store.__exit__(None, None, None)
+                store.__exit__(SystemExit, SystemExit(), None)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            block["grid"][...] = 3
+            ref = block.publish()
+        with self.readable(store), attach(ref) as view:
+            assert view["grid"].tolist() == [3, 3, 3]
 
     def test_many_threads_fill_blocks(self, store: Arena | DiskArena) -> None:
         refs: dict[int, Ref] = {}
@@ -149,6 +178,25 @@ class TestDiskArena(StoreContract):
     def test_two_writers_of_one_file_are_one_too_many(self, store: DiskArena) -> None:
         with pytest.raises(SharedMemoryError, match="another process"):
             DiskArena.create(store.path, 7, CAPACITY)
+
+    def test_a_file_that_another_writer_just_finished_is_left_alone(
+        self, store: DiskArena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Opened under its unfinished name, locked when it has its own."""
+        with store.allocate(SPECS) as block:
+            block.publish()
+        lock = disk.LifeLock
+
+        def close_first(descriptor: int) -> LifeLock:
+            store.close()
+            return lock(descriptor)
+
+        monkeypatch.setattr(disk, "LifeLock", close_first)
+        with pytest.raises(SharedMemoryError, match="just finished"):
+            DiskArena.create(store.path, 7, CAPACITY)
+        monkeypatch.undo()
+        with mount(store.path):
+            attach(block.ref).verify()
 
     def test_a_full_file_is_full(self, store: DiskArena) -> None:
         half = {"x": ArraySpec((CAPACITY // 2,), "uint8")}

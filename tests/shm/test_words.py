@@ -245,3 +245,12 @@ def test_the_page_shows_the_vectors() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
     for vector in VECTORS["references"]:
         assert f"{vector['name_word']}<br>`{vector['name_hex']}` | {vector['shape_word']}<br>" in page
+
+
+def test_words_are_integers_of_any_kind() -> None:
+    name_word, shape_word = sample_refs(1)[0].to_words()
+    ids = np.array([name_word, shape_word], np.int64)
+    assert Ref.from_words(ids[0], ids[1]) == sample_refs(1)[0]
+    for bad in (1.5, "7", None):
+        with pytest.raises(InputError, match="must be integers"):
+            Ref.from_words(bad, shape_word)
