@@ -54,6 +54,8 @@ class Counts:
     """Of these, copies that were not one content any more: what `verify` is for."""
     torn: int
     """Verified, but not whole. Must be 0."""
+    in_pieces: int = 0
+    """Of all of them, blocks that lay in several pieces."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Counts)))
@@ -66,16 +68,32 @@ def stress(cycles: int, readers: int, *, capacity_bytes: int = 4 << 20, seed: in
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mindie_mm-stress-")))
         processes = [_start_reader(stack, folder, seed + 1 + number) for number in range(readers)]
         with Arena.create(capacity_bytes) as arena:
-            _write(arena, processes, folder, cycles, draw)
+            pinned = _break_up(arena)
+            in_pieces = _write(arena, processes, folder, cycles, draw)
             for process in processes:
                 assert process.stdin is not None
                 process.stdin.close()
-            counts = sum((_counts(process) for process in processes), Counts(0, 0, 0, 0, 0))
+            counts = sum((_counts(process) for process in processes), Counts(0, 0, 0, 0, 0, in_pieces))
+            for ref in pinned:
+                free(ref)
             if arena.num_blocks:
                 raise RuntimeError(f"{arena.num_blocks} blocks are left")
         if left := list(folder.iterdir()):
             raise RuntimeError(f"{len(left)} path files are left")
     return counts
+
+
+def _break_up(arena: Arena) -> list[Ref]:
+    """Blocks that stay, 192 KiB apart: what is larger lies in pieces."""
+    refs = []
+    specs = {"x": ArraySpec((60 << 10,), "uint8")}
+    while arena.used_bytes + (64 << 10) <= arena.capacity_bytes:
+        with arena.allocate(specs, path_file=None, timeout_s=0) as block:
+            refs.append(block.publish())
+    for place, ref in enumerate(refs):
+        if place % 4:
+            free(ref)
+    return refs[::4]
 
 
 def _start_reader(stack: ExitStack, folder: Path, seed: int) -> subprocess.Popen[bytes]:
@@ -87,8 +105,12 @@ def _start_reader(stack: ExitStack, folder: Path, seed: int) -> subprocess.Popen
 
 def _write(
     arena: Arena, processes: list[subprocess.Popen[bytes]], folder: Path, cycles: int, draw: random.Random
-) -> None:
-    """Publishes the blocks and hands each to one reader; frees some of them itself, behind the reader's back."""
+) -> int:
+    """Publishes the blocks and hands each to one reader; frees some of them itself, behind the reader's back.
+
+    Returns how many lay in several pieces.
+    """
+    in_pieces = 0
     pipes = [process.stdin.fileno() for process in processes if process.stdin is not None]
     doomed: deque[Ref] = deque()
     for cycle in range(cycles):
@@ -103,6 +125,7 @@ def _write(
         with arena.allocate(specs, path_file=path_file, timeout_s=60) as block:
             _fill(block["x"], block["y"], block.ref)
             ref = block.publish(_digest(block.ref))
+        in_pieces += len(block.pieces) > 1
         if draw.random() < _EARLY_SHARE:
             doomed.append(ref)
         os.write(pipes[cycle % len(pipes)], _MESSAGE.pack(*ref.to_words(), path_number))
@@ -110,6 +133,7 @@ def _write(
             free(doomed.popleft())
     for ref in doomed:
         free(ref)
+    return in_pieces
 
 
 def _counts(process: subprocess.Popen[bytes]) -> Counts:

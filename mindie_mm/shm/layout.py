@@ -1,7 +1,7 @@
 """The bytes of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
 
     0                header: one page; from byte 512 what the owner counts (stats.py)
-    4096             table: 64 bytes an entry: state word, offset, size, time of allocation, end of lease, next piece
+    one page         table: 64 bytes an entry: state word, offset, size, time of allocation, end of lease, next piece
     releases_offset  release words: the doorbell, then one word an entry; a page of its own, for every process to write
     data_offset      blocks, on page boundaries
 
@@ -10,6 +10,7 @@ Everything is little-endian. A word of 8 bytes is written and read whole.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import sys
@@ -25,7 +26,8 @@ from mindie_mm.shm.words import MAX_BLOCK
 assert sys.byteorder == "little", "the words in an arena are read in place"
 
 SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies on Linux
-PAGE = 4096
+PAGE = mmap.PAGESIZE
+"""4096, and 65,536 on some aarch64: what is mapped by itself lies on pages of the machine."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
