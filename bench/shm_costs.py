@@ -23,9 +23,10 @@ def costs() -> dict[str, float | dict[str, float]]:
     """All of them, printed as they come."""
     with Arena.create(256 * MB) as arena, tempfile.TemporaryDirectory() as folder:
         arena.populated.wait()
+        path_file = Path(folder) / "shm_name.txt"
         figures: dict[str, float | dict[str, float]] = {
             "allocate_and_give_up_us": per_call(lambda: give_up(arena, None)),
-            "allocate_and_give_up_with_ledger_line_us": per_call(lambda: give_up(arena, Path(folder) / "shm_name.txt")),
+            "allocate_and_give_up_with_ledger_line_us": per_call(lambda: give_up(arena, path_file)),
             "allocate_publish_free_take_back_us": per_call(lambda: cycle(arena)),
             "reference_us": {f"{size} MB": reference_us(arena, int(size * MB)) for size in (0.1, 1, 20, 80)},
             "attach_us": attach_us(arena),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mindie_mm.shm.block_header import BlockPlan
 from mindie_mm.shm.ref import Ref
+from mindie_mm.shm.spec import ndarray
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,10 +83,9 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         return Ref(self._store.number, self.entry, self.generation, first.dtype, first.shape)
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        import numpy as np  # late: the operator's tools do without
-
-        array = self.plan.arrays[name]
-        return np.ndarray(array.spec.shape, array.spec.dtype, self._buffer, self._base + array.offset)
+        spec, offset = self.plan.arrays[name]
+        array: np.ndarray[Any, Any] = ndarray()(spec.shape, spec.dtype, self._buffer, self._base + offset)
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plan.arrays)

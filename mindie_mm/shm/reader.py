@@ -10,6 +10,7 @@ from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm.layout import fence
 from mindie_mm.shm.mapped import MappedArena, mapped_arena
 from mindie_mm.shm.ref import Ref
+from mindie_mm.shm.spec import ndarray
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,10 +35,9 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         self._arena, self._header = arena, header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        import numpy as np  # late: the operator's tools do without
-
-        array = self._header.arrays[name]
-        return np.ndarray(array.spec.shape, array.spec.dtype, self._buffer, self._base + array.offset)
+        spec, offset = self._header.arrays[name]
+        array: np.ndarray[Any, Any] = ndarray()(spec.shape, spec.dtype, self._buffer, self._base + offset)
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header.arrays)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 from mindie_mm.errors import InputError, LimitExceeded
 
@@ -28,6 +30,14 @@ DTYPES: tuple[str, ...] = (
 DTYPE_CODES = MappingProxyType({name: code for code, name in enumerate(DTYPES)})
 ITEM_SIZES = (1, 1, 2, 2, 4, 4, 8, 8, 2, 4, 8, 1)
 """Bytes of one element, by dtype code."""
+
+
+@cache
+def ndarray() -> Any:
+    """numpy.ndarray, imported when it is first wanted: the operator's tools do without."""
+    import numpy as np
+
+    return np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
