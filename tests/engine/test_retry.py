@@ -72,8 +72,13 @@ async def test_blocks_that_were_lost_are_made_again_once():
     source = await tokenized(Script(FIRST, SECOND), TokenizeRequest(text="a"))
     with pytest.raises(ProcessDied, match="no third try"):
         await outputs(source, Script([LOST], [LOST]))
-    with pytest.raises(ProcessDied):
-        await outputs(await tokenized(Script(FIRST, DIED), TokenizeRequest(text="a")), Script([LOST]))
+
+
+async def test_a_tokenizer_that_lost_its_arena_ends_over_the_next_request_at_no_cost_of_the_request():
+    source = await tokenized(Script(FIRST, DIED, SECOND), TokenizeRequest(text="a"))
+    assert await outputs(source, Script([LOST], ["a"])) == ["a"]
+    with pytest.raises(ProcessDied, match="dead"):
+        await outputs(await tokenized(Script(FIRST, DIED, DIED), TokenizeRequest(text="a")), Script([LOST]))
 
 
 async def test_both_may_die_once():
