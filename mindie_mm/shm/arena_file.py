@@ -22,8 +22,8 @@ HOW_TO_ENLARGE = (
 
 def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
     """A new arena file of this process: its header, its lock, and all of it mapped. InputError, SharedMemoryError."""
-    if capacity_bytes < 1:
-        raise InputError(f"an arena of {capacity_bytes} bytes; it takes at least 1")
+    if type(capacity_bytes) is not int or capacity_bytes < 1:
+        raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
     header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
     try:
         descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -139,12 +139,14 @@ class BlockPlan:
 def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> BlockPlan:
     if not 1 <= len(specs) <= MAX_ARRAYS:
         raise LimitExceeded(f"a block of {len(specs)} arrays; 1 to {MAX_ARRAYS} are allowed")
+    for name, spec in specs:
+        if type(name) is not str or not isinstance(spec, ArraySpec):
+            raise InputError(f"array {name!r} must be a name with an ArraySpec, not {type(spec).__name__}")
     names = [name.encode() for name, _ in specs]
-    for name in names:
-        if not 1 <= len(name) <= MAX_NAME_BYTES:
-            raise LimitExceeded(
-                f"array name {name.decode()!r} has {len(name)} bytes; 1 to {MAX_NAME_BYTES} are allowed"
-            )
+    for encoded in names:
+        if not 1 <= len(encoded) <= MAX_NAME_BYTES:
+            shown = encoded[:40].decode(errors="replace")
+            raise LimitExceeded(f"array name {shown!r} has {len(encoded)} bytes; 1 to {MAX_NAME_BYTES} are allowed")
     described = sum(_ARRAY.size + 8 * len(spec.shape) for _, spec in specs) + sum(map(len, names))
     header_bytes = _SMALLEST + described + request_bytes
     at = round_up(header_bytes, ALIGNMENT)

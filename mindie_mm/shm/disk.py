@@ -66,6 +66,8 @@ class DiskArena:
     def create(cls, path: Path, number: int, capacity_bytes: int) -> Self:
         """Begins the file that will be `path`; what an earlier writer left unfinished there is written anew.
 
+        `number`, 0 to 65,535, is the caller's choice: what the words carry, and what is mounted once at a time.
+
         InputError for a number or a capacity that no file can have, SharedMemoryError if the file cannot be made or
         another process writes it.
         """
@@ -88,8 +90,7 @@ class DiskArena:
             lock.release()
             raise SharedMemoryError(f"{unfinished} was just finished by another process")
         try:
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, header.file_bytes)
+            _make_room(descriptor, unfinished, header.file_bytes)
             _reserve(descriptor, unfinished, 0, header.data_offset)
             mapping = _map(unfinished, header.file_bytes)
         except BaseException:
@@ -222,6 +223,15 @@ class DiskArena:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + _UNFINISHED)
+
+
+def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
+    """An empty file of that length, none of it on the disk yet."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, file_bytes)
+    except OSError as error:
+        raise SharedMemoryError(f"{path} cannot have {file_bytes} bytes: {error.strerror}") from error
 
 
 def _reserve(descriptor: int, path: Path, offset: int, nbytes: int) -> None:

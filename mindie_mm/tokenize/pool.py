@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 _MODULE = "mindie_mm.tokenize.process"
 
 
+_STARTING = "others are being started"
+
+
 @dataclass(slots=True, eq=False)
 class _Process:
     """One tokenizer process, from its readiness to its death."""
@@ -52,6 +55,7 @@ class TokenizerPool:
         self._encoder = msgspec.msgpack.Encoder()
         self._next_id = 0
         self._some_alive = asyncio.Event()
+        self._why_down = _STARTING
         self._closed = False
 
     @classmethod
@@ -84,7 +88,7 @@ class TokenizerPool:
     def check(self) -> None:
         """ProcessDied while no process takes requests."""
         if not self._processes:
-            raise ProcessDied("no tokenizer process is alive; others are being started")
+            raise ProcessDied(f"no tokenizer process is alive; {self._why_down}")
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """The prompt of `request`, from the least busy process; waits for one while none is alive.
@@ -119,7 +123,8 @@ class TokenizerPool:
             async with asyncio.timeout(RESTART_WAIT_S):
                 await self._some_alive.wait()
         except TimeoutError:
-            raise ProcessDied(f"no tokenizer process could be started within {RESTART_WAIT_S:g} s") from None
+            why = f"no tokenizer process could be started within {RESTART_WAIT_S:g} s; {self._why_down}"
+            raise ProcessDied(why) from None
 
     async def _start_process(self) -> _Process:
         collect()  # what earlier processes left may take the room of the new arena
@@ -127,9 +132,11 @@ class TokenizerPool:
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
             await self._await_ready(process)
-        except Exception:
+        except Exception as error:
+            self._why_down = f"the last one did not start: {error}"
             await self._bury(process)
             raise
+        self._why_down = _STARTING
         self._dying.remove(process)
         self._processes.append(process)
         self._some_alive.set()

@@ -44,7 +44,7 @@ def test_an_arena_is_one_private_file_reserved_whole_and_removed_by_closing() ->
     arena.close()
 
 
-@pytest.mark.parametrize("capacity", [0, -5])
+@pytest.mark.parametrize("capacity", [0, -5, 1.5, "x", True])
 def test_an_arena_takes_at_least_a_byte(capacity: int) -> None:
     with pytest.raises(InputError, match=str(capacity)):
         Arena.create(capacity)

@@ -112,6 +112,11 @@ class StoreContract:
                     assert (view["pixel_values"] == number).all()
                     assert (view["grid"] == number).all()
 
+    @pytest.mark.parametrize("specs", [{5: ArraySpec((1,), "bool")}, {"x": (1, 2)}])
+    def test_what_is_no_array_is_refused(self, store: Arena | DiskArena, specs: dict[str, ArraySpec]) -> None:
+        with pytest.raises(InputError, match="must be a name with an ArraySpec"):
+            store.allocate(specs, path_file=None)
+
     def test_a_closed_store_gives_no_block(self, store: Arena | DiskArena) -> None:
         store.close()
         store.close()
@@ -174,6 +179,11 @@ class TestDiskArena(StoreContract):
 
         (tmp_path / "b.partial").write_bytes(b"left behind" * 1000)
         assert write(tmp_path / "a", lambda _: None) == write(tmp_path / "b", discard)
+
+    def test_a_file_larger_than_any_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(SharedMemoryError, match=r"cannot have [0-9]+ bytes: File too large"):
+            DiskArena.create(tmp_path / "huge", 7, 1 << 61)
+        assert list(tmp_path.iterdir()) == []
 
     def test_two_writers_of_one_file_are_one_too_many(self, store: DiskArena) -> None:
         with pytest.raises(SharedMemoryError, match="another process"):
