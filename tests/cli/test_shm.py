@@ -288,6 +288,8 @@ def test_watch_is_live_in_a_terminal_and_ctrl_c_ends_it_with_0(arena):
         stderr=slave,
         start_new_session=True,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+        # A shell starts what it sends to the background with Ctrl-C ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     os.close(slave)
     seen = b""
