@@ -12,7 +12,8 @@ release(path_file)                                              # any process
 
 The wire         words, ref, spec; mindie, mindie_words, segment: MindIE's
 The bytes        layout (arena), block_header, stats
-The owner        arena, with table (entries), heap (room), quota, arena_file (how it comes to be), life (its lock)
+The owner        arena, with table (entries), heap (room), quota; arena_file and nameless (how it comes to be),
+                 life (its lock)
                  block (being filled), scatter (in several pieces), populate; disk: the same in a file on disk
 Readers          reader (attach, free), mapped (each arena once)
 Requests         path_file, spool

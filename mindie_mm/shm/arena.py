@@ -21,6 +21,7 @@ from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.heap import Heap
 from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, file_name
 from mindie_mm.shm.life import LifeLock, unlink_same
+from mindie_mm.shm.nameless import reopened
 from mindie_mm.shm.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.quota import Quotas
 from mindie_mm.shm.scatter import map_pieces
@@ -281,11 +282,7 @@ class Arena:
             raise
 
     def _map(self, pieces: Sequence[tuple[int, int]]) -> memoryview:
-        """Through an open file description of its own: a mapping would keep the lock's alive in forked children."""
-        try:
-            descriptor = os.open(f"/proc/self/fd/{self._lock.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SharedMemoryError(f"arena {self.path} cannot be opened again: {error.strerror}") from error
+        descriptor = reopened(self._lock.descriptor)
         try:
             return map_pieces(descriptor, pieces, writable=True)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import secrets
@@ -12,12 +11,8 @@ from dataclasses import replace
 from mindie_mm.errors import InputError, SharedMemoryError
 from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
 from mindie_mm.shm.life import LifeLock
+from mindie_mm.shm.nameless import give_name, make_nameless, reopened, reserve
 from mindie_mm.shm.words import MAX_ARENA
-
-HOW_TO_ENLARGE = (
-    "make the arena smaller, or enlarge it: `mount -o remount,size=<bytes> /dev/shm`, in Docker --shm-size, in "
-    "Kubernetes an emptyDir of medium Memory mounted there"
-)
 
 
 def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
@@ -25,12 +20,9 @@ def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
     if type(capacity_bytes) is not int or capacity_bytes < 1:
         raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
     header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
+    descriptor = make_nameless()
     try:
-        descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {error.strerror}") from error
-    try:
-        _reserve(descriptor, header.file_bytes)
+        reserve(descriptor, header.file_bytes, "the arena")
         mapping = _map(descriptor, header.file_bytes)
         lock = LifeLock(descriptor)
     except BaseException:
@@ -43,24 +35,8 @@ def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
         raise
 
 
-def _reserve(descriptor: int, file_bytes: int) -> None:
-    """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later."""
-    space = os.statvfs(SHM_DIRECTORY)
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, the arena needs {file_bytes}; {HOW_TO_ENLARGE}"
-    if file_bytes > free:
-        raise SharedMemoryError(why)
-    try:
-        os.posix_fallocate(descriptor, 0, file_bytes)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise SharedMemoryError(why) from error
-        raise SharedMemoryError(f"{file_bytes} bytes cannot be reserved: {error.strerror}") from error
-
-
 def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
-    """Through an open file description of its own, apart from the lock's."""
-    second = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    second = reopened(descriptor)
     try:
         return mmap.mmap(second, file_bytes)
     finally:
@@ -69,19 +45,15 @@ def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
 
 def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
     """Gives the file its name; the number may come out another one than asked for."""
-    directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for _ in range(MAX_ARENA + 1):
             header = replace(header, arena=secrets.randbelow(MAX_ARENA + 1))
             os.pwrite(descriptor, header.pack(), 0)
             try:
-                # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.
-                os.link(f"/proc/self/fd/{descriptor}", file_name(header.arena), dst_dir_fd=directory)
+                give_name(descriptor, file_name(header.arena))
             except FileExistsError:
                 continue
             return header
     except OSError as error:
         raise SharedMemoryError(f"no arena can be named in {SHM_DIRECTORY}: {error.strerror}") from error
-    finally:
-        os.close(directory)
     raise SharedMemoryError(f"no number of 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")

@@ -30,10 +30,10 @@ from mindie_mm.shm.mindie_words import (
     encode_shm_name_to_int64,
     is_segment_name,
 )
+from mindie_mm.shm.nameless import give_name
 from mindie_mm.shm.path_file import recorded, release
 from mindie_mm.shm.segment import (
     free_name,
-    link_segment,
     map_segment,
     opened_segment,
     require_size,
@@ -93,7 +93,7 @@ def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
     with reserved(size) as descriptor:
         segment = Segment(name, size, memoryview(mmap.mmap(descriptor, size)))
         with recorded(path_file, name):
-            link_segment(descriptor, name)
+            give_name(descriptor, name)
     if not path_file.exists():  # released between the line and the name: nobody would free it
         segment.unlink()
         raise SharedMemoryError(f"path file {path_file} was removed while segment {name} was made")

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SegmentMissing, SharedMemoryError
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.mindie_words import PREFIX, is_segment_name
+from mindie_mm.shm.nameless import make_nameless, reserve
 
 MAX_SEGMENT_BYTES = 10**9
 
@@ -40,40 +41,14 @@ def reserved(size: int) -> Iterator[int]:
         raise InputError(f"a segment of {size!r} bytes; it takes a whole number of at least 1")
     if size > MAX_SEGMENT_BYTES:
         raise LimitExceeded(f"a segment of {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
+    descriptor = make_nameless()
     try:
-        descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {error.strerror}") from error
-    try:
-        # Every page now, so that a full /dev/shm is an error here and never a SIGBUS later.
-        os.posix_fallocate(descriptor, 0, size)
+        reserve(descriptor, size, "the segment")
         yield descriptor
     except OSError as error:
-        raise SharedMemoryError(_why_not(size, error)) from error
+        raise SharedMemoryError(f"a segment of {size} bytes cannot be made: {error.strerror}") from error
     finally:
         os.close(descriptor)
-
-
-def _why_not(size: int, error: OSError) -> str:
-    if error.errno != errno.ENOSPC:
-        return f"a segment of {size} bytes cannot be made in {SHM_DIRECTORY}: {error.strerror}"
-    space = os.statvfs(SHM_DIRECTORY)
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    return (
-        f"{SHM_DIRECTORY} has {free} bytes free of {total}, the segment needs {size}; free some, or enlarge it: "
-        "`mount -o remount,size=<bytes> /dev/shm`, in Docker --shm-size, in Kubernetes an emptyDir of medium Memory "
-        "mounted there"
-    )
-
-
-def link_segment(descriptor: int, name: str) -> None:
-    """Gives a reserved file its name; OSError if it cannot have it, FileExistsError if another has."""
-    directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.
-        os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=directory)
-    finally:
-        os.close(directory)
 
 
 @contextmanager

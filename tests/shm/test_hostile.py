@@ -103,7 +103,7 @@ def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
     some, left_then, none, left = run(FULL_SHM, FILL + NO_ROOM)
     assert f"has {12 << 20} bytes free of {32 << 20}, the arena needs " in some
     for message in (some, none):
-        for advice in ("make the arena smaller", "mount -o remount,size=", "--shm-size", "emptyDir"):
+        for advice in ("make it smaller", "mount -o remount,size=", "--shm-size", "emptyDir"):
             assert advice in message
     assert "has 0 bytes free" in none
     assert left_then == left == "['another-program']", "what could not be made leaves nothing"

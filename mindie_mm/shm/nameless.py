@@ -1,0 +1,55 @@
+"""Files of /dev/shm that are complete before they have a name: a death until then leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from mindie_mm.errors import SharedMemoryError
+from mindie_mm.shm.layout import SHM_DIRECTORY
+
+_HOW_TO_ENLARGE = (
+    "make it smaller, or enlarge /dev/shm: `mount -o remount,size=<bytes> /dev/shm`, in Docker --shm-size, in "
+    "Kubernetes an emptyDir of medium Memory mounted there"
+)
+
+
+def make_nameless() -> int:
+    """The descriptor of a new, empty file of mode 0600."""
+    try:
+        return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {error.strerror}") from error
+
+
+def reserve(descriptor: int, nbytes: int, what: str) -> None:
+    """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later; `what` is for the message."""
+    space = os.statvfs(SHM_DIRECTORY)
+    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, {what} needs {nbytes}; {_HOW_TO_ENLARGE}"
+    if nbytes > free:
+        raise SharedMemoryError(why)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise SharedMemoryError(why) from error
+        raise SharedMemoryError(f"{nbytes} bytes cannot be reserved for {what}: {error.strerror}") from error
+
+
+def reopened(descriptor: int) -> int:
+    """Another open file description of the same file: a mapping keeps its own, and a lock on it, alive in each fork."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise SharedMemoryError(f"a file of {SHM_DIRECTORY} cannot be opened again: {error.strerror}") from error
+
+
+def give_name(descriptor: int, name: str) -> None:
+    """Links the file into /dev/shm; OSError if it cannot have the name, FileExistsError if another has."""
+    directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.
+        os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=directory)
+    finally:
+        os.close(directory)
