@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, LimitExceeded
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
@@ -88,6 +88,8 @@ _SOURCES: Mapping[str, Kind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
+# Possessive, so that a long run without its end is given up at once.
+_WEBUI_IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,[A-Za-z0-9+/=]++)">')
 _BARE_SOURCES = ("url", "path", "base64")
 _DETAILS = ("auto", "low", "high")
 _MAX_PIXELS = 2**31
@@ -129,6 +131,23 @@ def from_tagged_prompt(prompt: str) -> list[Item]:
     if not items:
         raise InputError("the prompt is empty")
     return items
+
+
+def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
+    """The items of a prompt in text-generation-webui's form: `<img src="data:image/jpeg;base64,...">` is a picture.
+
+    Exactly so; whatever differs from it in one character is text. What stands behind `base64,` is not decoded here.
+    LimitExceeded at the first one above `max_images`.
+    """
+    items: list[Item] = []
+    stop = 0
+    for index, match in enumerate(_WEBUI_IMAGE.finditer(prompt)):
+        if index == max_images:
+            raise LimitExceeded(f"the prompt has more pictures than the limit of {max_images}")
+        items += [Text(_require_unicode(prompt[stop : match.start()], "the prompt")), Media("image", match[1])]
+        stop = match.end()
+    items.append(Text(_require_unicode(prompt[stop:], "the prompt")))
+    return [item for item in items if item != Text("")]
 
 
 def _parse_message(message: Mapping[str, Any], where: str) -> Message:

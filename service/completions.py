@@ -1,10 +1,10 @@
-"""POST /v1/completions."""
+"""POST /v1/completions; texts may hold pictures in text-generation-webui's form."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 from service.json_response import JSONResponse
-from service.line import Choice, collect, generate, prompt_of_ids, tokenized, usage
-from service.media import gather
+from service.line import Choice, all_tokenized, collect, generate, prompt_of_ids, usage
 from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
@@ -58,27 +57,30 @@ class _Completion:
     def n(self) -> int:
         return self.body.n or 1
 
-    async def prompts(self) -> list[Prompt]:
-        """The prompts' ids; texts never name media."""
+    @asynccontextmanager
+    async def sources(self) -> AsyncIterator[list[PromptSource]]:
+        """The prompts' ids; leaving frees the shared memory of pictures in texts."""
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty")
         if len(given) * self.n > MAX_CHOICES:
             raise LimitExceeded(f"{len(given)} prompts of {self.n} choices each, the limit is {MAX_CHOICES} choices")
-        return await gather([self._prompt(prompt) for prompt in given])
-
-    async def _prompt(self, given: str | list[int]) -> Prompt:
-        if isinstance(given, list):
-            return prompt_of_ids(self.service, given)
-        request = self.service.worker.limited(TokenizeRequest(text=given), self.params)
-        async with tokenized(self.service, request) as source:
-            return source.prompt
+        texts = [
+            self.service.worker.limited(TokenizeRequest(text=text), self.params)
+            for text in given
+            if isinstance(text, str)
+        ]
+        if not texts:
+            yield [PromptSource(prompt_of_ids(self.service, ids)) for ids in given if not isinstance(ids, str)]
+            return
+        async with all_tokenized(self.service, texts) as sources:
+            yield sources
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        prompts = await self.prompts()
-        deltas = self._generate(prompts)
-        choices = await collect(deltas, len(prompts) * self.n)
+        async with self.sources() as sources:
+            choices = await collect(self._generate(sources), len(sources) * self.n)
+        prompts = [source.prompt for source in sources]
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head(),
@@ -88,25 +90,25 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks, and the usage if it was asked for."""
-        prompts = await self.prompts()
-        choices = [Choice(index) for index in range(len(prompts) * self.n)]
-        lengths = [0] * len(choices)
-        async with aclosing(self._generate(prompts)) as deltas:
-            async for index, delta in deltas:
-                part = Choice(index)
-                part.add(delta)
-                first = not choices[index].texts
-                chunk = self._choice(part, prompts[index // self.n] if first else None, lengths[index])
-                choices[index].add(delta)
-                lengths[index] += len(chunk["text"])
-                if chunk["text"] or delta.logprobs or delta.finish_reason:
-                    yield {**self._head(), "choices": [chunk]}
+        async with self.sources() as sources:
+            prompts = [source.prompt for source in sources]
+            choices = [Choice(index) for index in range(len(prompts) * self.n)]
+            lengths = [0] * len(choices)
+            async with aclosing(self._generate(sources)) as deltas:
+                async for index, delta in deltas:
+                    part = Choice(index)
+                    part.add(delta)
+                    first = not choices[index].texts
+                    chunk = self._choice(part, prompts[index // self.n] if first else None, lengths[index])
+                    choices[index].add(delta)
+                    lengths[index] += len(chunk["text"])
+                    if chunk["text"] or delta.logprobs or delta.finish_reason:
+                        yield {**self._head(), "choices": [chunk]}
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             num_generated = sum(len(choice.token_ids) for choice in choices)
             yield {**self._head(), "choices": [], "usage": usage(prompts, num_generated)}
 
-    def _generate(self, prompts: list[Prompt]) -> AsyncGenerator[tuple[int, Delta], None]:
-        sources = [PromptSource(prompt) for prompt in prompts]  # no media, so nothing that could be lost
+    def _generate(self, sources: list[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
         return generate(self.service, sources, self.params, self.n, self.id, self.arrived)
 
     def _head(self) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,11 +19,11 @@ from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, MindieMMError, TokenOutOfRange
-from mindie_mm.inputs import media_of, media_of_messages, parse_inputs, parse_messages
+from mindie_mm.inputs import Media, from_webui_prompt, media_of, media_of_messages, parse_inputs, parse_messages
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.media import messages_with_paths, remove_media, with_paths
+from service.media import gather, messages_with_paths, remove_media, with_paths
 from service.state import Service
 
 T = TypeVar("T")
@@ -34,29 +35,66 @@ async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator
 
     The media's files stay, for a second try, until `generate` has the first output of every choice.
     """
-    started = time.perf_counter()
-    _check_values(request)
-    if request.messages is None and request.items is None:
-        source = await service.worker.tokenize(request)
-        service.metrics.tokenize_s.observe(time.perf_counter() - started)
+    async with all_tokenized(service, [request]) as (source,):
         yield source
-        return
-    with request_directory(service.spool) as directory:
-        changes: dict[str, Any] = {"path_file": str(directory.path_file)}
-        if request.messages is not None:
-            messages = parse_messages(request.messages)
-            paths = await service.media.spool(media_of_messages(messages), directory.path)
-            changes["messages"] = messages_with_paths(messages, iter(paths))
-        elif request.items is not None:
-            items = parse_inputs(request.items)
-            paths = await service.media.spool(media_of(items), directory.path)
-            changes["items"] = with_paths(items, iter(paths))
-        faults.point("spooled")
-        source = await service.worker.tokenize(msgspec.structs.replace(request, **changes))
+
+
+@asynccontextmanager
+async def all_tokenized(service: Service, requests: Sequence[TokenizeRequest]) -> AsyncIterator[list[PromptSource]]:
+    """The prompts of one HTTP request, whose limits hold for all of them together; else as `tokenized`."""
+    started = time.perf_counter()
+    for request in requests:
+        _check_values(request)
+    parsed = [_parsed(request, service.config.max_media_items) for request in requests]
+    media = [item for found, _ in parsed for item in found]
+    with ExitStack() as stack:
+        changes: dict[str, Any] = {}
+        paths: Iterator[Path] = iter(())
+        if media:
+            directory = stack.enter_context(request_directory(service.spool))
+            changes["path_file"] = str(directory.path_file)
+            paths = iter(await service.media.spool(media, directory.path))
+            faults.point("spooled")
+        complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
+        sources = await gather([service.worker.tokenize(one) for one in complete])
         faults.point("tokenized")
         service.metrics.tokenize_s.observe(time.perf_counter() - started)
-        source.on_settled = lambda: remove_media(directory.path)
-        yield source
+        if media:
+            _when_all_settle(sources, lambda: remove_media(directory.path))
+        yield sources
+
+
+def _parsed(
+    request: TokenizeRequest, max_images: int
+) -> tuple[list[Media], Callable[[Iterator[Path]], TokenizeRequest]]:
+    """The media of a request, and what makes it one whose media are files; InputError and below."""
+    replace = msgspec.structs.replace
+    if request.messages is not None:
+        messages = parse_messages(request.messages)
+        return media_of_messages(messages), lambda paths: replace(
+            request, messages=messages_with_paths(messages, paths)
+        )
+    if request.items is not None:
+        items = parse_inputs(request.items)
+        return media_of(items), lambda paths: replace(request, items=with_paths(items, paths))
+    pieces = from_webui_prompt(request.text or "", max_images)
+    if media := media_of(pieces):
+        return media, lambda paths: replace(request, text=None, items=with_paths(pieces, paths), chat=False)
+    return [], lambda _: request
+
+
+def _when_all_settle(sources: Sequence[PromptSource], drop: Callable[[], None]) -> None:
+    """Calls `drop` once no source may need a further try."""
+    left = len(sources)
+
+    def settled() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            drop()
+
+    for source in sources:
+        source.on_settled = settled
 
 
 def _check_values(request: TokenizeRequest) -> None:
