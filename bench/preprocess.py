@@ -49,7 +49,7 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
     settings = processor.image
 
     def ours() -> object:
-        plan = processor.plan(Media("image", data), data)
+        plan = processor.plan(Media("image", data), data, {"image": 1})
         with arena.allocate(plan.specs, path_file=path_file) as block:
             plan.write(block)
             return block.publish(content_digest(plan.settings, data))

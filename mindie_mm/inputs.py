@@ -49,13 +49,28 @@ class MediaOptions:
     """OpenAI's `auto`, `low` or `high`; `low` bounds the image to 512 x 512 pixels."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """Features that a tower gave before, in place of a medium. For callers of the library; HTTP carries none."""
+
+    array: Any
+    """float16 or float32 [features, width], as the model's tower gives them for one item."""
+    grid: tuple[int, ...] = ()
+    """The family's geometry of the item, where its prompt or positions depend on it, as in `Plan.grid`."""
+
+    def __post_init__(self) -> None:
+        shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
+        if len(shape) != 2 or 0 in shape or dtype not in {"float16", "float32"}:
+            raise InputError(f"embeddings are {dtype} of shape {tuple(shape)}; they must be float [features, width]")
+
+
 @dataclass(frozen=True, slots=True)
 class Media:
     """An image, a video or an audio clip."""
 
     kind: Kind
     source: Any
-    """A path, bytes, PIL image, array, or URL text."""
+    """A path, bytes, PIL image, array, URL text, or Embeddings."""
     options: MediaOptions = field(default_factory=MediaOptions)
 
 
@@ -208,6 +223,8 @@ def _parse_text(part: Mapping[str, Any], where: str) -> Text:
 def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]]:
     """The source under `key`, and the options given inside it, as OpenAI's `image_url` has `detail`."""
     nested: dict[str, Any] = {}
+    if isinstance(value, Embeddings):
+        return value, nested
     if isinstance(value, Mapping):
         inner = "data" if key == "input_audio" else "url"
         if not isinstance(value.get(inner), str):

@@ -39,9 +39,9 @@ def _get_rope_index(
                 t, h, w = next(grids[kind])
                 spans.append((start, stop, (t, h // merge, w // merge)))
             start = stop
-        row, delta = mrope_positions(len(kinds), spans)
-        positions.append(row)
-        deltas.append(delta)
+        placed = mrope_positions(len(kinds), spans)
+        positions.append(placed.prompt)
+        deltas.append(placed.delta)
     return torch.stack(positions, dim=1).to(input_ids.device), torch.tensor(deltas, device=input_ids.device)[:, None]
 
 

@@ -107,11 +107,11 @@ class Engine:
                 f"{len(ids)} prompt tokens and {params.max_tokens or 1} to generate, "
                 f"the context holds {room + len(ids)} and a prompt at least one"
             )
-        if (top := int(ids.max())) >= self._model.spec.vocab_size:
-            raise TokenOutOfRange(f"token id {top} is not in [0, {self._model.spec.vocab_size})")
+        known = self._model.spec.embedding_size or self._model.spec.vocab_size
+        if (top := int(ids.max())) >= known:
+            raise TokenOutOfRange(f"token id {top} is not in [0, {known})")
         items = self._model.read(ids)
         faults.point("attached")
-        positions, delta = self._model.positions(len(ids), items)
         generator = None
         if not params.greedy:
             generator = torch.Generator()
@@ -125,8 +125,8 @@ class Engine:
             token_ids=plain_ids(ids, items).tolist(),
             num_prompt=len(ids),
             items=items,
-            prompt_positions=positions,
-            position_delta=delta,
+            prompt_positions=self._model.positions(len(ids), items),
+            groups=self._model.attention_groups(len(ids), items),
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             generator=generator,
         )
@@ -212,6 +212,5 @@ def _failure(request_id: str, error: MindieMMError) -> Progress:
 def _num_blocks(model: Model, config: EngineConfig, max_model_len: int) -> int:
     """Blocks of the KV cache: what the configured bytes hold, and no more than all sequences at full length need."""
     spec = model.spec
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
     useful = config.max_num_seqs * -(-max_model_len // config.kv_block_size)
-    return max(1, min(config.kv_cache_bytes // (token_bytes * config.kv_block_size), useful))
+    return max(1, min(config.kv_cache_bytes // (spec.kv_token_bytes * config.kv_block_size), useful))

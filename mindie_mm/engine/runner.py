@@ -107,9 +107,9 @@ class Runner:
         for scheduled in step:
             sequence, start, stop = scheduled.sequence, scheduled.start, scheduled.stop
             for item in sequence.items_in(start, stop):
-                first, last = max(start, item.start), min(stop, item.stop)
-                rows = features[item.ref][first - item.start : last - item.start]
-                splices.append(Splice(row + first - start, rows))
+                first, last = item.features_in(start, stop)
+                if first < last:
+                    splices.append(Splice(row - start + item.slots[first:last], features[item.ref][first:last]))
             if sequence.params.prompt_logprobs is not None:
                 first = max(start, len(sequence.prompt_logprobs))
                 last = min(stop, sequence.num_prompt - 1)
@@ -123,7 +123,9 @@ class Runner:
             torch.from_numpy(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step])).to(device),
             torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1).to(device),
             splices,
-            PagedBatch.build([Chunk(s.start, s.stop, s.sequence.blocks) for s in step], self._cache, device),
+            PagedBatch.build(
+                [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.groups) for s in step], self._cache, device
+            ),
             torch.tensor(wanted, dtype=torch.int64, device=device),
         )
         parts = logits.split([len(sampled), *(len(rows) for _, _, rows in prompts)])

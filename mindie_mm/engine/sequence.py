@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.nn.model import Positions
 from mindie_mm.nn.splice import MediaItem
 
 
@@ -27,10 +28,10 @@ class Sequence:
     num_prompt: int
     items: Items[MediaItem]
     """Media of the prompt, in order."""
-    prompt_positions: Tensor
-    """int64 [axes, num_prompt]."""
-    position_delta: int
-    """Position of a later token less its index."""
+    prompt_positions: Positions
+    """Where its tokens stand, those of the output too."""
+    groups: Tensor | None
+    """int64 [num_prompt]: numbers of the tokens that attend to each other both ways; None where all are causal."""
     max_tokens: int
     """Most tokens of output, from the request or from what the context holds."""
     generator: torch.Generator | None
@@ -67,11 +68,7 @@ class Sequence:
 
     def positions(self, start: int, stop: int) -> Tensor:
         """Positions of tokens [start, stop): int64 [axes, stop - start]."""
-        prompt = self.prompt_positions[:, start : min(stop, self.num_prompt)]
-        if stop <= self.num_prompt:
-            return prompt
-        later = torch.arange(max(start, self.num_prompt), stop) + self.position_delta
-        return torch.cat([prompt, later.expand(prompt.shape[0], -1)], dim=1)
+        return self.prompt_positions.of(start, stop)
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
         """The media items with slots in [start, stop)."""

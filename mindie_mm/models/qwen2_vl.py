@@ -22,15 +22,16 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.patches import patchify
 from mindie_mm.media.video import open_video
-from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
-from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import normalize_patches, normalize_planes, repeat_frames
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import SegmentsView
 
 _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_PIXELS = 512 * 512
@@ -45,8 +46,6 @@ _MINDIE: Mapping[Kind, Layout] = {
     "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
     "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
 }
-# Given as a dict, masks are taken as they are: paged attention knows what is causal.
-_NO_MASKS = {"full_attention": None, "sliding_attention": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,8 @@ class PixelSettings:
 class Qwen2VLProcessor(Processor):
     """The tokenizer's half.
 
-    An image's block holds `pixel_values`, uint8 [h * w, patch * patch * 3], and `grid_thw`, int64 [3]; a video's
-    `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch * 3], and `video_grid_thw`. The frame that an
-    image would repeat is not stored.
+    An image's block holds `pixel_values`, uint8 [h * w, patch * patch * 3]; a video's `pixel_values_videos`, uint8
+    [t * h * w, temporal * patch * patch * 3]. The frame that an image would repeat is not stored. The grid: (t, h, w).
 
     On MindIE's wire both have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], the repeated frame too, and
     their grid; a video also `second_per_grid_t`, float32 [1, 1].
@@ -166,19 +164,21 @@ class Qwen2VLProcessor(Processor):
         }
 
     def placeholder(self, kind: Kind) -> Placeholder:
-        if kind not in self._placeholders:
-            raise InputError(f"this model takes no {kind}; it takes {', '.join(self._placeholders)}")
-        return self._placeholders[kind]
+        return placeholder_of(self._placeholders, kind)
 
     def max_tokens(self, kind: Kind) -> int:
-        self.placeholder(kind)
         if kind == "image":
             return self.image.max_pixels // self.image.factor**2
         groups = -(-self.video.max_frames // self.video.temporal_patch_size)
         return groups * (self.video.max_pixels // self.video.factor**2)
 
-    def plan(self, media: Media, data: Data) -> Plan:
-        self.placeholder(media.kind)
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "image":
+            return np.zeros((*_square(self.image), 3), np.uint8)
+        return np.zeros((self.video.max_frames, *_square(self.video), 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del counts
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
         return _plan_video(data, self.video.with_options(media.options), media.options.fps)
@@ -195,15 +195,19 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
         patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
         frames[:, 1:] = frames[:, :1]
         faults.point("mid-fill")
-        arrays["grid_thw"][...] = grid
+        if _PLANES in arrays:
+            arrays[_GRIDS["image"]][...] = grid
 
-    grid_spec = {"grid_thw": ArraySpec((3,), "int64")}
     return Plan(
-        num_tokens=math.prod(grid) // merge**2,
-        specs={"pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8"), **grid_spec},
+        num_features=math.prod(grid) // merge**2,
+        specs={"pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8")},
         settings=f"image {height}x{width}, patch {patch}, merge {merge}",
         write=write,
-        mindie_specs={_PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"), **grid_spec},
+        grid=grid,
+        mindie_specs={
+            _PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
+            _GRIDS["image"]: ArraySpec((3,), "int64"),
+        },
     )
 
 
@@ -226,18 +230,22 @@ def _plan_video(data: Data, settings: PixelSettings, asked_fps: float | None) ->
             patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
         if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
             groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
-        arrays["video_grid_thw"][...] = grid
-        if _SECONDS in arrays:
+        if _PLANES in arrays:
+            arrays[_GRIDS["video"]][...] = grid
             arrays[_SECONDS][...] = temporal / fps
 
     patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
-    grid_spec = {"video_grid_thw": ArraySpec((3,), "int64")}
     return Plan(
-        num_tokens=math.prod(grid) // merge**2,
-        specs={"pixel_values_videos": patches, **grid_spec},
+        num_features=math.prod(grid) // merge**2,
+        specs={"pixel_values_videos": patches},
         settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
         write=write,
-        mindie_specs={_PLANES: patches, **grid_spec, _SECONDS: ArraySpec((1, 1), "float32")},
+        grid=grid,
+        mindie_specs={
+            _PLANES: patches,
+            _GRIDS["video"]: ArraySpec((3,), "int64"),
+            _SECONDS: ArraySpec((1, 1), "float32"),
+        },
     )
 
 
@@ -247,6 +255,12 @@ def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) 
         return arrays[_PLANES].reshape(len(arrays[_PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
     patches = arrays[_PIXELS[kind]]
     return patches.reshape(len(patches), -1, patch, patch, 3)
+
+
+def _square(settings: PixelSettings) -> tuple[int, int]:
+    """The largest square that stays as large as it is."""
+    side = math.isqrt(settings.max_pixels) // settings.factor * settings.factor
+    return side, side
 
 
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
@@ -298,36 +312,31 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
     return indices
 
 
-class Qwen2VLModel(Model):
+class Qwen2VLModel(PretrainedModel):
     """Vision tower and decoder of Qwen2-VL; `module` is transformers' Qwen2VLForConditionalGeneration."""
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
-        self.spec = spec
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
-        self._module = module
-        self._tokens: dict[Kind, int] = {
-            "image": module.config.image_token_id,
-            "video": module.config.video_token_id,
-        }
+        self._tokens = {kind: processor.placeholder(kind).token for kind in self._pixels}
         self._merge: int = module.config.vision_config.spatial_merge_size
 
-    def describe(self, view: ItemView) -> MediaShape:
+    def describe_segments(self, view: SegmentsView) -> MediaShape:
         for kind, name in _GRIDS.items():
             if name in view:
                 t, h, w = view[name].tolist()
-                self._check_planes(view, kind, t * h * w)
+                # Two words of MindIE's need not belong together: no check goes over both.
+                expected = (t * h * w, self._pixels[kind].patch_bytes)
+                if view[_PLANES].shape != expected:
+                    raise CorruptReference(
+                        f"the segment holds {view[_PLANES].shape} bytes, the {kind}'s grid makes {expected}"
+                    )
                 return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
-        raise CorruptReference(f"the block holds {', '.join(view)}, no grid of an image or a video")
+        return super().describe_segments(view)
 
-    def _check_planes(self, view: ItemView, kind: Kind, num_patches: int) -> None:
-        """Two words of MindIE's need not belong together: no check goes over both."""
-        expected = (num_patches, self._pixels[kind].patch_bytes)
-        if _PLANES in view and view[_PLANES].shape != expected:
-            raise CorruptReference(f"the segment holds {view[_PLANES].shape} bytes, the {kind}'s grid makes {expected}")
-
-    def positions(self, length: int, items: Sequence[MediaItem]) -> tuple[Tensor, int]:
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         merge = self._merge
         return mrope_positions(
             length,
@@ -339,7 +348,7 @@ class Qwen2VLModel(Model):
         shapes = [item.shape for item in items]
         patches = [self._normalized(item.view, item.shape.kind) for item in items]
         grids = torch.tensor([shape.grid for shape in shapes], device=device)
-        features = self._module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
+        features = self.module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
         return list(features.split([shape.num_features for shape in shapes]))
 
     def _normalized(self, view: ItemView, kind: Kind) -> Tensor:
@@ -348,31 +357,13 @@ class Qwen2VLModel(Model):
         patches = from_dlpack(view[_PLANES if planar else _PIXELS[kind]]).to(self.spec.device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        hidden: Tensor = self._module.model.language_model.embed_tokens(input_ids)
-        return hidden
-
-    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
-        out = self._module.model.language_model(
-            inputs_embeds=hidden.unsqueeze(0),
-            position_ids=positions.unsqueeze(1),
-            attention_mask=_NO_MASKS,
-            use_cache=False,
-            paged=paged,
-        )
-        decoded: Tensor = out.last_hidden_state[0]
-        return decoded
-
-    def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._module.lm_head(hidden)
-        return logits.float()
-
 
 class Qwen2VL(Family):
     """Qwen2-VL (Wang et al., 2024, arXiv 2409.12191) over transformers' own modules."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
     kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' Qwen2VLForConditionalGeneration"
 
     @classmethod
     def processor(cls, checkpoint: Checkpoint) -> Qwen2VLProcessor:
@@ -383,18 +374,5 @@ class Qwen2VL(Family):
         # Late: the layers take seconds to import, and a tokenizer process never needs them.
         from transformers import Qwen2VLForConditionalGeneration
 
-        from mindie_mm.nn.weights import eos_token_ids, load_pretrained
-
-        module = load_pretrained(Qwen2VLForConditionalGeneration, checkpoint, device, dtype)
-        text = module.config.text_config
-        spec = ModelSpec(
-            vocab_size=text.vocab_size,
-            max_model_len=text.max_position_embeddings,
-            num_layers=text.num_hidden_layers,
-            num_kv_heads=text.num_key_value_heads,
-            head_dim=text.hidden_size // text.num_attention_heads,
-            eos_token_ids=eos_token_ids(checkpoint),
-            device=device.torch_device,
-            dtype=dtype,
-        )
+        module, spec = load_pretrained(Qwen2VLForConditionalGeneration, checkpoint, device, dtype)
         return Qwen2VLModel(module, spec, Qwen2VLProcessor(checkpoint))

@@ -26,7 +26,7 @@ class PagedCache:
     keys: tuple[Tensor, ...]
     """Per layer: [blocks, block_size, kv_heads, head_dim]."""
     values: tuple[Tensor, ...]
-    """The same for the values."""
+    """The same for the values, which can be of another width."""
     block_size: int
     """Tokens in a block."""
 
@@ -39,13 +39,15 @@ class PagedCache:
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
+        value_head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedCache:
         """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers."""
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_blocks, block_size, num_kv_heads)
         keys, values = (
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)) for _ in range(2)
+            tuple(torch.zeros((*shape, width), dtype=dtype, device=device) for _ in range(num_layers))
+            for width in (head_dim, value_head_dim)
         )
         return cls(keys, values, block_size)
 
@@ -60,6 +62,11 @@ class Chunk:
     """Position behind the last one."""
     blocks: Sequence[int]
     """Blocks of the sequence, enough for `stop` tokens; empty where no cache is kept."""
+    groups: Tensor | None = None
+    """int64 [n], n >= stop: tokens of the sequence that attend to each other both ways have one number, -1 none.
+
+    A chunk holds a group's first token and its last, or neither.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,8 @@ class _Prefill:
     """Tokens before the chunk, to be read from the pages."""
     blocks: Tensor | None
     """int64 [blocks] of the sequence; None without a context."""
+    groups: Tensor | None
+    """int64 [context + rows]: as Chunk's; None where the rows have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,12 @@ class PagedBatch:
                 decodes.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
             else:
                 prefills.append(
-                    _Prefill(slice(row, row + size), chunk.start, blocks.to(device) if chunk.start else None)
+                    _Prefill(
+                        slice(row, row + size),
+                        chunk.start,
+                        blocks.to(device) if chunk.start else None,
+                        _groups(chunk, device),
+                    )
                 )
             row += size
         return cls(
@@ -123,6 +137,14 @@ class PagedBatch:
             tuple(prefills),
             tuple(_decode_group(group, device) for group in decodes.values()),
         )
+
+
+def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
+    """Numbers of the chunk's context and rows; None for rows that attend causally alone, as decodes do."""
+    if chunk.groups is None or not (chunk.groups[chunk.start : chunk.stop] >= 0).any():
+        return None
+    missing = max(0, chunk.stop - len(chunk.groups))  # output tokens, where a preempted sequence comes again
+    return torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1).to(device)
 
 
 def _decode_group(group: Sequence[tuple[int, Chunk]], device: torch.device) -> _Decode:
@@ -154,8 +176,24 @@ def attend(
     """
     del attention_mask  # causality is in `paged`
     layer: int = module.layer_idx  # type: ignore[assignment]
-    query, key, value = query[0], key[0], value[0]  # (heads, T, head_dim)
-    out = torch.empty_like(query.transpose(0, 1))  # (T, heads, head_dim)
+    return paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window).unsqueeze(0), None
+
+
+def paged_attention(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paged: PagedBatch,
+    scaling: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """The same for one layer of a decoder without a batch axis, the layer's number given.
+
+    query [heads, T, head_dim], key [kv_heads, T, head_dim], value [kv_heads, T, value_head_dim]; returns
+    [T, heads, value_head_dim].
+    """
+    out = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])  # (T, heads, value_head_dim)
     cached = None
     if paged.cache is not None and paged.slots is not None:
         cached = paged.cache.keys[layer], paged.cache.values[layer]
@@ -168,22 +206,25 @@ def attend(
             assert cached is not None
             length = prefill.context + rows.stop - rows.start
             k, v = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
-        out[rows] = _prefill(query[:, rows], k, v, prefill.context, scaling, sliding_window).transpose(0, 1)
+        out[rows] = _prefill(query[:, rows], k, v, prefill, scaling, sliding_window).transpose(0, 1)
     for decode in paged.decodes:
         assert cached is not None
         out[decode.rows] = _decode(query[:, decode.rows], *cached, decode, scaling, sliding_window)
-    return out.unsqueeze(0), None
+    return out
 
 
 def _prefill(
-    query: Tensor, key: Tensor, value: Tensor, context: int, scaling: float, sliding_window: int | None
+    query: Tensor, key: Tensor, value: Tensor, prefill: _Prefill, scaling: float, sliding_window: int | None
 ) -> Tensor:
     """query (heads, n, head_dim) over key and value (kv_heads, context + n, head_dim)."""
-    mask = None
-    if context or sliding_window is not None:
-        at = torch.arange(context, key.shape[1], device=query.device).unsqueeze(1)
+    mask, groups = None, prefill.groups
+    if prefill.context or sliding_window is not None or groups is not None:
+        at = torch.arange(prefill.context, key.shape[1], device=query.device).unsqueeze(1)
         to = torch.arange(key.shape[1], device=query.device)
         mask = to <= at if sliding_window is None else (to <= at) & (to > at - sliding_window)
+        if groups is not None:
+            own = groups[prefill.context :].unsqueeze(1)
+            mask |= (own == groups) & (own >= 0)
     return scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -199,11 +240,11 @@ def _decode(
     query: Tensor, keys: Tensor, values: Tensor, decode: _Decode, scaling: float, sliding_window: int | None
 ) -> Tensor:
     """query (heads, S, head_dim) over the pages keys and values; returns (S, heads, head_dim)."""
-    count, (kv_heads, head_dim) = query.shape[1], keys.shape[2:]
+    count, kv_heads = query.shape[1], keys.shape[2]
     # The heads that share a key-value head go in as its queries: no key is copied for a head.
-    query = query.transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
+    query = query.transpose(0, 1).reshape(count, kv_heads, -1, query.shape[-1])
     k, v = (
-        pages.index_select(0, decode.blocks).view(count, -1, kv_heads, head_dim).transpose(1, 2)
+        pages.index_select(0, decode.blocks).view(count, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
         for pages in (keys, values)
     )
     to = torch.arange(k.shape[2], device=query.device)
@@ -211,4 +252,4 @@ def _decode(
     if sliding_window is not None:
         mask &= to >= decode.lengths - sliding_window
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scaling)
-    return out.reshape(count, -1, head_dim)
+    return out.reshape(count, -1, v.shape[-1])

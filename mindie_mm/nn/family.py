@@ -7,7 +7,7 @@ device, cheap to import); its `Model` runs next to the accelerator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mindie_mm.device import Device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.mindie import Layout
@@ -29,25 +30,45 @@ class Placeholder:
     """The ids that stand for one media item: `before`, then `token` once per feature, then `after`."""
 
     before: tuple[int, ...]
-    """Ids in front of the run, such as <|vision_start|>; put there by `tokenize`, by the template in chat."""
+    """Ids in front of the item, such as <|vision_start|>; put there by `tokenize`, by the template in chat."""
     token: int
-    """The id repeated once per feature; words stand on the first ones of the run."""
+    """The id repeated once per feature; words stand on the first ones of an item."""
     after: tuple[int, ...]
-    """Ids behind the run."""
+    """Ids behind the item."""
+    marker: str | None = None
+    """What spells one item in a rendered prompt; None: the spelling of `token`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What stands in a prompt for one item, in place of its marker."""
+
+    text: str | None = None
+    """Replaces the marker before the prompt is encoded, and spells the placeholder's token once per run.
+
+    None: the marker stays.
+    """
+    runs: Sequence[Sequence[int]] | None = None
+    """The ids of each run. Those that are the placeholder's token take a feature, others keep their own embedding.
+
+    None: one run, the token once per feature.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one media item becomes arrays in shared memory, known before anything is allocated."""
 
-    num_tokens: int
-    """Placeholder tokens (features) that the item takes."""
+    num_features: int
+    """Features of the item, and so slots that take one."""
     specs: Mapping[str, ArraySpec]
     """Arrays of the block, the first one is the one whose dtype and shape the words carry."""
     settings: str
     """Every preprocessing setting that shapes the arrays, as text; hashed with the source bytes into the digest."""
     write: Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
     """Decodes and preprocesses the item in place: into the arrays of `specs`, or those of `mindie_specs`."""
+    grid: tuple[int, ...] = ()
+    """The family's own geometry, such as patches (t, h, w): the model finds it in `MediaShape.grid`."""
     mindie_specs: Mapping[str, ArraySpec] = field(default_factory=dict)
     """Arrays on MindIE's wire, each field of the kind's layout by its name."""
 
@@ -57,26 +78,50 @@ class Processor(ABC):
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
     """The slots of each kind on MindIE's wire, as its model's; none, and that wire is refused."""
+    inserted: ClassVar[bool] = False
+    """Whether items have no place of their own in the text: they stand, in order, at `insert_at` of its ids."""
+    chat_template: ClassVar[str | None] = None
+    """Jinja, for a checkpoint that has none of its own."""
 
     @abstractmethod
     def placeholder(self, kind: Kind) -> Placeholder:
         """The ids of an item of `kind`; InputError for a kind that the family does not take."""
 
     @abstractmethod
-    def plan(self, media: Media, data: bytes | NDArray[np.uint8]) -> Plan:
-        """What the item `media` becomes. Reads headers only; MediaError, LimitExceeded.
+    def plan(self, media: Media, data: bytes | NDArray[Any], counts: Mapping[Kind, int]) -> Plan:
+        """What the item `media` becomes. Reads headers where it can; MediaError, LimitExceeded.
 
-        `data` is the source's bytes, or RGB pixels handed in as such: uint8 [height, width, 3], of a video
-        [frames, height, width, 3].
+        `data` is the source's bytes, or what was handed in decoded: pixels in RGB, uint8 [height, width, 3], of a
+        video [frames, height, width, 3]; samples of sound, float32 [samples]. `counts` are the items of each kind
+        in the prompt.
         """
 
     @abstractmethod
     def max_tokens(self, kind: Kind) -> int:
-        """Most placeholder tokens that one item of `kind` can take."""
+        """Most features that one item of `kind` can take."""
+
+    @abstractmethod
+    def worst_case(self, kind: Kind) -> bytes | NDArray[Any]:
+        """Data of an item of `kind` that takes `max_tokens`, or nearly: what start-up measures with."""
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        """What stands in the prompt for an item of `kind` of these sizes."""
+        del kind, num_features, grid
+        return Spelling()
 
     def limits(self) -> Mapping[Kind, int]:
         """Most items of each kind in one prompt; none named, none limited."""
         return {}
+
+    def frame(self, ids: list[int], num_items: int) -> list[int]:
+        """`ids` of an encoded prompt, items not expanded, with what the reference's processor puts around them."""
+        del num_items
+        return ids
+
+    def insert_at(self, ids: Sequence[int]) -> int:
+        """Where in the framed ids `inserted` items stand."""
+        del ids
+        return 0
 
 
 class Family(ABC):
@@ -86,6 +131,8 @@ class Family(ABC):
     """`model_type`s of config.json that this family serves."""
     kinds: ClassVar[tuple[Kind, ...]]
     """Media that it takes."""
+    reference: ClassVar[str]
+    """What its tests hold it against, such as `transformers' LlavaForConditionalGeneration`."""
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -102,5 +149,25 @@ class Family(ABC):
     def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Model:
         """The model's half, weights loaded on `device` as `dtype`."""
 
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        """transformers' fast tokenizer of the checkpoint; UnsupportedCheckpoint where it has none."""
+        from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
 
-__all__ = ["Family", "Placeholder", "Plan", "Processor"]
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+        if not tokenizer.is_fast:
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        return tokenizer
+
+
+def placeholder_of(placeholders: Mapping[Kind, Placeholder], kind: Kind) -> Placeholder:
+    """The placeholder of `kind`; InputError names what the model takes instead."""
+    if kind not in placeholders:
+        raise InputError(f"this model takes no {kind}; it takes {', '.join(placeholders) or 'text alone'}")
+    return placeholders[kind]
+
+
+__all__ = ["Family", "Placeholder", "Plan", "Processor", "Spelling", "placeholder_of"]

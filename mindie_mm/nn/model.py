@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mindie_mm import faults
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
+from mindie_mm.shm.mindie import SegmentsView
+
+EMBEDDINGS = "embeddings"
+"""The array, float [num_features, width], of an item whose features were handed in instead of media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,8 @@ class ModelSpec:
     """Sizes that the engine needs of a loaded model."""
 
     vocab_size: int
+    """Width of the logits."""
+    hidden_size: int
     max_model_len: int
     """Most positions, from the checkpoint's config."""
     num_layers: int
@@ -34,6 +41,40 @@ class ModelSpec:
     """Tokens that end a sequence, from generation_config.json or config.json."""
     device: torch.device
     dtype: torch.dtype
+    value_head_dim: int | None = None
+    """Width of the values, where it is not that of the keys, `head_dim`."""
+    embedding_size: int | None = None
+    """Ids that a prompt may hold, where they are more than `vocab_size`."""
+    extra_width: int = 0
+    """Columns of the features behind the hidden ones, which `decode` is given apart."""
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the KV cache that one token takes."""
+        widths = self.head_dim + (self.value_head_dim or self.head_dim)
+        return self.num_layers * self.num_kv_heads * widths * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where a sequence's tokens stand, on one axis or several."""
+
+    prompt: Tensor
+    """int64 [axes, length], of the prompt's tokens."""
+    delta: int = 0
+    """Position of a later token less its index."""
+    held_axes: int = 0
+    """As many axes, the last ones, keep for later tokens what they are for the prompt's last."""
+
+    def of(self, start: int, stop: int) -> Tensor:
+        """Positions of tokens [start, stop), of prompt or output: int64 [axes, stop - start]."""
+        axes, length = self.prompt.shape
+        known = self.prompt[:, start : min(stop, length)]
+        if stop <= length:
+            return known
+        later = (torch.arange(max(start, length), stop) + self.delta).expand(axes - self.held_axes, -1)
+        held = self.prompt[axes - self.held_axes :, -1:].expand(-1, later.shape[1])
+        return torch.cat([known, torch.cat([later, held])], dim=1)
 
 
 class Model(ABC):
@@ -42,26 +83,47 @@ class Model(ABC):
     spec: ModelSpec
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
     """The slots of each kind on MindIE's wire; none, and ids of that wire are refused."""
-
-    @abstractmethod
-    def describe(self, view: ItemView) -> MediaShape:
-        """What the arrays of an item are; CorruptReference if they are none of the family's."""
-
-    @abstractmethod
-    def positions(self, length: int, items: Sequence[MediaItem]) -> tuple[Tensor, int]:
-        """Positions of a prompt's tokens, int64 [axes, length], and what to add to the index of each later token."""
+    splice_adds: ClassVar[bool] = False
+    """Whether features are added to the placeholder's embedding rather than put in its place."""
+    prefix_sees_later_media: ClassVar[bool] = False
+    """Whether the hidden states of a prompt's tokens depend on media behind them."""
+    prefix_sees_length: ClassVar[bool] = False
+    """Whether they depend on the prompt's length."""
 
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """Features of each view's item, [num_features, hidden]; copies the arrays to the device first."""
+        """Features of each item, [num_features, hidden and `extra_width` columns], in the order of its slots.
+
+        Copies the arrays to the device first.
+        """
+
+    def describe_segments(self, view: SegmentsView) -> MediaShape:
+        """What the arrays of an item on MindIE's wire are; CorruptReference if they are none of the family's."""
+        raise CorruptReference(f"the segments hold {', '.join(view)}, none of this model's")
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
+        """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
+        del items
+        return Positions(torch.arange(length).unsqueeze(0))
+
+    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """int64 [length]: tokens of one group, numbered from 0, attend to each other both ways; -1: causal alone.
+
+        None: all causal. Positions from a group's first token to its last are computed in one step.
+        """
+        del length, items
+        return None
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]; ids are plain."""
 
     @abstractmethod
-    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
-        """The decoder's layers and last norm over a flat batch: [T, hidden] and [axes, T] -> [T, hidden]."""
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        """The decoder's layers and last norm over a flat batch: [T, hidden] and [axes, T] -> [T, hidden].
+
+        `extra` [T, extra_width], zero where no feature stands; None where the family has none, or the batch no media.
+        """
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
@@ -76,25 +138,54 @@ class Model(ABC):
         input_ids int64 [T]; a word among them stands on a slot that `splices` overwrites. positions int64 [axes, T];
         rows int64, or None for all.
         """
-        hidden = splice(self.embed(input_ids.clamp(min=0)), splices)
-        hidden = self.decode(hidden, positions, paged)
+        hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.splice_adds)
+        hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
         return self.head(hidden if rows is None else hidden.index_select(0, rows))
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """The media items that the words in ids, int64 [T], name; errors as `read_media`."""
         return read_media(ids, self.describe, self.mindie_layouts.values())
 
+    def describe(self, view: ItemView) -> MediaShape:
+        """What the arrays of an item are; CorruptReference if they do not say."""
+        return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
+
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """The tower's features of each item; StaleReference if a block was freed or reused while it was read."""
+        """The features of each item; StaleReference if a block was freed or reused while it was read."""
         try:
-            features = self.tower(items)
+            features = self._features(items)
             faults.point("mid-tower")
         finally:
             # Also where the tower failed: bytes of another content may be why.
             for item in items:
                 item.view.verify()
         return features
+
+    def _features(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        """From the tower, or where they were handed in instead of media, as they are."""
+        through_tower = [item for item in items if EMBEDDINGS not in item.view]
+        encoded = iter(self.tower(through_tower) if through_tower else ())
+        features = [next(encoded) if EMBEDDINGS not in item.view else self._given(item) for item in items]
+        for item, rows in zip(items, features, strict=True):
+            if len(rows) != item.shape.num_features:
+                raise FeatureCountMismatch(
+                    f"the {item.shape.kind} has {item.shape.num_features} slots, its features are {len(rows)}"
+                )
+        return features
+
+    def _given(self, item: MediaItem) -> Tensor:
+        width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
+        if width != expected:
+            raise CorruptReference(f"the {item.shape.kind}'s embeddings are {width} wide, the model's {expected}")
+        return torch.tensor(item.view[EMBEDDINGS], device=self.spec.device, dtype=self.spec.dtype)
+
+    def _extra(self, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
+        if not self.spec.extra_width or not splices:
+            return None
+        extra = hidden.new_zeros(len(hidden), self.spec.extra_width)
+        width = hidden.shape[1]
+        return splice(extra, [Splice(piece.rows, piece.features[:, width:]) for piece in splices])
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits float32 [T, vocabulary] of one whole sequence of ids, int64 [T] with words, no cache."""
@@ -104,26 +195,27 @@ class Model(ABC):
         """The same for several sequences in one flat batch."""
         plain: list[Tensor] = []
         positions: list[Tensor] = []
+        chunks: list[Chunk] = []
         items: list[tuple[int, MediaItem]] = []
         offset = 0
         for sequence in sequences:
             ids = sequence.cpu().numpy()
             found = self.read(ids)
             plain.append(torch.from_numpy(plain_ids(ids, found)))
-            positions.append(self.positions(len(ids), found)[0])
-            items += [(offset + item.start, item) for item in found]
+            positions.append(self.positions(len(ids), found).prompt)
+            chunks.append(Chunk(0, len(ids), (), self.attention_groups(len(ids), found)))
+            items += [(offset, item) for item in found]
             offset += len(ids)
         features = self.encode([item for _, item in items]) if items else []
-        lengths = [len(ids) for ids in plain]
         device = self.spec.device
         logits = self.forward(
             torch.cat(plain).to(device),
             torch.cat(positions, dim=1).to(device),
-            [Splice(start, feature) for (start, _), feature in zip(items, features, strict=True)],
-            PagedBatch.build([Chunk(0, length, ()) for length in lengths], None, device),
+            [Splice(start + item.slots, feature) for (start, item), feature in zip(items, features, strict=True)],
+            PagedBatch.build(chunks, None, device),
             None,
         )
-        return list(logits.split(lengths))
+        return list(logits.split([len(ids) for ids in plain]))
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> PagedCache:
         """A KV cache of `num_blocks` blocks of `block_size` tokens on the model's device."""
@@ -134,6 +226,7 @@ class Model(ABC):
             block_size=block_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            value_head_dim=spec.value_head_dim or spec.head_dim,
             dtype=spec.dtype,
             device=spec.device,
         )

@@ -12,16 +12,14 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from mindie_mm.nn.model import Positions
+
 Grid = tuple[int, int, int]
 """Tokens along time, height and width: after merging."""
 
 
-def mrope_positions(num_tokens: int, spans: Iterable[tuple[int, int, Grid]]) -> tuple[torch.Tensor, int]:
-    """Positions int64 [3, num_tokens] on the axes t, h, w, and the delta.
-
-    `spans` are (start, stop, grid) of each media run, ascending. The position of the token generated at index i is
-    i + delta, on all axes.
-    """
+def mrope_positions(num_tokens: int, spans: Iterable[tuple[int, int, Grid]]) -> Positions:
+    """Positions of a prompt on the axes t, h, w; `spans` are (start, stop, grid) of each media run, ascending."""
     positions = np.empty((3, num_tokens), np.int64)
     index = next_position = 0
     for start, stop, grid in spans:
@@ -33,4 +31,4 @@ def mrope_positions(num_tokens: int, spans: Iterable[tuple[int, int, Grid]]) -> 
         next_position += max(grid)
         index = stop
     positions[:, index:] = np.arange(next_position, next_position + num_tokens - index)
-    return torch.from_numpy(positions), next_position - index
+    return Positions(torch.from_numpy(positions), next_position - index)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
-from mindie_mm.inputs import Kind
+from mindie_mm.inputs import KINDS, Kind
 from mindie_mm.nn.mindie import Layout, attach_words
 from mindie_mm.shm import Ref, View, attach, is_name_word
 from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
@@ -20,30 +21,61 @@ ItemView = View | SegmentsView
 """An item's arrays, read-only and in place, whichever wire its words are of."""
 
 
+ITEM = "item"
+"""The array that every block of the native wire has beside the family's own: `describe` of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaShape:
-    """What a block's arrays are to the model: a family reads it off a view."""
+    """What a block's arrays are to the model."""
 
     kind: Kind
     token: int
     """The placeholder id under the words."""
     num_features: int
     """Features that the tower will give."""
-    grid: tuple[int, ...]
+    grid: tuple[int, ...] = ()
     """The family's own geometry, such as patches (t, h, w)."""
+
+    def to_array(self) -> NDArray[np.int64]:
+        """int64 [3 + len(grid)]: the block's `item`."""
+        return np.array([KINDS.index(self.kind), self.token, self.num_features, *self.grid], np.int64)
+
+    @classmethod
+    def of(cls, view: ItemView) -> MediaShape:
+        """From a block's `item`; CorruptReference where it has none, or one that cannot be."""
+        if ITEM not in view:
+            raise CorruptReference(f"the block holds {', '.join(view)}, and no {ITEM} that says what they are")
+        kind, token, num_features, *grid = view[ITEM].tolist()
+        if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
+            raise CorruptReference(f"the block's {ITEM} is of kind {kind}, token {token}, {num_features} features")
+        return cls(KINDS[kind], token, num_features, tuple(grid))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
     """One media item in one sequence's ids."""
 
-    start: int
-    """First slot of its run."""
-    stop: int
-    """Slot behind the run."""
+    slots: NDArray[np.int64]
+    """int64 [num_features], ascending: the slots that take its features. Ids between them keep their embeddings."""
     view: ItemView
     """Its arrays; once attached, they outlive the file that they lie in."""
     shape: MediaShape
+
+    @property
+    def start(self) -> int:
+        """Its first slot."""
+        return int(self.slots[0])
+
+    @property
+    def stop(self) -> int:
+        """The slot behind its last one."""
+        return int(self.slots[-1]) + 1
+
+    def features_in(self, start: int, stop: int) -> tuple[int, int]:
+        """Which of its features, [first, last), have slots in [start, stop)."""
+        first, last = np.searchsorted(self.slots, (start, stop)).tolist()
+        return first, last
 
     @property
     def ref(self) -> ItemRef:
@@ -58,12 +90,12 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """Features that replace rows of a flat batch's hidden states."""
+    """Features that replace rows of a flat batch's hidden states, or are added to them."""
 
-    start: int
-    """First row."""
+    rows: NDArray[np.int64]
+    """int64 [n], ascending."""
     features: Tensor
-    """[rows, hidden]."""
+    """[n, hidden], and further columns where the family has them."""
 
 
 def read_media(
@@ -71,54 +103,68 @@ def read_media(
 ) -> list[MediaItem]:
     """The media items of one sequence's ids int64 [T], in order; on MindIE's wire they have one of `layouts`.
 
-    CorruptReference for a negative id that is no word, or a run that its words do not head; StaleReference and
-    SegmentMissing as `attach`; FeatureCountMismatch, with both numbers, where a run is not as long as its features.
+    An item's words stand on its first slots; its further slots hold its placeholder's id.
+    CorruptReference for a negative id that is no word, or a word on a slot that is not its item's; StaleReference and
+    SegmentMissing as `attach`; FeatureCountMismatch, with both numbers, where slots and features differ in number.
     """
     items: list[MediaItem] = []
-    behind = 0
-    for start in np.flatnonzero(ids < 0).tolist():
-        if start < behind:
-            continue
-        view, behind = _attach(ids, start, layouts)
+    words = np.flatnonzero(ids < 0)
+    while len(words):
+        view, num_words = _attach(ids, words, layouts)
         shape = describe(view)
         view.verify()
-        stop = behind
-        while stop < len(ids) and ids[stop] == shape.token:
-            stop += 1
-        if stop - start != shape.num_features:
+        start, rest = int(words[0]), words[num_words:]
+        end = int(rest[0]) if len(rest) else len(ids)
+        own = ids[start:end]
+        slots = start + np.flatnonzero((own < 0) | (own == shape.token))
+        if len(slots) != shape.num_features:
             raise FeatureCountMismatch(
-                f"the {shape.kind} at slot {start} has {stop - start} slots, its features are {shape.num_features}"
+                f"the {shape.kind} at slot {start} has {len(slots)} slots, its features are {shape.num_features}"
             )
-        items.append(MediaItem(start, stop, view, shape))
+        if not np.array_equal(words[:num_words], slots[:num_words]):
+            raise CorruptReference(f"the words of the {shape.kind} at slot {start} do not stand on its first slots")
+        items.append(MediaItem(slots, view, shape))
+        words = rest
     return items
 
 
-def _attach(ids: NDArray[np.int64], start: int, layouts: Iterable[Layout]) -> tuple[ItemView, int]:
-    """The arrays of the item whose words begin at `start`, and the slot behind them."""
+def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[Layout]) -> tuple[ItemView, int]:
+    """The arrays of the item whose words begin at slot words[0], and how many of `words`, ascending slots, are its."""
+    start = int(words[0])
     name = int(ids[start])
     if is_name_word(name):
-        behind = int(ids[start + 1]) if start + 1 < len(ids) else 0
-        if behind < 0 and not is_name_word(behind):
-            return attach(Ref.from_words(name, behind)), start + 2
-        return attach(Ref.from_words(name, None)), start + 1
+        second = int(ids[words[1]]) if len(words) > 1 else None
+        if second is not None and not is_name_word(second):
+            return attach(Ref.from_words(name, second)), 2
+        return attach(Ref.from_words(name, None)), 1
     if not is_segment_word(name):
         raise CorruptReference(f"slot {start} holds {name}, which is neither a token id nor a name word")
     stop = start
     while stop < len(ids) and ids[stop] < 0:
         stop += 1
-    return attach_words(ids[start:stop].tolist(), layouts), stop
+    return attach_words(ids[start:stop].tolist(), layouts), stop - start
 
 
 def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.int64]:
     """`ids` with every word replaced by the placeholder id on which it stands."""
     plain = ids.copy()
     for item in items:
-        plain[item.start : item.stop] = item.shape.token
+        plain[item.slots] = item.shape.token
     return plain
 
 
-def splice(hidden: Tensor, splices: Sequence[Splice]) -> Tensor:
-    """Overwrites rows of `hidden` [T, hidden] in place, and returns it."""
+def splice(hidden: Tensor, splices: Sequence[Splice], *, add: bool = False) -> Tensor:
+    """Overwrites rows of `hidden` [T, width] in place, or adds to them, and returns it.
+
+    Of features that are wider the first columns are taken.
+    """
     for piece in splices:
-        hidden[piece.start : piece.start + piece.features.shape[0]] = piece.features.to(hidden.dtype)
+        features = piece.features[:, : hidden.shape[1]].to(hidden.dtype)
+        first, last = int(piece.rows[0]), int(piece.rows[-1]) + 1
+        if last - first == len(piece.rows):
+            target = hidden[first:last]
+            target.add_(features) if add else target.copy_(features)
+            continue
+        rows = torch.from_numpy(piece.rows).to(hidden.device)
+        hidden.index_add_(0, rows, features) if add else hidden.index_copy_(0, rows, features)
     return hidden

@@ -1,57 +1,80 @@
-"""From ids with one placeholder per media item to ids with one per feature."""
+"""From ids with a placeholder for each media item to ids with one per feature."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind
-from mindie_mm.nn.family import Placeholder
+from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.tokenize.prompt import Prompt, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Expansion:
     """What a media item takes in a prompt."""
 
     kind: Kind
     placeholder: Placeholder
-    num_tokens: int
+    num_features: int
+    spelling: Spelling
+
+    @property
+    def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
+        """The ids that take the place of each placeholder of the item."""
+        if self.spelling.runs is None:
+            return (np.full(self.num_features, self.placeholder.token, np.int64),)
+        return self.spelling.runs
 
 
-def expand(ids: Sequence[int], runs: Sequence[Run]) -> Prompt:
-    """`ids` with the k-th placeholder repeated as the k-th run asks; no words yet.
+def expand(ids: Sequence[int], items: Sequence[Expansion]) -> Prompt:
+    """`ids` with the placeholders of the items replaced by their runs; no words yet.
 
-    InputError where the placeholders are not those of the runs, in number or in order: a template can drop an item.
+    InputError where the placeholders are not those of the items, in number or in order: a template can drop an item.
     """
-    tokens = {run.placeholder.token for run in runs}
     flat = np.asarray(ids, np.int64)
+    tokens = {item.placeholder.token for item in items}
     places = np.flatnonzero(sum((flat == token for token in tokens), np.zeros(len(flat), bool)))
-    found, expected = flat[places].tolist(), [run.placeholder.token for run in runs]
-    if found != expected:
+    expected = [item.placeholder.token for item in items for _ in item.runs]
+    if flat[places].tolist() != expected:
         raise InputError(
-            f"the prompt has {len(found)} media placeholders for {len(expected)} media items, or in another order: "
-            "the chat template does not take these messages"
+            f"the prompt has {len(places)} media placeholders for {len(items)} media items that take {len(expected)}, "
+            "or in another order: the chat template does not take these messages"
         )
-    repeats = np.ones(len(flat), np.int64)
-    repeats[places] = [run.num_tokens for run in runs]
-    starts = np.cumsum(repeats) - repeats
-    spans = tuple(
-        Span(
-            start=int(starts[place]),
-            stop=int(starts[place]) + run.num_tokens,
-            kind=run.kind,
-            token=run.placeholder.token,
-            lead=_adjoining(flat[:place][::-1], run.placeholder.before[::-1]),
-            tail=_adjoining(flat[place + 1 :], run.placeholder.after),
-        )
-        for place, run in zip(places, runs, strict=True)
-    )
-    return Prompt(np.repeat(flat, repeats), spans)
+    pieces: list[NDArray[np.int64]] = []
+    spans: list[Span] = []
+    behind = length = 0
+    remaining = iter(places.tolist())
+    for item in items:
+        first = last = start = -1
+        for run in item.runs:
+            last = next(remaining)
+            pieces += [flat[behind:last], np.asarray(run, np.int64)]
+            length += last - behind
+            if first < 0:
+                first, start = last, length
+            length, behind = length + len(run), last + 1
+        lead = _adjoining(flat[:first][::-1], item.placeholder.before[::-1])
+        tail = _adjoining(flat[last + 1 :], item.placeholder.after)
+        spans.append(Span(start, length, item.kind, item.placeholder.token, lead, tail))
+    return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans))
 
 
-def _adjoining(ids: np.ndarray[tuple[int], np.dtype[np.int64]], wanted: Sequence[int]) -> int:
+def insert(ids: Sequence[int], at: int, items: Sequence[Expansion]) -> Prompt:
+    """`ids` with the items, each between what its placeholder has before and after it, at `at`; no words yet."""
+    placeholders = [index for item in items for index in _written(item)]
+    return expand([*ids[:at], *placeholders, *ids[at:]], items)
+
+
+def _written(item: Expansion) -> Iterator[int]:
+    yield from item.placeholder.before
+    yield from (item.placeholder.token for _ in item.runs)
+    yield from item.placeholder.after
+
+
+def _adjoining(ids: NDArray[np.int64], wanted: Sequence[int]) -> int:
     return len(wanted) if ids[: len(wanted)].tolist() == list(wanted) else 0

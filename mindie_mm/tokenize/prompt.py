@@ -13,19 +13,19 @@ from mindie_mm.inputs import Kind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The placeholder run of one media item, half-open."""
+    """The slots of one media item, half-open; ids between them, such as a row's end, are the item's too."""
 
     start: int
-    """First slot of the run."""
+    """First slot."""
     stop: int
     """One past its last slot."""
     kind: Kind
     token: int
-    """The placeholder id that every slot of the run stands for."""
+    """The placeholder id; every slot in the span that holds it, or a word, takes a feature."""
     lead: int = 0
-    """Ids right in front of the run that belong to the item, such as a start token."""
+    """Ids right in front of the span that belong to the item, such as a start token."""
     tail: int = 0
-    """Ids right behind the run that belong to the item, such as an end token."""
+    """Ids right behind the span that belong to the item, such as an end token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Prompt:
     """Token ids with words in place, and where the words' items lie."""
 
     ids: NDArray[np.int64]
-    """int64 [T]; the first slots of each span hold the item's words."""
+    """int64 [T]; the first slots of each span that take a feature hold the item's words."""
     spans: tuple[Span, ...] = ()
     """The media items, in order, apart from one another."""
 
@@ -42,7 +42,8 @@ class Prompt:
         """int64 [T], every word replaced by the placeholder id on which it stands."""
         ids = self.ids.copy()
         for span in self.spans:
-            ids[span.start : span.stop] = span.token
+            own = ids[span.start : span.stop]
+            own[own < 0] = span.token
         return ids
 
     def __len__(self) -> int:
@@ -50,9 +51,10 @@ class Prompt:
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
-    """`prompt` with the words of each span on its first slots; a run that is shorter takes the first of them."""
+    """`prompt` with the words of each span on its first slots; an item with fewer takes the first of them."""
     ids = prompt.ids.copy()
     for span, item_words in zip(prompt.spans, words, strict=True):
-        room = min(len(item_words), span.stop - span.start)
-        ids[span.start : span.start + room] = item_words[:room]
+        own = ids[span.start : span.stop]
+        slots = np.flatnonzero(own == span.token)[: len(item_words)]
+        own[slots] = item_words[: len(slots)]
     return Prompt(ids, prompt.spans)

@@ -38,22 +38,21 @@ class Rendered:
 
 
 class TextEncoder:
-    """A checkpoint's tokenizer and chat template. `placeholder_ids` are control tokens, whatever the file says."""
+    """A checkpoint's tokenizer and chat template."""
 
-    def __init__(self, checkpoint: Checkpoint, placeholder_ids: Iterable[int]) -> None:
-        from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
+    def __init__(
+        self, checkpoint: Checkpoint, tokenizer: Any, placeholder_ids: Iterable[int], chat_template: str | None = None
+    ) -> None:
+        """`tokenizer` is transformers' fast one, `chat_template` for a checkpoint that has none.
 
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
-        if not self._tokenizer.is_fast:
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        `placeholder_ids` are control tokens, whatever the file says.
+        """
+        self._tokenizer = tokenizer
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._template = _chat_template(checkpoint, self._tokenizer)
-        added = self._tokenizer.added_tokens_decoder
+        self._template = _chat_template(checkpoint, tokenizer) or chat_template
+        added = tokenizer.added_tokens_decoder
         missing = sorted(set(placeholder_ids) - added.keys())
         if missing:
             raise UnsupportedCheckpoint(
@@ -66,6 +65,7 @@ class TextEncoder:
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._spelling = _spelling_pattern(longest_first)
         self._prefix, self._suffix = self._frame()
+        self._bos: str | None = tokenizer.bos_token
         for index in placeholder_ids:
             if index in self._encode(added[index].content, plain=True):
                 raise UnsupportedCheckpoint(f"{checkpoint.path}: text can make the media token {added[index].content}")
@@ -110,10 +110,41 @@ class TextEncoder:
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return Rendered(text, _inverse(escapes))
 
-    def encode(self, rendered: Rendered, add_special_tokens: bool = False) -> list[int]:
-        """Ids; with `add_special_tokens` between what the tokenizer puts around a text of its own, such as a BOS."""
+    def replace_markers(self, rendered: Rendered, markers: Sequence[str], texts: Sequence[str]) -> Rendered:
+        """`rendered` with the k-th of all `markers` in it, each an item's, replaced by the k-th of `texts`.
+
+        InputError where it has others, or as many others: a template can drop an item.
+        """
+        longest_first = sorted(set(markers), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", rendered.text)
+        if pieces[1::2] != list(markers):
+            raise InputError(
+                f"the prompt has {len(pieces) // 2} media placeholders for {len(markers)} media items, or in another "
+                "order: the chat template does not take these messages"
+            )
+        pieces[1::2] = texts
+        return Rendered("".join(pieces), rendered.restore)
+
+    def replace_marker_ids(self, ids: Sequence[int], markers: Sequence[str], texts: Sequence[str]) -> list[int]:
+        """The same of a prompt that is encoded already. A text is encoded apart from its neighbours."""
+        remaining = list(ids)
+        replaced: list[int] = []
+        for marker, text in zip(markers, texts, strict=True):
+            if marker == text:
+                continue
+            marker_ids = self._encode(marker, plain=False)
+            size = len(marker_ids)
+            found = (i for i in range(len(remaining) - size + 1) if remaining[i : i + size] == marker_ids)
+            if (place := next(found, None)) is None:
+                raise InputError(f"the prompt's ids have no placeholder {marker} for one of {len(markers)} media items")
+            replaced += [*remaining[:place], *self._encode(text, plain=False)]
+            remaining = remaining[place + size :]
+        return [*replaced, *remaining]
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
         ids = self._encode_pieces(rendered) if rendered.restore else self._encode(rendered.text, plain=False)
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        return ids if self._bos and rendered.text.startswith(self._bos) else [*self._prefix, *ids, *self._suffix]
 
     def _encode_pieces(self, rendered: Rendered) -> list[int]:
         ids: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from mindie_mm import faults
 from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import (
+    Embeddings,
     Item,
     Kind,
     Media,
@@ -31,9 +33,11 @@ from mindie_mm.media.image import Data
 from mindie_mm.media.source import read_source, source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Plan
-from mindie_mm.shm import PATH_FILE_NAME, Arena
-from mindie_mm.tokenize.placeholders import Run, expand
+from mindie_mm.nn.family import Family, Placeholder, Plan
+from mindie_mm.nn.model import EMBEDDINGS
+from mindie_mm.nn.splice import MediaShape
+from mindie_mm.shm import PATH_FILE_NAME, Arena, ArraySpec
+from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.prompt import Prompt, put_words
 from mindie_mm.tokenize.text import Rendered, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
@@ -46,9 +50,14 @@ DIGEST_BYTES = 32
 class _Planned:
     """A media item, read and planned, not preprocessed yet."""
 
-    run: Run
+    expansion: Expansion
     plan: Plan
     data: Data
+
+    @property
+    def shape(self) -> MediaShape:
+        item = self.expansion
+        return MediaShape(item.kind, item.placeholder.token, item.num_features, self.plan.grid)
 
 
 class Tokenizer:
@@ -62,7 +71,10 @@ class Tokenizer:
         self._processor = family.processor(checkpoint)
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
-        self._text = TextEncoder(checkpoint, media_ids)
+        tokenizer = family.tokenizer(checkpoint)
+        if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
+            media_ids &= tokenizer.added_tokens_decoder.keys()
+        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template)
         self._wire: Wire
         if wire == "native":
             self._wire = NativeWire(arena)
@@ -121,14 +133,28 @@ class Tokenizer:
         prompt = self.prompt_from_messages(parsed, path_file, add_generation_prompt, template_kwargs)
         return torch.from_numpy(prompt.ids)
 
+    def tokenize_ids(
+        self,
+        ids: Sequence[int],
+        media: Sequence[Mapping[str, Any]] = (),
+        shm_name_save_path: str | Path | None = None,
+    ) -> torch.Tensor:
+        """int64 [T], cpu: a prompt that is encoded already, one placeholder for each of `media`, not expanded.
+
+        The same as the prompt's text would make. Else as `tokenize`.
+        """
+        items = media_of(parse_inputs(media)) if media else []
+        return torch.from_numpy(self.prompt_from_ids(ids, items, _path_file(items, shm_name_save_path)).ids)
+
     def prompt_from_items(
         self, items: Sequence[Item], path_file: Path | None, *, max_tokens: int = 0, truncating: bool = False
     ) -> Prompt:
         """The prompt of `items`, one after another. `max_tokens` 0 is no limit; ContextLengthExceeded above it."""
-        media = media_of(items)
-        self._check_counts(media)
-        rendered = self._text.render_items([item if isinstance(item, Text) else self._spell(item) for item in items])
-        return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=True)
+        planned = self._plan_all(media_of(items))
+        spelled = iter(planned)
+        pieces = [item if isinstance(item, Text) else self._spell(next(spelled)) for item in items]
+        ids = self._encode(self._text.render_items(pieces), planned)
+        return self._prompt(ids, planned, path_file, max_tokens, truncating)
 
     def prompt_from_messages(
         self,
@@ -140,11 +166,29 @@ class Tokenizer:
         max_tokens: int = 0,
         truncating: bool = False,
     ) -> Prompt:
-        """The prompt of chat messages, through the checkpoint's template."""
-        media = media_of_messages(messages)
-        self._check_counts(media)
+        """The prompt of chat messages, through the chat template."""
+        planned = self._plan_all(media_of_messages(messages))
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs or {})
-        return self._prompt(rendered, media, path_file, max_tokens, truncating, add_special_tokens=False)
+        return self._prompt(self._encode(rendered, planned), planned, path_file, max_tokens, truncating)
+
+    def prompt_from_ids(
+        self,
+        ids: Sequence[int],
+        media: Sequence[Media],
+        path_file: Path | None,
+        *,
+        max_tokens: int = 0,
+        truncating: bool = False,
+    ) -> Prompt:
+        """The prompt of ids with one placeholder for each of `media`, none where the family inserts them."""
+        planned = self._plan_all(media)
+        spelled = [] if self._processor.inserted else [item.expansion for item in planned]
+        spelled_ids = self._text.replace_marker_ids(
+            ids,
+            [self._marker(item.placeholder) for item in spelled],
+            [self._in_place(item) for item in spelled],
+        )
+        return self._prompt(spelled_ids, planned, path_file, max_tokens, truncating)
 
     def close(self) -> None:
         """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent."""
@@ -158,34 +202,50 @@ class Tokenizer:
     ) -> None:
         self.close()
 
+    def _plan_all(self, media: Sequence[Media]) -> list[_Planned]:
+        counts: Counter[Kind] = Counter(item.kind for item in media)
+        for kind in counts:
+            self._processor.placeholder(kind)
+        for kind, limit in self._processor.limits().items():
+            if counts[kind] > limit:
+                raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
+        return [self._plan(item, index, counts) for index, item in enumerate(media)]
+
+    def _plan(self, media: Media, index: int, counts: Mapping[Kind, int]) -> _Planned:
+        processor, kind = self._processor, media.kind
+        try:
+            if isinstance(media.source, Embeddings):
+                plan, data = _plan_embeddings(media.source)
+            else:
+                data = read_source(media)
+                plan = processor.plan(media, data, counts)
+            self._wire.check(plan, kind)
+        except InputError as error:
+            raise type(error)(f"media item {index} ({kind}): {error}") from error
+        spelling = processor.spelling(kind, plan.num_features, plan.grid)
+        return _Planned(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
+
+    def _encode(self, rendered: Rendered, planned: Sequence[_Planned]) -> list[int]:
+        items = [] if self._processor.inserted else [item.expansion for item in planned]
+        if any(item.spelling.text is not None for item in items):
+            markers = [self._marker(item.placeholder) for item in items]
+            rendered = self._text.replace_markers(rendered, markers, [self._in_place(item) for item in items])
+        return self._text.encode(rendered)
+
     def _prompt(
-        self,
-        rendered: Rendered,
-        media: Sequence[Media],
-        path_file: Path | None,
-        max_tokens: int,
-        truncating: bool,
-        add_special_tokens: bool,
+        self, ids: list[int], planned: Sequence[_Planned], path_file: Path | None, max_tokens: int, truncating: bool
     ) -> Prompt:
-        planned = [self._plan(item, index) for index, item in enumerate(media)]
         faults.point("planned")
-        ids = self._text.encode(rendered, add_special_tokens)
-        prompt = expand(ids, [item.run for item in planned])
+        ids = self._processor.frame(ids, len(planned))
+        items = [item.expansion for item in planned]
+        inserted = self._processor.inserted
+        prompt = insert(ids, self._processor.insert_at(ids), items) if inserted else expand(ids, items)
         if max_tokens and len(prompt) > max_tokens:
             if not truncating:
                 raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {max_tokens}")
             prompt = truncate(prompt, max_tokens)
         kept = planned[len(planned) - len(prompt.spans) :]
         return put_words(prompt, self._preprocess(kept, path_file))
-
-    def _plan(self, media: Media, index: int) -> _Planned:
-        try:
-            data = read_source(media)
-            plan = self._processor.plan(media, data)
-            self._wire.check(plan, media.kind)
-        except InputError as error:
-            raise type(error)(f"media item {index} ({media.kind}): {error}") from error
-        return _Planned(Run(media.kind, self._processor.placeholder(media.kind), plan.num_tokens), plan, data)
 
     def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None) -> list[Sequence[int]]:
         """The words of each item, now in shared memory; on any failure nothing of them stays there."""
@@ -201,29 +261,42 @@ class Tokenizer:
     def _store(self, item: _Planned, index: int, path_file: Path, undo: ExitStack) -> Sequence[int]:
         digest = partial(content_digest, item.plan.settings, item.data)
         try:
-            return self._wire.store(item.plan, item.run.kind, digest, path_file, undo)
+            return self._wire.store(item.plan, item.shape, digest, path_file, undo)
         except InputError as error:
-            raise type(error)(f"media item {index} ({item.run.kind}): {error}") from error
+            raise type(error)(f"media item {index} ({item.shape.kind}): {error}") from error
 
-    def _spell(self, media: Media) -> str:
-        placeholder = self._processor.placeholder(media.kind)
-        return self._text.spell((*placeholder.before, placeholder.token, *placeholder.after))
+    def _spell(self, planned: _Planned) -> str:
+        """How an item stands in a prompt that no template makes."""
+        if self._processor.inserted:
+            return ""
+        placeholder = planned.expansion.placeholder
+        before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
+        marker = self._marker(placeholder)
+        return marker if before and marker.startswith(before) else before + marker + after
 
-    def _check_counts(self, media: Sequence[Media]) -> None:
-        limits: Mapping[Kind, int] = self._processor.limits()
-        for kind, limit in limits.items():
-            number = sum(item.kind == kind for item in media)
-            if number > limit:
-                raise LimitExceeded(f"the prompt has {number} items of kind {kind}; the model's limit is {limit}")
-        for item in media:
-            self._processor.placeholder(item.kind)
+    def _marker(self, placeholder: Placeholder) -> str:
+        return placeholder.marker or self._text.spell((placeholder.token,))
+
+    def _in_place(self, item: Expansion) -> str:
+        return self._marker(item.placeholder) if item.spelling.text is None else item.spelling.text
+
+
+def _plan_embeddings(source: Embeddings) -> tuple[Plan, Data]:
+    """Features handed in instead of media: stored as they are, and spliced without a tower."""
+    array = np.ascontiguousarray(source.array)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        arrays[EMBEDDINGS][...] = array
+
+    spec = ArraySpec(array.shape, str(array.dtype))
+    return Plan(len(array), {EMBEDDINGS: spec}, f"embeddings {spec} {source.grid}", write, source.grid), array
 
 
 def content_digest(settings: str, data: Data) -> bytes:
     """Names the content of an item's block: equal sources under equal settings (`Plan.settings`) make equal arrays."""
     digest = hashlib.blake2b(settings.encode(), digest_size=DIGEST_BYTES)
     if isinstance(data, np.ndarray):
-        digest.update(f"\0pixels {data.shape}\0".encode())
+        digest.update(f"\0array {data.dtype} {data.shape}\0".encode())
         digest.update(np.ascontiguousarray(data).data)
     else:
         digest.update(b"\0bytes\0")

@@ -16,7 +16,8 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
-from mindie_mm.shm import Arena, free
+from mindie_mm.nn.splice import ITEM, MediaShape
+from mindie_mm.shm import Arena, ArraySpec, free
 from mindie_mm.shm.mindie import Segment, create_shm
 
 WireName = Literal["native", "mindie"]
@@ -33,7 +34,7 @@ class Wire(ABC):
 
     @abstractmethod
     def store(
-        self, plan: Plan, kind: Kind, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
     ) -> Sequence[int]:
         """Allocates, writes and publishes an item; its words. What frees it again is pushed on `undo`.
 
@@ -60,10 +61,13 @@ class NativeWire(Wire):
         """A single slot will do."""
 
     def store(
-        self, plan: Plan, kind: Kind, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
     ) -> Sequence[int]:
-        with self._own_arena().allocate(plan.specs, path_file=path_file) as block:
+        item = shape.to_array()
+        specs = {**plan.specs, ITEM: ArraySpec(item.shape, "int64")}
+        with self._own_arena().allocate(specs, path_file=path_file) as block:
             faults.point("allocated")
+            block[ITEM][...] = item
             plan.write(block)
             faults.point("filled")
             ref = block.publish(digest())
@@ -93,13 +97,13 @@ class MindIEWire(Wire):
         self._layouts = layouts
 
     def check(self, plan: Plan, kind: Kind) -> None:
-        if plan.num_tokens < (needed := self._layouts[kind].num_slots):
-            raise LimitExceeded(f"the {kind} has {plan.num_tokens} features, MindIE's wire needs {needed} of them")
+        if plan.num_features < (needed := self._layouts[kind].num_slots):
+            raise LimitExceeded(f"the {kind} has {plan.num_features} features, MindIE's wire needs {needed} of them")
 
     def store(
-        self, plan: Plan, kind: Kind, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
     ) -> Sequence[int]:
-        layout = self._layouts[kind]
+        layout = self._layouts[shape.kind]
         segments: dict[str, Segment] = {}
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for field in layout.fields:

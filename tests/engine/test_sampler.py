@@ -10,6 +10,7 @@ from mindie_mm.engine.sampler import sample, token_logprobs
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.errors import InputError
+from mindie_mm.nn.model import Positions
 
 VOCABULARY = 50
 EOS = (2,)
@@ -24,8 +25,8 @@ def sequence(prompt=(5, 6), output=(), **settings) -> Sequence:
         token_ids=[*prompt, *output],
         num_prompt=len(prompt),
         items=(),
-        prompt_positions=torch.arange(len(prompt)).expand(3, -1),
-        position_delta=0,
+        prompt_positions=Positions(torch.arange(len(prompt)).expand(3, -1)),
+        groups=None,
         max_tokens=10,
         generator=generator,
     )

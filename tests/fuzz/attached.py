@@ -16,7 +16,7 @@ from tests.fuzz.target import Target, sealed, sealed_arena
 
 _SPECS = (
     {"x": ArraySpec((5,), "uint8")},
-    {"pixel_values": ArraySpec((37, 588), "uint8"), "grid_thw": ArraySpec((3,), "int64")},
+    {"pixel_values": ArraySpec((37, 588), "uint8"), "item": ArraySpec((6,), "int64")},
     {"a": ArraySpec((2, 3, 4, 5), "float16"), "b": ArraySpec((1,) * 6, "bool"), "c": ArraySpec((700,), "float64")},
     {"x": ArraySpec((40_000,), "uint8"), "y": ArraySpec((3000,), "int64")},
 )

@@ -18,6 +18,7 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
 from mindie_mm.models import load_model
+from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
@@ -114,7 +115,7 @@ def test_a_long_video_keeps_the_papers_positions(reference, model, tokenizer, pa
     """transformers 5.23 leaves time out of the maximum and puts the text too early; given our positions, it agrees."""
     items = [{"video": clip(12, 56, 56)}, {"text": "Which way?"}]
     ids = tokenizer.tokenize(items, path_file)
-    positions, _ = model.positions(len(ids), model.read(ids.numpy()))
+    positions = model.positions(len(ids), model.read(ids.numpy())).prompt
     assert (model.logits(ids) - reference.logits(items, positions)).abs().max() <= TOLERANCE
 
 
@@ -182,12 +183,13 @@ def test_a_tower_that_breaks_on_one_picture_fails_its_own_request_alone(referenc
     """Fewer patches than the grid says: no error of ours, but one of torch's, in the middle of a step."""
     good = tokenizer.tokenize(TWO_IMAGES, path_file)
     with Arena.create(1 << 20) as arena:
-        specs = {"pixel_values": ArraySpec((16, 588), "uint8"), "grid_thw": ArraySpec((3,), "int64")}
+        pad = model.module.config.image_token_id
+        item = MediaShape("image", pad, 16, (1, 8, 8)).to_array()
+        specs = {"pixel_values": ArraySpec((16, 588), "uint8"), "item": ArraySpec(item.shape, "int64")}
         with arena.allocate(specs, path_file=path_file) as block:
             block["pixel_values"][...] = 0
-            block["grid_thw"][...] = (1, 8, 8)
+            block["item"][...] = item
             words = block.publish().to_words()
-        pad = model._module.config.image_token_id
         bad = torch.tensor([10, *words, *[pad] * 14, 11])
         outputs, errors = run(Engine(model, EngineConfig()), [bad, good], max_tokens=12)
     assert errors == {0: ("DeviceError", "the tower failed: RuntimeError")}

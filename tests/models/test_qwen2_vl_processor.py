@@ -42,7 +42,7 @@ def processor(tmp_path) -> Qwen2VLProcessor:
 
 def preprocess(processor, kind, data, **options):
     """The plan, and its arrays as `write` fills them."""
-    plan = processor.plan(Media(kind, data, MediaOptions(**options)), data)
+    plan = processor.plan(Media(kind, data, MediaOptions(**options)), data, {kind: 1})
     arrays = {name: np.full(spec.shape, 77, spec.dtype) for name, spec in plan.specs.items()}
     plan.write(arrays)
     return plan, {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -53,9 +53,9 @@ def assert_image_equal(processor, data, image: Image.Image, **kwargs):
     expected = reference.Qwen2VLImageProcessor(**kwargs)(images=[image], return_tensors="pt")
     plan, arrays = preprocess(processor, "image", data)
     settings = processor.image
-    assert arrays["grid_thw"].tolist() == expected["image_grid_thw"][0].tolist()
-    assert plan.num_tokens == expected["image_grid_thw"].prod() // 4
-    assert list(plan.specs) == ["pixel_values", "grid_thw"]
+    assert list(plan.grid) == expected["image_grid_thw"][0].tolist()
+    assert plan.num_features == expected["image_grid_thw"].prod() // 4
+    assert list(plan.specs) == ["pixel_values"]
     normalized = normalize_patches(arrays["pixel_values"], settings.mean, settings.std, settings.rescale_factor)
     assert torch.equal(repeat_frames(normalized, settings.temporal_patch_size), expected["pixel_values"])
 
@@ -96,10 +96,10 @@ def test_two_portraits(tmp_path):
     """The literal case: 720 wide, 1420 high, under the limit of the published checkpoints."""
     processor = make_processor(tmp_path / "checkpoint", preprocessor_config={"max_pixels": 12845056})
     plans = [preprocess(processor, "image", encoded(photograph(name, (720, 1420)))) for name in PHOTOGRAPHS[:2]]
-    assert [arrays["grid_thw"].tolist() for _, arrays in plans] == [[1, 102, 52]] * 2
+    assert [plan.grid for plan, _ in plans] == [(1, 102, 52)] * 2
     lengths = torch.tensor([0] + [len(arrays["pixel_values"]) for _, arrays in plans])
     assert lengths.cumsum(0).tolist() == [0, 5304, 10608]
-    assert sum(plan.num_tokens for plan, _ in plans) == 2652
+    assert sum(plan.num_features for plan, _ in plans) == 2652
 
 
 def assert_video_equal(processor, data, frames, video_fps, **options):
@@ -116,9 +116,9 @@ def assert_video_equal(processor, data, frames, video_fps, **options):
     )
     plan, arrays = preprocess(processor, "video", data, **options)
     settings = processor.video
-    assert arrays["video_grid_thw"].tolist() == expected["video_grid_thw"][0].tolist()
-    assert plan.num_tokens == expected["video_grid_thw"].prod() // 4
-    assert list(plan.specs) == ["pixel_values_videos", "video_grid_thw"]
+    assert list(plan.grid) == expected["video_grid_thw"][0].tolist()
+    assert plan.num_features == expected["video_grid_thw"].prod() // 4
+    assert list(plan.specs) == ["pixel_values_videos"]
     normalized = normalize_patches(arrays["pixel_values_videos"], settings.mean, settings.std, settings.rescale_factor)
     assert torch.equal(normalized, expected["pixel_values_videos"])
 
@@ -155,18 +155,18 @@ def test_videos_of_other_sizes(processor):
 
 def test_one_frame_stands_still(processor):
     frames = moving_frames(1)
-    _, arrays = preprocess(processor, "video", frames)
+    plan, arrays = preprocess(processor, "video", frames)
     patches = arrays["pixel_values_videos"].view(-1, 2, 14, 14, 3)
-    assert arrays["video_grid_thw"][0] == 1
+    assert plan.grid[0] == 1
     assert torch.equal(patches[:, 0], patches[:, 1])
-    _, encoded_arrays = preprocess(processor, "video", encode_video(frames))
-    assert encoded_arrays["video_grid_thw"][0] == 1
+    encoded_plan, _ = preprocess(processor, "video", encode_video(frames))
+    assert encoded_plan.grid[0] == 1
 
 
 def test_frames_handed_in_are_all_taken(processor):
     frames = moving_frames(7)
-    _, arrays = preprocess(processor, "video", frames)
-    assert arrays["video_grid_thw"][0] == 4
+    plan, arrays = preprocess(processor, "video", frames)
+    assert plan.grid[0] == 4
     expected = reference.Qwen2VLVideoProcessor()(
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], cap_pixels_per_frame=False, return_tensors="pt"
     )
@@ -196,8 +196,8 @@ def test_pixels_of_all_frames_can_be_bounded(tmp_path):
     expected = reference.Qwen2VLVideoProcessor(**config)(
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt"
     )
-    plan = processor.plan(Media("video", frames), frames)
-    assert plan.num_tokens == expected["video_grid_thw"].prod() // 4
+    plan = processor.plan(Media("video", frames), frames, {"video": 1})
+    assert plan.num_features == expected["video_grid_thw"].prod() // 4
 
 
 def test_limits_name_value_and_limit(processor):
@@ -212,14 +212,14 @@ def test_limits_name_value_and_limit(processor):
     with pytest.raises(InputError, match="num_frames 20 is more than the video's 8 frames"):
         preprocess(processor, "video", video, num_frames=20)
     with pytest.raises(InputError, match="takes no audio"):
-        processor.plan(Media("audio", b""), b"")
+        processor.placeholder("audio")
     with pytest.raises(MediaError):
         preprocess(processor, "image", b"junk")
 
 
 def test_low_detail(processor):
     plan, _ = preprocess(processor, "image", np.asarray(photograph(size=(1200, 900))), detail="low")
-    assert 250 < plan.num_tokens <= 512 * 512 / 784
+    assert 250 < plan.num_features <= 512 * 512 / 784
 
 
 def test_max_tokens_bound_every_plan(processor):
@@ -258,7 +258,8 @@ def test_special_ids(tmp_path):
 
 def test_positions_of_a_video():
     """The literal case, grid (3, 2, 2) at the start of a sequence."""
-    positions, delta = mrope_positions(15, [(0, 12, (3, 2, 2))])
+    placed = mrope_positions(15, [(0, 12, (3, 2, 2))])
+    positions, delta = placed.prompt, placed.delta
     assert "".join(map(str, positions[0].tolist())) == "000011112222345"
     assert "".join(map(str, positions[1].tolist())) == "001100110011345"
     assert "".join(map(str, positions[2].tolist())) == "010101010101345"
@@ -267,7 +268,8 @@ def test_positions_of_a_video():
 
 
 def test_positions_of_text_alone():
-    positions, delta = mrope_positions(5, [])
+    placed = mrope_positions(5, [])
+    positions, delta = placed.prompt, placed.delta
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert delta == 0
 
@@ -290,6 +292,7 @@ def test_positions_are_transformers_where_both_rules_agree():
     expected, expected_delta = model.get_rope_index(
         torch.zeros(1, 130, dtype=torch.int64), types, torch.tensor(images), torch.tensor(videos)
     )
-    positions, delta = mrope_positions(130, spans)
+    placed = mrope_positions(130, spans)
+    positions, delta = placed.prompt, placed.delta
     assert torch.equal(positions, expected[:, 0])
     assert delta == expected_delta.item()

@@ -49,6 +49,7 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
         block_size=BLOCK,
         num_kv_heads=kv_heads,
         head_dim=HEAD_DIM,
+        value_head_dim=HEAD_DIM,
         dtype=torch.float32,
         device=CPU,
     )

@@ -64,16 +64,16 @@ def assert_same(ids: torch.Tensor, expected, processor) -> None:
     firsts = words[::2]
     assert [start + 1 for start in firsts] == words[1::2]
     pixels = {"pixel_values": [], "pixel_values_videos": []}
-    grids = {"grid_thw": [], "video_grid_thw": []}
+    grids = {"pixel_values": [], "pixel_values_videos": []}
     for start in firsts:
         assert plain[start - 1] == processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
         with attach(Ref.from_words(ids[start].item(), ids[start + 1].item())) as view:
-            (name, array), (grid_name, grid) = view.items()
+            (name, array), (_, item) = view.items()
             settings = processor.image_processor
             patches = normalize_patches(torch.from_numpy(array.copy()), settings.image_mean, settings.image_std)
             pixels[name].append(repeat_frames(patches, 2) if name == "pixel_values" else patches)
-            grids[grid_name].append(torch.from_numpy(grid.copy()))
-    for name, key in (("grid_thw", "image_grid_thw"), ("video_grid_thw", "video_grid_thw")):
+            grids[name].append(torch.from_numpy(item[3:].copy()))
+    for name, key in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
         if grids[name]:
             assert torch.equal(torch.stack(grids[name]), expected[key])
     for name, found in pixels.items():

@@ -1,0 +1,139 @@
+"""transformers' own modules with a checkpoint's weights, their text layers on our attention.
+
+transformers' modelling code takes seconds to import, so this module imports it late: tokenizer processes import the
+families, and never load a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn import attention
+from mindie_mm.nn.attention import PagedBatch
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.model import Model, ModelSpec
+
+# Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class PretrainedModel(Model):
+    """A decoder of transformers': a family adds its tower, and its positions where they are not the index."""
+
+    def __init__(self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor]) -> None:
+        """`text_model` are the decoder's layers with their embeddings, in `module`, which is the whole."""
+        self.spec = spec
+        self.module = module
+        self.text_model = text_model
+        self.lm_head = lm_head
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.text_model.get_input_embeddings()(input_ids)
+        return hidden
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        assert extra is None, "a family with extra columns has its own decode"
+        return self.run_text_model(hidden, positions, paged)
+
+    def run_text_model(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, **further: Any) -> Tensor:
+        """`decode` with further arguments for the text model: [T, hidden] and [axes, T] -> [T, hidden]."""
+        out = self.text_model(
+            inputs_embeds=hidden.unsqueeze(0),
+            position_ids=positions if len(positions) == 1 else positions.unsqueeze(1),
+            use_cache=False,
+            paged=paged,
+            **further,
+        )
+        decoded: Tensor = out.last_hidden_state[0]
+        return decoded
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).float()
+
+
+def load_pretrained(
+    cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
+) -> tuple[Any, ModelSpec]:
+    """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its text layers on paged attention.
+
+    In inference mode, and with the sizes of its text model. `unused` are patterns (fnmatch) of weights that the
+    checkpoint may have beside the model's own.
+    UnsupportedCheckpoint where rotary frequencies depend on the batch, or the weights are not the model's.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    try:
+        config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
+        _check_rope(checkpoint, config)
+        module, loaded = cls.from_pretrained(
+            checkpoint.path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
+    # transformers would draw missing ones at random, and the answers would look like a bad model's
+    check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
+    AttentionInterface.register(attention.NAME, attention.attend)
+    AttentionMaskInterface.register(attention.NAME, _no_mask)
+    # A plain name would switch the towers as well; those that are not named keep sdpa.
+    parts = dict.fromkeys(module.config.sub_configs, "sdpa")
+    parts["text_config" if "text_config" in parts else ""] = attention.NAME
+    module.set_attn_implementation(parts)
+    module.requires_grad_(False).eval().to(device.torch_device)
+    return module, _spec(checkpoint, config.get_text_config(), device, dtype)
+
+
+def check_weights(
+    checkpoint: Checkpoint, missing: Sequence[str], unexpected: Sequence[str], unused: Sequence[str] = ()
+) -> None:
+    """UnsupportedCheckpoint names the first weight that is missing, or is there and no part of the model."""
+    if missing:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}")
+    unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
+    if unknown:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {len(unknown)} weights that its model does not know, the first is {min(unknown)}"
+        )
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Paged attention knows what is causal."""
+
+
+def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype) -> ModelSpec:
+    heads: int = text.num_attention_heads
+    return ModelSpec(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        max_model_len=text.max_position_embeddings,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        eos_token_ids=eos_token_ids(checkpoint),
+        device=device.torch_device,
+        dtype=dtype,
+    )
+
+
+def _check_rope(checkpoint: Checkpoint, config: Any) -> None:
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if (rope_type := entry.get("rope_type", "default")) in BATCH_DEPENDENT_ROPE:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
+            )
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The ids that end a sequence: generation_config.json's, else config.json's."""
+    text = checkpoint.config.get("text_config") or {}
+    for source in (checkpoint.json("generation_config.json"), checkpoint.config, text):
+        if (value := source.get("eos_token_id")) is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return ()
