@@ -41,8 +41,22 @@ class EngineConfig:
     """Memory for the towers' features, kept by content."""
     num_threads: int = 0
     """Threads of the engine process on the CPU; 0 is torch's own choice."""
+    vision_device: str | None = None
+    """Where the vision tower runs, as `device`; None: where the rest does."""
+    vision_bits: int | None = None
+    """Precision of the vision tower: 32 or 16; None: the model's dtype."""
+    projector_device: str | None = None
+    """Where the projector runs, which brings the tower's features to the decoder's width; None: with the rest."""
+    projector_bits: int | None = None
+    """Precision of the projector: 32 or 16; None: the model's dtype."""
 
     def __post_init__(self) -> None:
+        for name in ("vision_bits", "projector_bits"):
+            if (bits := getattr(self, name)) not in (None, 16, 32):
+                raise InputError(
+                    f"{name} is {bits}, it must be 16 or 32: a part is not quantised at load; a checkpoint that is "
+                    "quantised says so in its config.json, and is loaded as it says"
+                )
         at_least_one = ("max_num_seqs", "max_num_batched_tokens", "max_tower_tokens", "kv_cache_bytes", "kv_block_size")
         _require(self, dict.fromkeys(at_least_one, 1) | {"encoder_cache_bytes": 0, "num_threads": 0})
         if self.max_model_len is not None:
@@ -55,6 +69,8 @@ class WorkerConfig:
 
     model: Path | None = None
     """Checkpoint directory; None is the embedded one."""
+    family: str | None = None
+    """Family that serves it, whatever its config.json suggests; None: the one that its config.json names."""
     num_tokenizers: int = 1
     """Tokenizer processes."""
     arena_bytes: int = 256 * MiB

@@ -78,7 +78,7 @@ def _device(config: WorkerConfig) -> Finding:
 def _checkpoint(config: WorkerConfig) -> Finding:
     try:
         checkpoint = Checkpoint.open(config.model)
-        family = family_of(checkpoint)
+        family = family_of(checkpoint, config.family)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))
     return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}")

@@ -15,6 +15,7 @@ from mindie_mm.cli.settings import configured
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; repeatable.")
 @click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="A video; repeatable.")
 @click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
+@click.option("--family", help="Family that serves it; the one that its config.json names if not given.")
 @click.option("--max-tokens", type=int, default=256, help="Most tokens of the answer.")
 @click.option("--temperature", type=float, default=0.0, help="0 always gives the same answer.")
 @click.option("--device", help="auto, or a device that `doctor` lists.")
@@ -25,6 +26,7 @@ def command(
     videos: tuple[Path, ...],
     *,
     model: Path | None,
+    family: str | None,
     max_tokens: int,
     temperature: float,
     device: str | None,
@@ -40,7 +42,7 @@ def command(
     items: list[dict[str, Any]] = [{"image": str(path)} for path in images]
     items += [{"video": str(path)} for path in videos]
     items.append({"text": question})
-    config, _ = configured(model, {"device": device})
+    config, _ = configured(model, {"device": device, "family": family})
     status = Console(stderr=True)
     with status.status("loading the model"):
         llm = LLM(config.model, config)

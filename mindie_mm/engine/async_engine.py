@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 class AsyncEngine:
     """Starts the engine process and speaks with it. Its death fails what runs; another is started in its place."""
 
-    def __init__(self, model: Path | None, config: EngineConfig) -> None:
+    def __init__(self, model: Path | None, config: EngineConfig, family: str | None) -> None:
         """For `start`."""
-        self._start = Start(None if model is None else str(model), config)
+        self._start = Start(None if model is None else str(model), config, family)
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress | MindieMMError]] = {}
         self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
@@ -39,12 +39,12 @@ class AsyncEngine:
         self.stats = Stats()
 
     @classmethod
-    async def start(cls, model: Path | None, config: EngineConfig) -> Self:
+    async def start(cls, model: Path | None, config: EngineConfig, family: str | None = None) -> Self:
         """Starts the process and waits until it takes requests.
 
         Raises what kept it from starting: UnsupportedCheckpoint, DeviceError, InputError, ProcessDied.
         """
-        engine = cls(model, config)
+        engine = cls(model, config, family)
         await engine._launch()
         engine._keeper = asyncio.create_task(engine._keep())
         return engine

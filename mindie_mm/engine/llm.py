@@ -44,11 +44,18 @@ class LLM:
     A context manager; without `with`, everything ends at `close` or with the interpreter.
     """
 
-    def __init__(self, path: str | Path | None = None, config: WorkerConfig | None = None) -> None:
-        """Serves the checkpoint directory `path`, or `config.model`, or the embedded one. Errors as Worker.start."""
+    def __init__(
+        self, path: str | Path | None = None, config: WorkerConfig | None = None, *, family: str | None = None
+    ) -> None:
+        """Serves the checkpoint directory `path`, or `config.model`, or the embedded one. Errors as Worker.start.
+
+        `family` names the family that serves it, as `config.family` does.
+        """
         config = config or WorkerConfig()
         if path is not None:
             config = replace(config, model=Path(path))
+        if family is not None:
+            config = replace(config, family=family)
         self._loop = _Loop()
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))

@@ -14,6 +14,8 @@ class Start(msgspec.Struct, frozen=True):
     model: str | None
     """Checkpoint directory; None is the embedded one."""
     config: EngineConfig
+    family: str | None = None
+    """As `WorkerConfig.family`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -9,7 +9,7 @@ import msgspec
 from transformers.utils.logging import disable_progress_bar
 
 from mindie_mm import faults
-from mindie_mm.config import EngineConfig, fault_folder
+from mindie_mm.config import fault_folder
 from mindie_mm.device import open_device
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Start, Stepped, ToEngine
@@ -38,7 +38,7 @@ def serve(channel: ChildChannel) -> None:
     """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
     start = msgspec.msgpack.decode(channel.recv(), type=Start)
     try:
-        engine = _load(start.model, start.config)
+        engine = _load(start)
     except MindieMMError as error:
         return _send(channel, Failed((error_name(error), str(error))))
     faults.point("loaded")
@@ -67,9 +67,11 @@ def serve(channel: ChildChannel) -> None:
             faults.point("after-reply")
 
 
-def _load(model: str | None, config: EngineConfig) -> Engine:
+def _load(start: Start) -> Engine:
+    config = start.config
     open_device(config.device).set_num_threads(config.num_threads)
-    return Engine(load_model(Path(model) if model else None, config.device, config.dtype), config)
+    model = load_model(Path(start.model) if start.model else None, config.device, config.dtype, start.family)
+    return Engine(model, config)
 
 
 def _send(channel: ChildChannel, message: FromEngine) -> None:

@@ -70,7 +70,7 @@ class Worker:
         path = Checkpoint.open(config.model).path
         starting = (
             asyncio.create_task(_start_tokenizers(config, path, in_process=in_process)),
-            asyncio.create_task(AsyncEngine.start(path, config.engine)),
+            asyncio.create_task(AsyncEngine.start(path, config.engine, config.family)),
         )
         try:
             tokenizers, engine = await asyncio.gather(*starting)
@@ -147,8 +147,10 @@ class Worker:
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
     if not in_process:
-        return await TokenizerPool.start(path, config.num_tokenizers, config.arena_bytes, config.arena_request_bytes)
+        return await TokenizerPool.start(
+            path, config.num_tokenizers, config.arena_bytes, config.arena_request_bytes, config.family
+        )
     # Late: a service's own process never needs torch, and starts seconds earlier without it.
     from mindie_mm.tokenize.local import LocalTokenizer
 
-    return await LocalTokenizer.start(path, config.arena_bytes, config.arena_request_bytes)
+    return await LocalTokenizer.start(path, config.arena_bytes, config.arena_request_bytes, config.family)

@@ -45,14 +45,21 @@ def family_named(name: str) -> type[Family]:
     return family
 
 
-def family_of(checkpoint: Checkpoint) -> type[Family]:
-    """The family that serves a checkpoint; UnsupportedCheckpoint names its model_type and what there is."""
-    model_type = checkpoint.config["model_type"]
+def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
+    """The family that serves a checkpoint: the one called `name`, else the one that its config.json is of.
+
+    UnsupportedCheckpoint names the checkpoint's model_type and what there is; InputError an unknown `name`.
+    """
+    if name is not None:
+        return family_named(name)
+    model_type = checkpoint.config.get("model_type")
     for family in _candidates(str(model_type)):
         if family.serves(checkpoint.config):
             return family
+    found = "no model_type" if model_type is None else f"model_type {model_type!r}"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has model_type {model_type!r}; the families are {', '.join(family_names())}"
+        f"{checkpoint.path} has {found} in its config.json; the families are {', '.join(family_names())}. If it is "
+        f"one of them, name it (--family); docs/adding-a-model.md says how to add another"
     )
 
 
@@ -68,14 +75,20 @@ def _checked(name: str, value: object) -> type[Family]:
     raise InputError(f"the entry point {name!r} of {GROUP} gives {value!r}, not a Family")
 
 
-def load_model(path: str | Path | None = None, device: str = "auto", dtype: str | torch.dtype = "auto") -> Model:
+def load_model(
+    path: str | Path | None = None,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    family: str | None = None,
+) -> Model:
     """The model of a checkpoint directory (None: the embedded one), its weights on the device.
 
-    `dtype` is auto, the name of a torch dtype, or one. UnsupportedCheckpoint, DeviceError, InputError.
+    `dtype` is auto, the name of a torch dtype, or one; `family` as in `family_of`. UnsupportedCheckpoint,
+    DeviceError, InputError.
     """
     checkpoint = Checkpoint.open(path)
     opened = open_device(device)
-    return family_of(checkpoint).model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+    return family_of(checkpoint, family).model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
 
 
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:

@@ -30,10 +30,7 @@ class Checkpoint:
         file = root / "config.json"
         if not file.is_file():
             raise UnsupportedCheckpoint(f"{root} is no checkpoint directory: it has no config.json")
-        config = _read(file)
-        if "model_type" not in config:
-            raise UnsupportedCheckpoint(f"{file} names no model_type")
-        return cls(root, config)
+        return cls(root, _read(file))
 
     def json(self, name: str) -> dict[str, Any]:
         """The file `name` parsed, or {} where the checkpoint has none."""

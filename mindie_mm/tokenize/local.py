@@ -24,12 +24,14 @@ class LocalTokenizer:
         self._thread = ThreadPoolExecutor(1, "mindie_mm-tokenizer")
 
     @classmethod
-    async def start(cls, model_path: Path, arena_bytes: int, request_bytes: int | None = None) -> Self:
+    async def start(
+        cls, model_path: Path, arena_bytes: int, request_bytes: int | None = None, family: str | None = None
+    ) -> Self:
         """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError."""
         await asyncio.to_thread(collect)  # no service runs here that would do it in time
         arena = Arena.create(arena_bytes, quota_bytes=request_bytes)
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, model_path, arena=arena)
+            tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, model_path, arena=arena, family=family)
         except BaseException:
             arena.close()
             raise

@@ -44,8 +44,10 @@ class _Process:
 class TokenizerPool:
     """Tokenizer processes, each with an arena of its own; a dead one fails its requests and is started again."""
 
-    def __init__(self, model_path: Path, arena_bytes: int, request_bytes: int | None = None) -> None:
-        self._arguments = (str(model_path), str(arena_bytes), str(request_bytes or ""))
+    def __init__(
+        self, model_path: Path, arena_bytes: int, request_bytes: int | None = None, family: str | None = None
+    ) -> None:
+        self._arguments = (str(model_path), str(arena_bytes), str(request_bytes or ""), family or "")
         self._processes: list[_Process] = []
         """Those that take requests."""
         self._dying: list[_Process] = []
@@ -60,15 +62,20 @@ class TokenizerPool:
 
     @classmethod
     async def start(
-        cls, model_path: Path, num_processes: int, arena_bytes: int, request_bytes: int | None = None
+        cls,
+        model_path: Path,
+        num_processes: int,
+        arena_bytes: int,
+        request_bytes: int | None = None,
+        family: str | None = None,
     ) -> Self:
         """Starts `num_processes` processes that read `model_path`, each reserving `arena_bytes` of shared memory.
 
-        One request may hold `request_bytes` of it; None: half.
+        One request may hold `request_bytes` of it; None: half. `family` as `WorkerConfig.family`.
 
         Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
         """
-        pool = cls(model_path, arena_bytes, request_bytes)
+        pool = cls(model_path, arena_bytes, request_bytes, family)
         starts = [asyncio.create_task(pool._start_process()) for _ in range(num_processes)]
         try:
             for start in starts:

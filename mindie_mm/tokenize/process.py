@@ -1,4 +1,5 @@
-"""A tokenizer process, started by the pool with CHECKPOINT, ARENA_BYTES and REQUEST_BYTES ("": half).
+"""A tokenizer process, started by the pool with CHECKPOINT, ARENA_BYTES, REQUEST_BYTES ("": half) and FAMILY
+("": the one that the checkpoint names).
 
 It answers one request after another and exits when its channel closes: the pool closed it, or died.
 """
@@ -50,7 +51,9 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
         faults.point("after-reply")
 
 
-def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str) -> None:
+def main(
+    channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str, family: str
+) -> None:
     """Reads the checkpoint, makes the arena, says so, and serves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s tokenizer: %(message)s")
     faults.arm("tokenizer", fault_folder())
@@ -67,7 +70,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str,
     with arena:
         faults.point("arena-made")
         try:
-            tokenizer = Tokenizer.from_pretrained(path, arena=arena)
+            tokenizer = Tokenizer.from_pretrained(path, arena=arena, family=family or None)
         except MindieMMError as error:
             channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
             return

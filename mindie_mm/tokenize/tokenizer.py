@@ -86,9 +86,13 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path | None = None, wire: WireName = "native", arena: Arena | None = None
+        cls,
+        path: str | Path | None = None,
+        wire: WireName = "native",
+        arena: Arena | None = None,
+        family: str | None = None,
     ) -> Self:
-        """The tokenizer of the checkpoint directory `path`, None for the embedded one.
+        """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
 
         On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
         on `close` or at the interpreter's exit. With "mindie" each array lies in a segment of its own, as a worker of
@@ -99,7 +103,7 @@ class Tokenizer:
         if wire != "native" and arena is not None:
             raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
         checkpoint = Checkpoint.open(path)
-        return cls(checkpoint, family_of(checkpoint), wire, arena)
+        return cls(checkpoint, family_of(checkpoint, family), wire, arena)
 
     @property
     def has_template(self) -> bool:

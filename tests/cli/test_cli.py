@@ -1,6 +1,7 @@
 """The commands beside those for shared memory."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -52,3 +53,17 @@ def test_serve_help_names_every_setting():
         for field in dataclasses.fields(cls):
             if field.name not in ("model", "engine"):
                 assert f"--{field.name.replace('_', '-')}" in said
+
+
+def test_a_family_is_chosen_by_name(random_checkpoint, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(random_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
+    asked = ("ask", "What?", "--model", folder, "--max-tokens", 2)
+    assert "model_type 'other'" in run(*asked, status=2)
+    assert "there are" in run(*asked, "--family", "nothing", status=2)
+    run(*asked, "--family", "qwen2_vl")
+    assert "there are" in run("serve", folder, "--port", 0, "--family", "nothing", status=2)
+    found = json.loads(run("doctor", folder, "--json", MINDIE_MM_FAMILY="qwen2_vl"))
+    assert {finding["status"] for finding in found} == {"ok"}

@@ -1,0 +1,83 @@
+"""How a checkpoint finds its family: by its config.json, or by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindie_mm import LLM, SamplingParams
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import family_named, family_names, family_of, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+
+RANDOM = "qwen2_vl"  # what tools/random_checkpoint.py writes
+
+
+@pytest.fixture
+def renamed(random_checkpoint, tmp_path):
+    """The random checkpoint with another model_type in its config.json, or none."""
+
+    def make(model_type: str | None) -> Path:
+        folder = tmp_path / f"{model_type}"
+        shutil.copytree(random_checkpoint, folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config["model_type"]
+        (folder / "config.json").write_text(json.dumps(config | ({"model_type": model_type} if model_type else {})))
+        return folder
+
+    return make
+
+
+def test_names_are_listed_without_importing_a_family():
+    code = (
+        "import sys, mindie_mm.models as models; names = models.family_names(); "
+        "assert names == sorted(set(names)) and names, names; "
+        "loaded = [name for name in names if f'mindie_mm.models.{name}' in sys.modules]; "
+        "assert not loaded and 'transformers' not in sys.modules, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_family_says_what_it_is():
+    for name in family_names():
+        family = family_named(name)
+        assert family.model_types, name
+        assert set(family.kinds) <= {"image", "video", "audio"}, name
+        assert family.reference, name
+
+
+@pytest.mark.parametrize("model_type", ["llama", None])
+def test_another_model_type_is_refused_by_name(renamed, model_type):
+    folder = renamed(model_type)
+    found = f"model_type '{model_type}'" if model_type else "no model_type"
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        family_of(Checkpoint.open(folder))
+    assert found in str(error.value)
+    assert all(name in str(error.value) for name in family_names())
+    assert "docs/adding-a-model.md" in str(error.value)
+
+
+def test_a_family_is_chosen_against_the_config(renamed):
+    folder, name = renamed("llama"), RANDOM
+    with Tokenizer.from_pretrained(folder, family=name) as tokenizer:
+        ids = tokenizer.tokenize([{"text": "a red square"}])
+    assert load_model(folder, device="cpu", family=name).logits(ids).isfinite().all()
+    with LLM(folder, family=name) as llm:
+        (output,) = llm.generate(["a red square"], SamplingParams(temperature=0, max_tokens=2))
+    assert len(output.token_ids) in (1, 2)
+    with pytest.raises(UnsupportedCheckpoint, match="model_type 'llama'"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("name", ["nothing", "", "../qwen2_vl", "__init__", "os"])
+def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
+    with pytest.raises(InputError, match=r"there are .*qwen2_vl"):
+        family_of(Checkpoint.open(random_checkpoint), name)
+    with pytest.raises(InputError, match=r"there are .*qwen2_vl"):
+        LLM(random_checkpoint, family=name)
