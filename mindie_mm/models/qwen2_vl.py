@@ -29,7 +29,7 @@ from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import normalize_patches, normalize_planes, repeat_frames
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
-from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
 
@@ -174,8 +174,8 @@ class Qwen2VLProcessor(Processor):
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
-            return np.zeros((*_square(self.image), 3), np.uint8)
-        return np.zeros((self.video.max_frames, *_square(self.video), 3), np.uint8)
+            return np.zeros((*_largest(self.image), 3), np.uint8)
+        return np.zeros((self.video.max_frames, *_largest(self.video), 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del counts
@@ -257,10 +257,11 @@ def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) 
     return patches.reshape(len(patches), -1, patch, patch, 3)
 
 
-def _square(settings: PixelSettings) -> tuple[int, int]:
-    """The largest square that stays as large as it is."""
-    side = math.isqrt(settings.max_pixels) // settings.factor * settings.factor
-    return side, side
+def _largest(settings: PixelSettings) -> tuple[int, int]:
+    """Height and width that a resize leaves as they are, and that take the most tokens; nearly a square."""
+    tokens = settings.max_pixels // settings.factor**2
+    rows = math.isqrt(tokens)
+    return rows * settings.factor, tokens // rows * settings.factor
 
 
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
@@ -346,13 +347,14 @@ class Qwen2VLModel(PretrainedModel):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device, dtype = self.spec.device, self.spec.dtype
         shapes = [item.shape for item in items]
-        patches = [self._normalized(item.view, item.shape.kind) for item in items]
+        patches = [self.normalized(item) for item in items]
         grids = torch.tensor([shape.grid for shape in shapes], device=device)
         features = self.module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
         return list(features.split([shape.num_features for shape in shapes]))
 
-    def _normalized(self, view: ItemView, kind: Kind) -> Tensor:
+    def normalized(self, item: MediaItem) -> Tensor:
         """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""
+        view, kind = item.view, item.shape.kind
         settings, planar = self._pixels[kind], _PLANES in view
         patches = from_dlpack(view[_PLANES if planar else _PIXELS[kind]]).to(self.spec.device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)

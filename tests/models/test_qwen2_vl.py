@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,51 +22,31 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, Reference, clip, picture, run
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+from tools.random_checkpoint import write_checkpoint
 
 TOLERANCE = 1e-4  # fp32, the largest difference of any logit
 
 
-class Reference:
-    """transformers' model and processor over a checkpoint."""
+class Qwen2VLReference(Reference):
+    markers: ClassVar = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
 
     def __init__(self, path):
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
         images = Qwen2VLImageProcessor.from_pretrained(path)
         videos = Qwen2VLVideoProcessor.from_pretrained(path)
-        self.processor = Qwen2VLProcessor(images, AutoTokenizer.from_pretrained(path), videos)
-
-    def inputs(self, items):
-        """The processor's batch of one for a `List[Dict]`."""
-        pieces = {
-            "image": "<|vision_start|><|image_pad|><|vision_end|>",
-            "video": "<|vision_start|><|video_pad|><|vision_end|>",
-        }
-        text = "".join(item.get("text") or next(pieces[kind] for kind in pieces if kind in item) for item in items)
-        images = [torch.from_numpy(item["image"]).permute(2, 0, 1) for item in items if "image" in item]
-        videos = [torch.from_numpy(item["video"]).permute(0, 3, 1, 2) for item in items if "video" in item]
-        return self.processor(text=[text], images=images or None, videos=videos or None, return_tensors="pt")
+        super().__init__(
+            Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            Qwen2VLProcessor(images, AutoTokenizer.from_pretrained(path), videos),
+        )
 
     @torch.inference_mode()
     def logits(self, items, position_ids=None):
         extra = {} if position_ids is None else {"position_ids": position_ids[:, None]}
         return self.model(**self.inputs(items), **extra).logits[0]
-
-    @torch.inference_mode()
-    def generate(self, items, count):
-        inputs = self.inputs(items)
-        out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
-        return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def picture(height, width, seed=0):
-    return np.random.default_rng([height, width, seed]).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def clip(frames, height, width, seed=0):
-    return np.random.default_rng([frames, height, width, seed]).integers(
-        0, 256, (frames, height, width, 3), dtype=np.uint8
-    )
 
 
 TEXT = [{"text": "What is in the image? A square, perhaps."}]
@@ -76,9 +57,32 @@ MIXED = [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(6, 84, 112
 PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "two images": TWO_IMAGES, "a video": VIDEO, "mixed": MIXED}
 
 
+class TestQwen2VL(FamilyContract):
+    name = "qwen2_vl"
+    prompts: ClassVar = {**PROMPTS, "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}]}
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write_checkpoint(out, "tiny", max_pixels=200_000)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Qwen2VLReference(path)
+
+    def assert_arrays(self, expected, items, model):
+        for kind, pixels, grids in (
+            ("image", "pixel_values", "image_grid_thw"),
+            ("video", "pixel_values_videos", "video_grid_thw"),
+        ):
+            own = [item for item in items if item.shape.kind == kind]
+            if own:
+                assert torch.equal(torch.cat([model.normalized(item) for item in own]), expected[pixels])
+                assert [list(item.shape.grid) for item in own] == expected[grids].tolist()
+
+
 @pytest.fixture(scope="module")
 def reference(random_checkpoint):
-    return Reference(random_checkpoint)
+    return Qwen2VLReference(random_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -98,39 +102,12 @@ def path_file(tmp_path):
         yield directory.path_file
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_logits_equal_the_reference(name, reference, model, tokenizer, path_file):
-    ids = tokenizer.tokenize(PROMPTS[name], path_file)
-    difference = (model.logits(ids) - reference.logits(PROMPTS[name])).abs().max()
-    assert difference <= TOLERANCE
-
-
-def test_a_flat_batch_of_all_of_them_equals_each_alone(reference, model, tokenizer, path_file):
-    ids = [tokenizer.tokenize(items, path_file) for items in PROMPTS.values()]
-    for items, logits in zip(PROMPTS.values(), model.packed_logits(ids), strict=True):
-        assert (logits - reference.logits(items)).abs().max() <= TOLERANCE
-
-
 def test_a_long_video_keeps_the_papers_positions(reference, model, tokenizer, path_file):
     """transformers 5.23 leaves time out of the maximum and puts the text too early; given our positions, it agrees."""
     items = [{"video": clip(12, 56, 56)}, {"text": "Which way?"}]
     ids = tokenizer.tokenize(items, path_file)
     positions = model.positions(len(ids), model.read(ids.numpy())).prompt
     assert (model.logits(ids) - reference.logits(items, positions)).abs().max() <= TOLERANCE
-
-
-def run(engine, prompts, **settings):
-    """The output tokens of each prompt, all of them running at once; and the errors."""
-    outputs, errors = {i: [] for i in range(len(prompts))}, {}
-    params = SamplingParams(temperature=0, **settings)
-    news = [engine.add(Add(str(i), ids.numpy().tobytes(), params)) for i, ids in enumerate(prompts)]
-    while news or engine.has_work():
-        for progress in filter(None, news):
-            outputs[int(progress.request_id)] += progress.token_ids
-            if progress.error:
-                errors[int(progress.request_id)] = progress.error
-        news = engine.step().progress if engine.has_work() else []
-    return outputs, errors
 
 
 @pytest.mark.parametrize(
@@ -244,7 +221,7 @@ def test_layers_with_a_sliding_window_obey_it(random_checkpoint, tmp_path, token
     layers = ["full_attention", "sliding_attention"]
     config["text_config"] |= {"use_sliding_window": True, "sliding_window": 6, "layer_types": layers}
     (path / "config.json").write_text(json.dumps(config))
-    reference, model = Reference(path), load_model(path, device="cpu")
+    reference, model = Qwen2VLReference(path), load_model(path, device="cpu")
     ids = tokenizer.tokenize(MIXED, path_file)
     assert (model.logits(ids) - reference.logits(MIXED)).abs().max() <= TOLERANCE
     outputs, _ = run(Engine(model, EngineConfig(max_num_batched_tokens=7)), [ids], max_tokens=8)

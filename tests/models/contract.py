@@ -1,0 +1,268 @@
+"""What every family is held against: a family's test is a subclass of FamilyContract.
+
+The subclass says how to write a small random checkpoint, what the reference is, and which prompts to try; text only,
+one item, two items of different size, an extreme aspect ratio, and mixed modalities where the family has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import ContextLengthExceeded
+from mindie_mm.inputs import KINDS, Embeddings, Media, parse_inputs
+from mindie_mm.models import family_named, family_of, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Processor
+from mindie_mm.nn.model import Model
+from mindie_mm.nn.splice import MediaItem, plain_ids
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+
+Items = Sequence[Mapping[str, Any]]
+NUM_TOKENS = 16
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Random pixels, uint8 [height, width, 3]: a resize that differs in anything shows."""
+    return np.random.default_rng([height, width, seed]).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Random frames, uint8 [frames, height, width, 3]."""
+    shape = (frames, height, width, 3)
+    return np.random.default_rng([*shape, seed]).integers(0, 256, shape, dtype=np.uint8)
+
+
+def run(engine: Engine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
+    """The output tokens of each prompt, all of them running at once; and the errors."""
+    outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    errors: dict[int, tuple[str, str]] = {}
+    params = SamplingParams(temperature=0, **settings)
+    news = [engine.add(Add(str(i), ids.numpy().tobytes(), params)) for i, ids in enumerate(prompts)]
+    while news or engine.has_work():
+        for progress in filter(None, news):
+            outputs[int(progress.request_id)] += progress.token_ids
+            if progress.error:
+                errors[int(progress.request_id)] = progress.error
+        news = engine.step().progress if engine.has_work() else []
+    return outputs, errors
+
+
+class Reference:
+    """transformers' model and processor over a checkpoint; a family whose processor is called otherwise overrides."""
+
+    markers: ClassVar[Mapping[str, str]] = {}
+    """What stands for an item of each kind in the processor's text."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model = model.eval()
+        self.processor = processor
+
+    def text(self, items: Items) -> str:
+        return "".join(
+            item["text"] if "text" in item else next(self.markers[kind] for kind in KINDS if kind in item)
+            for item in items
+        )
+
+    def inputs(self, items: Items) -> Mapping[str, torch.Tensor]:
+        """The processor's batch of one for a `List[Dict]`: input_ids [1, T] among others."""
+        images = [Image.fromarray(item["image"]) for item in items if "image" in item]
+        videos = [item["video"] for item in items if "video" in item]
+        given = {"images": images, "videos": videos}
+        return self.processor(
+            text=[self.text(items)], return_tensors="pt", **{name: media for name, media in given.items() if media}
+        )
+
+    @torch.inference_mode()
+    def logits(self, items: Items) -> torch.Tensor:
+        """float32 [T, vocabulary]."""
+        return self.model(**self.inputs(items)).logits[0].float()
+
+    @torch.inference_mode()
+    def generate(self, items: Items, count: int) -> list[int]:
+        """Greedy tokens."""
+        inputs = self.inputs(items)
+        out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+class FamilyContract:
+    """Subclasses are named Test<Family>."""
+
+    name: ClassVar[str]
+    """The family's: its file's."""
+    prompts: ClassVar[Mapping[str, Items]]
+    """At least one with no media, named `text`."""
+    tolerance: ClassVar[float] = 1e-4
+    """fp32, the largest difference of any logit."""
+    bf16_tolerance: ClassVar[float] = 0.15
+    """bfloat16, the largest difference of any logit, in standard deviations of the reference's logits."""
+    unspelled: ClassVar[bool] = False
+    """Whether the prompt's text names no items: the family inserts them."""
+
+    @classmethod
+    def write_checkpoint(cls, out: Path) -> None:
+        """Writes a small random checkpoint into the empty directory `out`, seeded."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_reference(cls, path: Path) -> Reference:
+        """The reference over the checkpoint, fp32."""
+        raise NotImplementedError
+
+    def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
+        """What lies in shared memory is, normalised as the tower does it, the processor's own output `expected`."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        out = tmp_path_factory.mktemp(cls.name)
+        cls.write_checkpoint(out)
+        return out
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, path: Path) -> Reference:
+        return cls.make_reference(path)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, path: Path) -> Model:
+        return load_model(path, device="cpu", dtype="float32")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def processor(cls, path: Path) -> Processor:
+        return family_named(cls.name).processor(Checkpoint.open(path))
+
+    @pytest.fixture
+    def path_file(self, tmp_path: Path):
+        yield tmp_path / "shm_name.txt"
+        release(tmp_path / "shm_name.txt")
+
+    @pytest.fixture
+    def tokenizer(self, path: Path, path_file: Path):
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            yield tokenizer
+
+    @pytest.fixture
+    def tokenized(self, tokenizer: Tokenizer, path_file: Path) -> dict[str, torch.Tensor]:
+        return {name: tokenizer.tokenize(items, path_file) for name, items in self.prompts.items()}
+
+    def test_is_found_by_its_config(self, path):
+        family = family_of(Checkpoint.open(path))
+        assert family is family_named(self.name)
+        assert family.reference
+        assert {kind for items in self.prompts.values() for item in items for kind in item} >= set(family.kinds)
+
+    def test_ids_and_arrays_equal_the_processors(self, reference, model, tokenized):
+        for name, items in self.prompts.items():
+            expected = reference.inputs(items)
+            ids = tokenized[name]
+            media = model.read(ids.numpy())
+            assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist(), name
+            assert len(media) == sum("text" not in item for item in items)
+            if media:
+                self.assert_arrays(expected, media, model)
+
+    def test_logits_equal_the_references(self, reference, model, tokenized):
+        for name, items in self.prompts.items():
+            expected = reference.logits(items)
+            assert (model.logits(tokenized[name]) - expected).abs().max() <= self.tolerance, name
+
+    def test_a_flat_batch_of_all_in_two_orders(self, reference, model, tokenized):
+        names = [*self.prompts]
+        expected = {name: reference.logits(self.prompts[name]) for name in names}
+        for order in (names, names[::-1]):
+            for name, logits in zip(order, model.packed_logits([tokenized[name] for name in order]), strict=True):
+                assert (logits - expected[name]).abs().max() <= self.tolerance, (name, order)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{}, {"max_num_batched_tokens": 24, "max_tower_tokens": 8}],
+        ids=["one step each", "small chunks"],
+    )
+    def test_generated_tokens_equal_the_references(self, settings, reference, model, tokenized):
+        names = [*self.prompts, *reversed(self.prompts)]
+        engine = Engine(model, EngineConfig(**settings))
+        outputs, errors = run(engine, [tokenized[name] for name in names], max_tokens=NUM_TOKENS)
+        assert not errors
+        expected = {name: reference.generate(self.prompts[name], NUM_TOKENS) for name in self.prompts}
+        for i, name in enumerate(names):
+            assert outputs[i] == expected[name], name
+
+    def test_preempted_sequences_come_to_the_same_tokens(self, reference, model, tokenized):
+        spec, longest = model.spec, max(len(ids) for ids in tokenized.values())
+        blocks = -(-(longest + NUM_TOKENS) // 4) + 4
+        config = EngineConfig(
+            kv_block_size=4, kv_cache_bytes=blocks * 4 * spec.kv_token_bytes, encoder_cache_bytes=1000
+        )
+        outputs, errors = run(Engine(model, config), [*tokenized.values()], max_tokens=NUM_TOKENS)
+        assert not errors
+        for i, items in enumerate(self.prompts.values()):
+            assert outputs[i] == reference.generate(items, NUM_TOKENS)
+
+    def test_bfloat16(self, path, reference, tokenized):
+        model = load_model(path, device="cpu", dtype="bfloat16")
+        for name, items in self.prompts.items():
+            expected = reference.logits(items)
+            # A family may bar tokens: their logits are the smallest number, in either dtype.
+            open_ = expected > -1e30
+            difference = (model.logits(tokenized[name]) - expected)[open_].abs().max()
+            assert difference <= self.bf16_tolerance * expected[open_].std(), name
+
+    def test_embeddings_in_place_of_media(self, model, tokenizer, tokenized, path_file):
+        for name, items in self.prompts.items():
+            media = model.read(tokenized[name].numpy())
+            features = [feature.numpy() for item in media for feature in model.encode([item])]
+            given = iter(Embeddings(f, item.shape.grid) for f, item in zip(features, media, strict=True))
+            replaced = [
+                dict(item) if "text" in item else {kind: next(given) for kind in KINDS if kind in item}
+                for item in items
+            ]
+            ids = tokenizer.tokenize(replaced, path_file)
+            logits = model.logits(ids)
+            assert (logits - model.logits(tokenized[name])).abs().max() <= self.tolerance, name
+
+    def test_a_prompt_given_as_ids_is_the_same_as_its_text(
+        self, path, model, reference, tokenizer, tokenized, path_file
+    ):
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        for name, items in self.prompts.items():
+            texts = [item for item in items if "text" in item] if self.unspelled else items
+            media = [item for item in items if "text" not in item]
+            ids = tokenizer.tokenize_ids(encode(reference.text(texts))["input_ids"], media, path_file)
+            expected, found = tokenized[name].numpy(), ids.numpy()
+            assert plain_ids(found, model.read(found)).tolist() == plain_ids(expected, model.read(expected)).tolist()
+
+    def test_truncation_removes_whole_items(self, model, tokenizer, path_file):
+        for items in self.prompts.values():
+            whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+            for limit in {1, len(whole) // 2, len(whole) - 1} - {0}:
+                try:
+                    prompt = tokenizer.prompt_from_items(
+                        parse_inputs(items), path_file, max_tokens=limit, truncating=True
+                    )
+                except ContextLengthExceeded:  # the last item alone is longer
+                    continue
+                assert len(prompt) <= limit
+                assert len(model.read(prompt.ids)) == len(prompt.spans)
+
+    def test_the_worst_case_takes_the_most_tokens(self, processor):
+        for kind in family_named(self.name).kinds:
+            data = processor.worst_case(kind)
+            plan = processor.plan(Media(kind, data), data, {kind: 1})
+            most = processor.max_tokens(kind)
+            assert 0.9 * most <= plan.num_features <= most, kind
