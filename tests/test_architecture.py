@@ -96,11 +96,12 @@ def test_there_are_families():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_model_name_outside_its_file(file):
+    if file.parent.name == "models" and file.stem in FAMILIES:  # a family may be another with changes
+        return
     code = identifiers(file)
     for family in FAMILIES:
-        if file.stem != family:
-            name = family.replace("_", "[_-]?")
-            assert not re.search(name, code, re.IGNORECASE), f"{family} is named in {file}"
+        name = family.replace("_", "[_-]?")
+        assert not re.search(name, code, re.IGNORECASE), f"{family} is named in {file}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
