@@ -126,7 +126,11 @@ class DecodedVideo:
         return (self.pixels[index] for index in indices)
 
 
-def open_video(data: Data) -> EncodedVideo | DecodedVideo:
+Video = EncodedVideo | DecodedVideo
+"""Either."""
+
+
+def open_video(data: Data) -> Video:
     """Frame count and size of `data` now, its frames when asked for. MediaError, LimitExceeded."""
     return EncodedVideo.open(data) if isinstance(data, bytes) else DecodedVideo(data)
 

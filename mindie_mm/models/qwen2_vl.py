@@ -21,7 +21,7 @@ from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, Unsupp
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.patches import patchify
-from mindie_mm.media.video import open_video
+from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
@@ -181,7 +181,59 @@ class Qwen2VLProcessor(Processor):
         del counts
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
-        return _plan_video(data, self.video.with_options(media.options), media.options.fps)
+        return self._plan_video(data, self.video.with_options(media.options), media.options.fps)
+
+    def sample(self, video: Video, settings: PixelSettings) -> list[int]:
+        """Indices of the frames taken from a video, ascending. InputError, LimitExceeded."""
+        return sample_frames(video.num_frames, video.fps, settings)
+
+    def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
+        """Height and width that each of its `num_frames` frames taken is resized to. LimitExceeded."""
+        return smart_resize(video.height, video.width, settings, num_frames=num_frames)
+
+    def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
+        """`Plan.grid` of a video of `patches` (t, h, w), of which the frames `indices` are taken."""
+        del video, indices
+        return patches
+
+    def _plan_video(self, data: Data, settings: PixelSettings, asked_fps: float | None) -> Plan:
+        video = open_video(data)
+        if asked_fps is not None and video.fps is None:
+            raise InputError(
+                f"fps {asked_fps:g} is asked of a video that states no frame rate; num_frames can be given"
+            )
+        indices = self.sample(video, settings)
+        height, width = self.frame_size(video, len(indices), settings)
+        patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+        grid = (-(-len(indices) // temporal), height // patch, width // patch)
+        # Frames handed in without a rate are taken to be sampled already, at what MindIE samples at.
+        fps = _DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            patches = _frames(arrays, "video", patch)
+            groups = patches.reshape(grid[0], grid[1] * grid[2], *patches.shape[1:])
+            for index, frame in enumerate(video.decode(indices)):
+                group, place = divmod(index, temporal)
+                patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
+            if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
+                groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
+            if _PLANES in arrays:
+                arrays[_GRIDS["video"]][...] = grid
+                arrays[_SECONDS][...] = temporal / fps
+
+        patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
+        return Plan(
+            num_features=math.prod(grid) // merge**2,
+            specs={"pixel_values_videos": patches},
+            settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
+            write=write,
+            grid=self.video_grid(grid, video, indices),
+            mindie_specs={
+                _PLANES: patches,
+                _GRIDS["video"]: ArraySpec((3,), "int64"),
+                _SECONDS: ArraySpec((1, 1), "float32"),
+            },
+        )
 
 
 def _plan_image(data: Data, settings: PixelSettings) -> Plan:
@@ -207,44 +259,6 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
         mindie_specs={
             _PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
             _GRIDS["image"]: ArraySpec((3,), "int64"),
-        },
-    )
-
-
-def _plan_video(data: Data, settings: PixelSettings, asked_fps: float | None) -> Plan:
-    video = open_video(data)
-    if asked_fps is not None and video.fps is None:
-        raise InputError(f"fps {asked_fps:g} is asked of a video that states no frame rate; num_frames can be given")
-    indices = sample_frames(video.num_frames, video.fps, settings)
-    height, width = smart_resize(video.height, video.width, settings, num_frames=len(indices))
-    patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-    grid = (-(-len(indices) // temporal), height // patch, width // patch)
-    # Frames handed in without a rate are taken to be sampled already, at what MindIE samples at.
-    fps = _DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
-
-    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        patches = _frames(arrays, "video", patch)
-        groups = patches.reshape(grid[0], grid[1] * grid[2], *patches.shape[1:])
-        for index, frame in enumerate(video.decode(indices)):
-            group, place = divmod(index, temporal)
-            patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
-        if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
-            groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
-        if _PLANES in arrays:
-            arrays[_GRIDS["video"]][...] = grid
-            arrays[_SECONDS][...] = temporal / fps
-
-    patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
-    return Plan(
-        num_features=math.prod(grid) // merge**2,
-        specs={"pixel_values_videos": patches},
-        settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
-        write=write,
-        grid=grid,
-        mindie_specs={
-            _PLANES: patches,
-            _GRIDS["video"]: ArraySpec((3,), "int64"),
-            _SECONDS: ArraySpec((1, 1), "float32"),
         },
     )
 
@@ -348,7 +362,7 @@ class Qwen2VLModel(PretrainedModel):
         device, dtype = self.spec.device, self.spec.dtype
         shapes = [item.shape for item in items]
         patches = [self.normalized(item) for item in items]
-        grids = torch.tensor([shape.grid for shape in shapes], device=device)
+        grids = torch.tensor([shape.grid[:3] for shape in shapes], device=device)
         features = self.module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
         return list(features.split([shape.num_features for shape in shapes]))
 

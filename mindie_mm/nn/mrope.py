@@ -8,6 +8,7 @@ past the largest position of all three axes. (transformers 5.23 leaves the time 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -18,17 +19,25 @@ Grid = tuple[int, int, int]
 """Tokens along time, height and width: after merging."""
 
 
-def mrope_positions(num_tokens: int, spans: Iterable[tuple[int, int, Grid]]) -> Positions:
-    """Positions of a prompt on the axes t, h, w; `spans` are (start, stop, grid) of each media run, ascending."""
+def mrope_positions(
+    num_tokens: int, spans: Iterable[tuple[int, int, Grid]], intervals: Iterable[float] | None = None
+) -> Positions:
+    """Positions of a prompt on the axes t, h, w; `spans` are (start, stop, grid) of each media run, ascending.
+
+    `intervals`, one for each span, are positions from one time of its grid to the next, in float32 and rounded down
+    where a token stands; None: 1.
+    """
     positions = np.empty((3, num_tokens), np.int64)
     index = next_position = 0
-    for start, stop, grid in spans:
+    for (start, stop, grid), interval in zip(spans, repeat(1.0) if intervals is None else intervals, strict=False):
         assert index <= start < stop <= num_tokens, (index, start, stop, num_tokens)
         assert stop - start == grid[0] * grid[1] * grid[2], (start, stop, grid)
         positions[:, index:start] = np.arange(next_position, next_position + start - index)
         next_position += start - index
-        positions[:, start:stop] = np.indices(grid).reshape(3, -1) + next_position
-        next_position += max(grid)
+        axes = np.indices(grid).reshape(3, -1)
+        axes[0] = axes[0].astype(np.float32) * np.float32(interval)
+        positions[:, start:stop] = axes + next_position
+        next_position += int(axes.max()) + 1
         index = stop
     positions[:, index:] = np.arange(next_position, next_position + num_tokens - index)
     return Positions(torch.from_numpy(positions), next_position - index)

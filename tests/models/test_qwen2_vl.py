@@ -77,7 +77,7 @@ class TestQwen2VL(FamilyContract):
             own = [item for item in items if item.shape.kind == kind]
             if own:
                 assert torch.equal(torch.cat([model.normalized(item) for item in own]), expected[pixels])
-                assert [list(item.shape.grid) for item in own] == expected[grids].tolist()
+                assert [list(item.shape.grid[:3]) for item in own] == expected[grids].tolist()
 
 
 @pytest.fixture(scope="module")

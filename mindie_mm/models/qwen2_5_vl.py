@@ -1,0 +1,88 @@
+"""Qwen2.5-VL: Qwen2-VL with windows in its tower, and with seconds on the time axis of a video's positions.
+
+Source: arXiv 2502.13923; transformers' qwen2_5_vl, whose processors are Qwen2-VL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from mindie_mm.device import Device
+from mindie_mm.inputs import Kind
+from mindie_mm.media.video import Video
+from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family
+from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.mrope import mrope_positions
+from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.shm.mindie import SegmentsView
+
+_UNSTATED_FPS = 24.0
+_PICOSECONDS = 10**12
+
+
+class Qwen25VLProcessor(Qwen2VLProcessor):
+    """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, picoseconds from one t to the next)."""
+
+    def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
+        # Frames handed in come without a rate: the reference takes them for ones of 24 a second, all of them.
+        fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
+        return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
+
+
+class Qwen25VLModel(Qwen2VLModel):
+    """Vision tower and decoder; `module` is transformers' Qwen2_5_VLForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25VLProcessor) -> None:
+        super().__init__(module, spec, processor)
+        self._tokens_per_second: int = module.config.vision_config.tokens_per_second
+
+    def describe_segments(self, view: SegmentsView) -> MediaShape:
+        shape = super().describe_segments(view)
+        if shape.kind != "video":
+            return shape
+        return replace(shape, grid=(*shape.grid, _picoseconds(view["second_per_grid_t"].item())))
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
+        merge = self._merge
+        spans = []
+        for item in items:
+            t, h, w = item.shape.grid[:3]
+            spans.append((item.start, item.stop, (t, h // merge, w // merge)))
+        return mrope_positions(length, spans, [self._interval(item.shape) for item in items])
+
+    def _interval(self, shape: MediaShape) -> float:
+        """Positions from one time of the grid to the next; rounded as the reference does it, in float32."""
+        if shape.kind != "video":
+            return 1.0
+        return float(np.float32(shape.grid[3] / _PICOSECONDS) * self._tokens_per_second)
+
+
+class Qwen25VL(Family):
+    """Qwen2.5-VL (Bai et al., 2025, arXiv 2502.13923) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' Qwen2_5_VLForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Qwen25VLProcessor:
+        return Qwen25VLProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen25VLModel:
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        module, spec = load_pretrained(Qwen2_5_VLForConditionalGeneration, checkpoint, device, dtype)
+        return Qwen25VLModel(module, spec, Qwen25VLProcessor(checkpoint))
+
+
+def _picoseconds(seconds: float) -> int:
+    return round(seconds * _PICOSECONDS)

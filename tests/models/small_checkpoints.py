@@ -1,0 +1,48 @@
+"""Parts of small random checkpoints: a byte-level tokenizer, and a model of transformers' with seeded weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = ("What is in the image? Describe this picture. a red square, a blue circle. system user assistant",)
+
+
+def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
+    """Writes a byte-level tokenizer of at most 400 tokens, the special ones first; `settings` as its class takes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[*special_tokens]
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+    fast.save_pretrained(out)
+    return fast
+
+
+def save_model(
+    out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0, scale: float = 1.0
+) -> None:
+    """Writes a `cls` with random weights, all of them `scale` times what transformers draws."""
+    torch.manual_seed(seed)
+    model = cls(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    model.generation_config.eos_token_id = eos
+    model.generation_config.pad_token_id = pad
+    model.save_pretrained(out)
+
+
+def save_json(out: Path, **files: Mapping[str, Any]) -> None:
+    """Writes each of `files`, such as preprocessor_config."""
+    for name, content in files.items():
+        (out / f"{name}.json").write_text(json.dumps(content))
