@@ -47,6 +47,8 @@ class MediaOptions:
     """Most frames that `fps` may come to."""
     detail: str | None = None
     """OpenAI's `auto`, `low` or `high`; `low` bounds the image to 512 x 512 pixels."""
+    sampling_rate: int | None = None
+    """Samples a second of sound handed in as an array; None: as many as the model takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +94,7 @@ class Message:
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "detail"),
     "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "detail"),
-    "audio": (),
+    "audio": ("sampling_rate",),
 }
 _SOURCES: Mapping[str, Kind] = {
     "image": "image",
@@ -110,6 +112,7 @@ _DETAILS = ("auto", "low", "high")
 _MAX_PIXELS = 2**31
 _MAX_FRAMES = 2**20
 _MAX_FPS = 1000.0
+_MAX_SAMPLING_RATE = 768_000
 
 
 def media_of(items: Sequence[Item]) -> list[Media]:
@@ -250,8 +253,8 @@ def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]
 def _parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOptions:
     allowed = _OPTIONS[kind]
     if unknown := [name for name in given if name not in allowed]:
-        known = f"it takes {', '.join(allowed)}" if allowed else "it takes no options"
-        raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: {known}")
+        known = ", ".join(allowed)
+        raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: it takes {known}")
     values: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
@@ -262,6 +265,8 @@ def _parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOpt
             values[name] = value
         elif name == "fps":
             values[name] = _number(value, 0.0, _MAX_FPS, f"{where}.fps")
+        elif name == "sampling_rate":
+            values[name] = _integer(value, 1, _MAX_SAMPLING_RATE, f"{where}.{name}")
         else:
             limit = _MAX_PIXELS if name.endswith("pixels") else _MAX_FRAMES
             values[name] = _integer(value, 1, limit, f"{where}.{name}")

@@ -41,6 +41,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"II*\x00", "tiff"),
     (0, b"MM\x00*", "tiff"),
     (4, b"ftypavif", "avif"),
+    (4, b"ftypM4A", "m4a"),
     (4, b"ftyp", "mp4"),
     (0, b"\x1aE\xdf\xa3", "mkv"),
     (8, b"AVI ", "avi"),
@@ -51,6 +52,12 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"ID3", "mp3"),
     (0, b"\xff\xfb", "mp3"),
     (0, b"\xff\xf3", "mp3"),
+    (0, b"\xff\xf2", "mp3"),
+    (0, b"\xff\xfa", "mp3"),
+    (0, b"\xff\xf1", "aac"),
+    (0, b"\xff\xf9", "aac"),
+    (8, b"AIFF", "aiff"),
+    (8, b"AIFC", "aiff"),
 )
 
 

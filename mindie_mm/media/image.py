@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -21,8 +22,8 @@ MAX_IMAGE_PIXELS = 178_956_970
 
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
-Data = bytes | Pixels
-"""What preprocessing starts from: encoded bytes, or pixels."""
+Data = bytes | NDArray[Any]
+"""What preprocessing starts from: encoded bytes, or pixels, or samples of sound."""
 
 _ORIENTATION_TAG = 0x0112
 _START_OF_SCAN = b"\xff\xda"

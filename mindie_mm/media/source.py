@@ -1,4 +1,4 @@
-"""From what a caller names to what a decoder takes: the source's bytes, or pixels that are decoded already."""
+"""From what a caller names to what a decoder takes: the source's bytes, or pixels or samples decoded already."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pybase64
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
+from mindie_mm.media.audio import Samples
 from mindie_mm.media.image import Data, Pixels, pil_to_rgb
 
 MAX_SOURCE_BYTES = 512 * 2**20
@@ -26,7 +27,7 @@ _MIN_BASE64_CHARS = 64
 
 
 def read_source(media: Media, max_bytes: int = MAX_SOURCE_BYTES) -> Data:
-    """The bytes of a path, `data:` or `file:` URL, or bare base64; the pixels of a PIL image, array or tensor.
+    """The bytes of a path, `data:` or `file:` URL, or bare base64; pixels or samples of a PIL image, array or tensor.
 
     `http(s):` is refused: fetching has a policy (addresses, redirects, time), and the service that holds it spools
     what it fetched to a file. Raises InputError, MediaError, LimitExceeded.
@@ -36,7 +37,7 @@ def read_source(media: Media, max_bytes: int = MAX_SOURCE_BYTES) -> Data:
         return _read_text(source, max_bytes)
     if isinstance(source, bytes):
         return _capped(source, max_bytes)
-    return _pixels(source, media.kind)
+    return _samples(source) if media.kind == "audio" else _pixels(source, media.kind)
 
 
 def source_path(media: Media) -> Path | None:
@@ -112,6 +113,13 @@ def _pixels(source: Any, kind: str) -> Pixels:
     if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
         raise InputError(f"{kind} pixels are {array.dtype} of shape {array.shape}; they must be uint8 {shape} in RGB")
     return np.ascontiguousarray(array)
+
+
+def _samples(source: Any) -> Samples:
+    array = np.asarray(source)
+    if array.dtype.kind != "f" or array.ndim != 1 or not len(array):
+        raise InputError(f"audio samples are {array.dtype} of shape {array.shape}; they must be float [samples]")
+    return np.ascontiguousarray(array, np.float32)
 
 
 def _scheme(source: str) -> str:

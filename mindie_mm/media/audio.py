@@ -1,0 +1,163 @@
+"""Decoding of sound through PyAV, mixed to one channel and resampled with soxr, as transformers' `load_audio`.
+
+That function's soundfile backend, which equals `librosa.load`: channels are averaged, soxr resamples at its quality HQ,
+and the result has ceil(samples * rate / source's rate) samples. Of lossless files the samples are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+import soxr
+from av.container import InputContainer
+from numpy.typing import NDArray
+
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+
+CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf")
+"""Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
+MAX_DURATION_S = 4 * 3600.0
+"""Longest clip, as its container states it."""
+MAX_SOURCE_SAMPLES = 2**26
+"""Most samples of one channel that are decoded of a clip: 256 MiB as float32."""
+MIN_RATE, MAX_RATE = 1_000, 768_000
+"""Lowest and highest rate of a source, samples a second."""
+MAX_CHANNELS = 64
+MAX_AMPLITUDE = 1e9
+"""Largest sample; whole ones that nobody scaled to [-1, 1] are far below, and powers of larger ones overflow."""
+
+# The filter's reach: behind a cut, as many seconds more are decoded, so that the cut does not show before it.
+_MARGIN_S = 1.0
+
+Samples = NDArray[np.float32]
+"""float32 [samples] of one channel, mostly within [-1, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAudio:
+    """A clip whose container was read, and checked against the caps, but that is not decoded yet."""
+
+    rate: int
+    """Samples a second, of each channel."""
+    num_channels: int
+    data: bytes
+
+    @classmethod
+    def open(cls, data: bytes, max_duration_s: float = MAX_DURATION_S) -> EncodedAudio:
+        """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded."""
+        try:
+            with _open(data) as container:
+                if not container.streams.audio:
+                    raise MediaError("the file has no audio stream")
+                stream = container.streams.audio[0]
+                rate, num_channels = stream.rate or 0, stream.channels or 0
+                durations = [container.duration and container.duration / av.time_base]
+                durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
+        except (av.FFmpegError, ValueError, OSError):
+            raise MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})") from None
+        if not MIN_RATE <= rate <= MAX_RATE:
+            raise LimitExceeded(f"the clip has {rate} samples a second; the limits are {MIN_RATE} and {MAX_RATE}")
+        if not 1 <= num_channels <= MAX_CHANNELS:
+            raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
+        if (stated := max(filter(None, durations), default=0.0)) > max_duration_s:
+            raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {max_duration_s:g} s")
+        return cls(rate, num_channels, data)
+
+    def decode(self, rate: int, max_samples: int) -> Samples:
+        """The first `max_samples`, or fewer, at `rate` samples a second; what lies behind them is not decoded.
+
+        MediaError for a broken clip, LimitExceeded where that many take more than `MAX_SOURCE_SAMPLES`.
+        """
+        wanted = math.ceil(max_samples * self.rate / rate) + math.ceil(_MARGIN_S * self.rate)
+        pieces: list[Samples] = []
+        num_samples = 0
+        try:
+            for piece in self._decode():
+                pieces.append(piece)
+                num_samples += len(piece)
+                if num_samples > MAX_SOURCE_SAMPLES:
+                    raise LimitExceeded(f"the clip has more than {MAX_SOURCE_SAMPLES} samples, the limit for decoding")
+                if num_samples >= wanted:
+                    break
+        except (av.FFmpegError, ValueError, OSError):
+            raise MediaError(f"the sound is broken: {num_samples} samples can be decoded") from None
+        if not num_samples:
+            raise MediaError("the clip has no samples")
+        return _resample(np.concatenate(pieces), self.rate, rate, max_samples)
+
+    def _decode(self) -> Iterator[Samples]:
+        """Piece after piece, the channels averaged."""
+        with _open(self.data) as container:
+            for frame in container.decode(container.streams.audio[0]):
+                if frame.samples == 0:
+                    continue
+                if (frame.sample_rate, frame.layout.nb_channels) != (self.rate, self.num_channels):
+                    raise MediaError(
+                        f"the clip changes to {frame.layout.nb_channels} channels of {frame.sample_rate} samples a "
+                        f"second, from {self.num_channels} of {self.rate}"
+                    )
+                yield _mono(frame)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedAudio:
+    """Samples handed in, behind the face of an EncodedAudio."""
+
+    samples: Samples
+    rate: int | None
+    """Samples a second; None: as many as the model takes."""
+
+    def decode(self, rate: int, max_samples: int) -> Samples:
+        """The first `max_samples`, or fewer, at `rate` samples a second."""
+        return _resample(self.samples, self.rate or rate, rate, max_samples)
+
+
+def open_audio(data: bytes | NDArray[Any], rate: int | None = None) -> EncodedAudio | DecodedAudio:
+    """What `data` is now, its samples when asked for. `rate` is that of samples handed in, None for the model's.
+
+    InputError, MediaError, LimitExceeded.
+    """
+    if not isinstance(data, bytes):
+        return DecodedAudio(data, rate)
+    if rate is not None:
+        raise InputError(f"sampling_rate {rate} is given of an encoded clip, which states its own")
+    return EncodedAudio.open(data)
+
+
+def _mono(frame: av.AudioFrame) -> Samples:
+    """float32 [samples]: whole numbers scaled to [-1, 1), the channels averaged."""
+    array = frame.to_ndarray()
+    channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
+    scaled: Samples = channels.astype(np.float32)
+    if array.dtype.kind == "u":
+        scaled -= 128  # bytes are the only unsigned samples there are
+    if array.dtype.kind != "f":
+        scaled *= np.float32(2.0 ** (1 - 8 * array.dtype.itemsize))
+    mono: Samples = scaled[0] if len(scaled) == 1 else scaled.mean(axis=0)
+    return mono
+
+
+def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
+    peak = np.abs(samples).max()
+    if not peak <= MAX_AMPLITUDE:  # not a number among others
+        raise MediaError(f"the clip has samples of {peak}; the limit is {MAX_AMPLITUDE:g}")
+    if source_rate != rate:
+        # Only so many source samples reach the ones that are kept.
+        margin = math.ceil(_MARGIN_S * source_rate)
+        samples = samples[: math.ceil(max_samples * source_rate / rate) + margin]
+        num_samples = math.ceil(len(samples) * rate / source_rate)
+        samples = soxr.resample(samples, source_rate, rate, quality="HQ")
+        samples = np.pad(samples, (0, max(0, num_samples - len(samples))))[:num_samples]
+    return np.ascontiguousarray(samples[:max_samples])
+
+
+def _open(data: bytes) -> InputContainer:
+    options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
+    container: InputContainer = av.open(io.BytesIO(data), options=options)
+    return container

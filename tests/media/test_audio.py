@@ -1,0 +1,203 @@
+import base64
+import io
+import struct
+import wave
+
+import numpy as np
+import pytest
+from transformers.audio_utils import load_audio
+
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.inputs import Media, parse_inputs
+from mindie_mm.media import audio
+from mindie_mm.media.audio import EncodedAudio, open_audio
+from mindie_mm.media.source import read_source
+from tests.media_samples import encode_video, moving_frames
+from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
+
+RATE = 16_000
+LOSSLESS = [
+    ("WAV", "PCM_U8"),
+    ("WAV", "PCM_16"),
+    ("WAV", "PCM_24"),
+    ("WAV", "PCM_32"),
+    ("WAV", "FLOAT"),
+    ("WAV", "DOUBLE"),
+    ("WAV", "ULAW"),
+    ("WAVEX", "PCM_16"),
+    ("AIFF", "PCM_16"),
+    ("FLAC", "PCM_16"),
+    ("FLAC", "PCM_24"),
+]
+
+
+def reference(data: bytes) -> np.ndarray:
+    url = f"data:;base64,{base64.b64encode(data).decode()}"
+    return load_audio(url, sampling_rate=RATE, backend="soundfile")
+
+
+def decode(data: bytes, max_samples: int = 60 * RATE) -> np.ndarray:
+    return open_audio(data).decode(RATE, max_samples)
+
+
+def test_speech_is_decoded_as_the_reference_does():
+    data = speech()
+    assert EncodedAudio.open(data).rate == SPEECH_RATE
+    assert np.array_equal(decode(data), reference(data))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
+@pytest.mark.parametrize(("file_format", "subtype"), LOSSLESS)
+def test_lossless_files_are_equal_to_the_reference(file_format, subtype, rate, channels):
+    data = encode_sound(tone(0.7, rate, channels=channels), rate, file_format, subtype)
+    found = decode(data)
+    assert found.dtype == np.float32
+    assert np.array_equal(found, reference(data))
+
+
+@pytest.mark.parametrize("rate", [16_000, 48_000])
+@pytest.mark.parametrize(
+    ("file_format", "subtype", "tolerance"),
+    [("MP3", "MPEG_LAYER_III", 1e-6), ("OGG", "VORBIS", 1e-6), ("OGG", "OPUS", 0.005)],
+)
+def test_lossy_files_are_near_the_reference(file_format, subtype, tolerance, rate):
+    data = encode_sound(tone(1.3, rate), rate, file_format, subtype)
+    found, expected = decode(data), reference(data)
+    assert len(found) == len(expected)
+    assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance  # two decoders, of opus at two rates
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [("mp4", "aac"), ("adts", "aac"), ("ipod", "alac"), ("webm", "libopus"), ("matroska", "libmp3lame"), ("asf", "wmav2")],
+)
+def test_files_that_libsndfile_does_not_read(container, codec):
+    samples = tone(1.5, 48_000)
+    found = decode(encode_with_ffmpeg(samples, 48_000, container, codec))
+    original = audio._resample(samples, 48_000, RATE, 60 * RATE)
+    best = max(
+        np.corrcoef(original[2000:20_000], found[2000 + shift : 20_000 + shift])[0, 1] for shift in range(0, 1200, 1)
+    )
+    assert best > 0.99, "one of the shifts that coders delay by"
+
+
+def test_the_sound_of_a_video_file():
+    silent = encode_video(moving_frames(4))
+    with pytest.raises(MediaError, match="no audio stream"):
+        open_audio(silent)
+
+
+@pytest.mark.parametrize("rate", [RATE, 44_100])
+def test_what_lies_behind_the_limit_is_not_decoded(rate):
+    data = encode_sound(tone(9.0, rate), rate, "WAV", "FLOAT")
+    found = decode(data, max_samples=5 * RATE + 7)
+    assert len(found) == 5 * RATE + 7
+    assert np.array_equal(found, reference(data)[: len(found)])
+    broken_behind = data[: int(len(data) * 0.7)]
+    assert np.array_equal(decode(broken_behind, max_samples=5 * RATE + 7), found)
+
+
+def test_samples_handed_in():
+    samples = tone(1.0, 48_000)
+    assert np.array_equal(open_audio(samples).decode(RATE, 500), samples[:500])
+    data = encode_sound(samples, 48_000, "WAV", "FLOAT")
+    assert np.array_equal(open_audio(samples, 48_000).decode(RATE, 60 * RATE), reference(data))
+    with pytest.raises(InputError, match="sampling_rate 16000 is given of an encoded clip"):
+        open_audio(data, 16_000)
+
+
+def test_arrays_are_samples():
+    (media,) = parse_inputs([{"audio": tone(0.1).astype(np.float64), "sampling_rate": 8000}])
+    assert isinstance(media, Media)
+    assert media.options.sampling_rate == 8000
+    assert read_source(media).dtype == np.float32
+    for wrong in (np.zeros((2, 5), np.float32), np.zeros(5, np.int16), np.zeros(0, np.float32)):
+        with pytest.raises(InputError, match=r"audio samples are .*; they must be float \[samples\]"):
+            read_source(Media("audio", wrong))
+
+
+def test_caps_hold_before_decoding():
+    data = encode_sound(tone(3.0), RATE)
+    with pytest.raises(LimitExceeded, match=r"lasts 3\.0 s; the limit is 2\.5 s"):
+        EncodedAudio.open(data, max_duration_s=2.5)
+    for rate in (999, 768_001):
+        with pytest.raises(LimitExceeded, match=f"{rate} samples a second; the limits are 1000 and 768000"):
+            open_audio(wav_header(rate, 1) + bytes(100))
+    with pytest.raises(LimitExceeded, match="65 channels; the limit is 64"):
+        open_audio(wav_header(RATE, 65) + bytes(65 * 200))
+
+
+def test_a_small_file_that_is_hours_of_sound_is_refused_at_once():
+    silence = encode_with_ffmpeg(np.zeros(20 * 48_000, np.float32), 48_000, "ogg", "libopus")
+    last = bytearray(silence[silence.rindex(b"OggS") :])  # this page states how many samples the file has
+    last[6:14] = struct.pack("<q", 48_000 * 3600 * 5)
+    last[22:26] = bytes(4)
+    last[22:26] = struct.pack("<I", ogg_check(last))
+    claim = silence[: -len(last)] + bytes(last)
+    assert len(claim) < 10_000
+    with pytest.raises(LimitExceeded, match=r"lasts 1[78]\d\d\d\.\d s; the limit is 14400 s"):
+        open_audio(claim)
+
+
+def test_decoding_ends_at_the_cap_of_samples(monkeypatch):
+    monkeypatch.setattr(audio, "MAX_SOURCE_SAMPLES", RATE)
+    with pytest.raises(LimitExceeded, match="more than 16000 samples"):
+        decode(encode_sound(tone(3.0), RATE))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e12])
+def test_samples_that_overflow_are_refused(value):
+    samples = tone(0.5)
+    samples[77] = value
+    with pytest.raises(MediaError, match=r"has samples of (nan|inf|9999.*); the limit is 1e\+09"):
+        decode(encode_sound(samples, RATE, "WAV", "FLOAT"))
+    with pytest.raises(MediaError, match="has samples of"):
+        open_audio(samples).decode(RATE, RATE)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no sound",
+        b"RIFF\x00\x00\x00\x00WAVE",
+        b"OggS" + bytes(200),
+        b"ID3\x04\x00\x00\x00\x00\x00\x00" + bytes(200),
+        b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/hostname\n",
+        b"ffconcat version 1.0\nfile '/etc/hostname'\n",
+        np.random.default_rng(0).bytes(5000),
+    ],
+)
+def test_what_is_no_sound_is_refused(data):
+    with pytest.raises((MediaError, LimitExceeded)):
+        decode(data)
+
+
+def test_a_clip_without_samples_is_refused():
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(RATE)
+    with pytest.raises(MediaError, match=r"no samples|no readable"):
+        decode(file.getvalue())
+
+
+def ogg_check(page: bytes) -> int:
+    """The CRC-32 of an Ogg page, whose own place is zero."""
+    check = 0
+    for byte in page:
+        check ^= byte << 24
+        for _ in range(8):
+            check = (check << 1) ^ (0x104C11DB7 if check >> 31 else 0)
+    return check
+
+
+def wav_header(rate: int, channels: int) -> bytes:
+    """Of a file of 8-bit samples."""
+    return (
+        b"RIFF" + struct.pack("<I", 10_000) + b"WAVEfmt "
+        + struct.pack("<IHHIIHH", 16, 1, channels, rate, rate * channels, channels, 8)
+        + b"data" + struct.pack("<I", 9_000)
+    )  # fmt: skip

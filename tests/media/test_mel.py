@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+from transformers import WhisperFeatureExtractor
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.media.audio import open_audio
+from mindie_mm.media.mel import MelSettings, write_log_mel
+from tests.sound_samples import speech, tone
+
+RATE = 16_000
+LENGTHS = [1, 2, 160, 161, 320, 321, 5000, 70_001, 5 * RATE - 401, 5 * RATE - 1, 5 * RATE, 5 * RATE + 1, 8 * RATE]
+
+
+def both(samples: np.ndarray, further: int = 2, **settings: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ours and the reference's, float32 [bins, frames]: those that it masks in, and `further` ones of its padding."""
+    extractor = WhisperFeatureExtractor(**{"chunk_length": 5, **settings})
+    expected = extractor(samples, sampling_rate=RATE, return_attention_mask=True, return_tensors="np")
+    ours = MelSettings.read(extractor.to_dict(), "test")
+    num_frames = ours.num_frames(len(samples))
+    assert num_frames == expected["attention_mask"].sum()
+    out = np.full((ours.num_bins, min(num_frames + further, ours.max_frames)), np.nan, np.float32)
+    write_log_mel(samples, ours, out)
+    return out, expected["input_features"][0, :, : out.shape[1]]
+
+
+@pytest.mark.parametrize("bins", [80, 128])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_spectrograms_equal_the_references(length, bins):
+    ours, expected = both(tone(9.0)[:length], feature_size=bins)
+    assert np.abs(ours - expected).max() <= 1e-6
+
+
+def test_speech():
+    samples = open_audio(speech()).decode(RATE, 30 * RATE)
+    ours, expected = both(samples, chunk_length=30, feature_size=128)
+    assert np.abs(ours - expected).max() <= 1e-6
+
+
+@pytest.mark.parametrize("samples", [np.zeros(4000, np.float32), tone(0.5) * 1000, tone(0.5) * 1e-6])
+def test_silence_and_unscaled_samples(samples):
+    ours, expected = both(samples)
+    assert np.abs(ours - expected).max() <= 1e-6
+
+
+def test_the_loudest_frame_is_found_behind_those_asked_for():
+    samples = np.concatenate([tone(0.02), np.ones(1, np.float32)])  # its last window reaches beyond the last frame
+    for further in (0, 1, 7):
+        ours, expected = both(samples, further)
+        assert np.abs(ours - expected).max() <= 1e-6
+
+
+def test_read_only_samples():
+    samples = tone(0.3)
+    samples.flags.writeable = False
+    assert np.isfinite(both(samples)[0]).all()
+
+
+def test_other_windows_and_hops():
+    ours, expected = both(tone(1.0), n_fft=512, hop_length=128)
+    assert np.abs(ours - expected).max() <= 1e-6
+
+
+@pytest.mark.parametrize("option", [{"dither": 0.1}, {"padding_value": 1.0}, {"do_normalize": True}])
+def test_what_is_not_served_is_refused(option):
+    with pytest.raises(UnsupportedCheckpoint, match=next(iter(option))):
+        MelSettings.read(option, "test")
