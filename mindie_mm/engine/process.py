@@ -16,6 +16,7 @@ from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, 
 from mindie_mm.errors import MindieMMError, error_name
 from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.models import load_model
+from mindie_mm.nn.placement import Placement
 from mindie_mm.shm import collect
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,14 @@ def serve(channel: ChildChannel) -> None:
 def _load(start: Start) -> Engine:
     config = start.config
     open_device(config.device).set_num_threads(config.num_threads)
-    model = load_model(Path(start.model) if start.model else None, config.device, config.dtype, start.family)
+    model = load_model(
+        Path(start.model) if start.model else None,
+        config.device,
+        config.dtype,
+        start.family,
+        vision=Placement(config.vision_device, config.vision_bits),
+        projector=Placement(config.projector_device, config.projector_bits),
+    )
     return Engine(model, config)
 
 

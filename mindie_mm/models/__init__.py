@@ -19,6 +19,7 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.placement import TOGETHER, Placement, place
 
 GROUP = "mindie_mm.models"
 
@@ -80,15 +81,20 @@ def load_model(
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
     family: str | None = None,
+    *,
+    vision: Placement = TOGETHER,
+    projector: Placement = TOGETHER,
 ) -> Model:
     """The model of a checkpoint directory (None: the embedded one), its weights on the device.
 
-    `dtype` is auto, the name of a torch dtype, or one; `family` as in `family_of`. UnsupportedCheckpoint,
-    DeviceError, InputError.
+    `dtype` is auto, the name of a torch dtype, or one; `family` as in `family_of`; `vision` and `projector` say where
+    these parts run, unless with the rest. UnsupportedCheckpoint, DeviceError, InputError.
     """
     checkpoint = Checkpoint.open(path)
     opened = open_device(device)
-    return family_of(checkpoint, family).model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+    model = family_of(checkpoint, family).model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+    place(model, vision, projector)
+    return model
 
 
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:

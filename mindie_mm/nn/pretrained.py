@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mindie_mm.device import Device
@@ -19,6 +20,7 @@ from mindie_mm.nn import attention
 from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.quantized import check_quantization
 
 # Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -65,18 +67,34 @@ def load_pretrained(
 
     In inference mode, and with the sizes of its text model. `unused` are patterns (fnmatch) of weights that the
     checkpoint may have beside the model's own.
-    UnsupportedCheckpoint where rotary frequencies depend on the batch, or the weights are not the model's.
+    UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
+    quantised and a package or a device for that is missing.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    quantized = check_quantization(checkpoint, device)
+    # Quantised layers are made on their device; others are moved there as they are.
+    placed = {"device_map": {"": device.torch_device}} if quantized else {}
     try:
         config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
         _check_rope(checkpoint, config)
         module, loaded = cls.from_pretrained(
-            checkpoint.path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            checkpoint.path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # its own error names none of them
+            **placed,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
+    if misfits := sorted(loaded["mismatched_keys"]):
+        name, found, needed = misfits[0]
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
+            f"{name}: {list(found)}, not {list(needed)}"
+        )
     # transformers would draw missing ones at random, and the answers would look like a bad model's
     check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
     AttentionInterface.register(attention.NAME, attention.attend)
@@ -85,7 +103,9 @@ def load_pretrained(
     parts = dict.fromkeys(module.config.sub_configs, "sdpa")
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
-    module.requires_grad_(False).eval().to(device.torch_device)
+    module.requires_grad_(False).eval()
+    if not quantized:
+        module.to(device.torch_device)
     return module, _spec(checkpoint, config.get_text_config(), device, dtype)
 
 

@@ -67,3 +67,12 @@ def test_a_family_is_chosen_by_name(random_checkpoint, tmp_path):
     assert "there are" in run("serve", folder, "--port", 0, "--family", "nothing", status=2)
     found = json.loads(run("doctor", folder, "--json", MINDIE_MM_FAMILY="qwen2_vl"))
     assert {finding["status"] for finding in found} == {"ok"}
+
+
+def test_the_tower_has_a_precision_of_its_own(random_checkpoint, tmp_path):
+    picture = tmp_path / "picture.png"
+    Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
+    asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)
+    run(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu")
+    assert "vision_bits is 8, it must be 16 or 32" in run(*asked, status=2, MINDIE_MM_VISION_BITS="8")
+    assert "device is 'tpu'" in run("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)

@@ -1,0 +1,210 @@
+"""Checkpoints that cannot be served are refused at load, by what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.quantized import refuse_quantized
+from mindie_mm.tokenize import Tokenizer
+
+Weights = dict[str, torch.Tensor]
+FIRST = "model.language_model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def copy(random_checkpoint, tmp_path):
+    """A copy of the random checkpoint, to be broken."""
+    folder = tmp_path / "broken"
+    shutil.copytree(random_checkpoint, folder)
+    return folder
+
+
+def rewrite(folder: Path, change: Callable[[Weights], object]) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(load_file(folder / "model.safetensors"))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        load_model(folder, device="cpu")
+    said = str(error.value)
+    assert str(folder) in said
+    return said
+
+
+def test_missing_weights_are_named(copy):
+    gone = names(copy)[2:5]
+    rewrite(copy, lambda weights: [weights.pop(name) for name in gone])
+    said = refused(copy)
+    assert "lacks 3 weights" in said
+    assert "layers.0" in said or "lm_head" in said or "embed" in said
+
+
+def test_unexpected_weights_are_named(copy):
+    rewrite(copy, lambda weights: weights.update({"model.adapter.weight": torch.zeros(2), "zeta": torch.zeros(2)}))
+    said = refused(copy)
+    assert "2 weights that its model does not know" in said
+    assert "model.adapter.weight" in said
+
+
+@pytest.mark.parametrize("change", ["weight", "config"])
+def test_shapes_that_do_not_fit_are_named(copy, change):
+    if change == "weight":
+        name = next(name for name in names(copy) if name.endswith("layers.0.self_attn.q_proj.weight"))
+        rewrite(copy, lambda weights: weights.update({name: torch.zeros(8, 8)}))
+    else:
+        text = json.loads((copy / "config.json").read_text())["text_config"]
+        reconfigure(copy, text_config=text | {"intermediate_size": 96})
+    said = refused(copy)
+    assert "shape" in said
+    assert "q_proj" in said if change == "weight" else "mlp" in said
+    assert len(said) < 2000, said
+
+
+def test_no_weights_at_all(copy):
+    (copy / "model.safetensors").unlink()
+    assert "model.safetensors" in refused(copy)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10", b"not a file of weights at all, and longer than a header"])
+def test_a_file_that_holds_no_weights(copy, content):
+    (copy / "model.safetensors").write_bytes(content)
+    refused(copy)
+
+
+def test_a_file_that_is_cut(copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    refused(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "not JSON"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "no model_type"), (None, "no config.json")],
+)
+def test_configurations_that_cannot_be_read(copy, content, said):
+    file = copy / "config.json"
+    file.unlink() if content is None else file.write_text(content)
+    assert said in refused(copy)
+    with pytest.raises(UnsupportedCheckpoint, match=said):
+        Tokenizer.from_pretrained(copy)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_cannot_be_read(copy, name):
+    (copy / name).write_text("{")
+    with pytest.raises(UnsupportedCheckpoint, match="tokenizer"):
+        Tokenizer.from_pretrained(copy)
+
+
+def test_a_config_whose_sizes_contradict_themselves(copy):
+    text = json.loads((copy / "config.json").read_text())["text_config"]
+    reconfigure(copy, text_config=text | {"num_attention_heads": 3})
+    refused(copy)
+
+
+def test_an_unknown_dtype(copy):
+    with pytest.raises(InputError, match="dtype is 'float8'"):
+        load_model(copy, device="cpu", dtype="float8")
+
+
+def test_a_modality_that_the_family_lacks(copy, tmp_path):
+    with (
+        Tokenizer.from_pretrained(copy) as tokenizer,
+        pytest.raises(InputError, match="takes no audio; it takes image, video"),
+    ):
+        tokenizer.tokenize([{"audio": b"RIFF"}], tmp_path / "shm_name.txt")
+
+
+NO_PACKAGE = {
+    "bitsandbytes_4bit": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "accelerate|bitsandbytes"),
+    "bitsandbytes_8bit": ({"load_in_8bit": True}, "accelerate|bitsandbytes"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "optimum|gptqmodel"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "gptqmodel|accelerate"),
+    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "compressed-tensors>"),
+}
+
+
+@pytest.mark.parametrize("method", NO_PACKAGE)
+@pytest.mark.parametrize("nested", [False, True])
+def test_quantised_weights_whose_package_is_missing(copy, method, nested):
+    settings, package = NO_PACKAGE[method]
+    if nested:
+        text = json.loads((copy / "config.json").read_text())["text_config"]
+        reconfigure(copy, text_config=text | {"quantization_config": settings})
+    else:
+        reconfigure(copy, quantization_config=settings)
+    # In a process in which none of the packages is there, whatever this machine has.
+    code = f"""
+import importlib.util, sys
+from mindie_mm.errors import UnsupportedCheckpoint
+found = importlib.util.find_spec
+missing = ("accelerate", "bitsandbytes", "optimum", "gptqmodel", "compressed_tensors", "awq")
+importlib.util.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
+from mindie_mm.models import load_model
+try:
+    load_model({str(copy)!r}, device="cpu")
+except UnsupportedCheckpoint as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"quantised with '{method}', which cannot be run here" in said, said
+    assert any(name in said for name in package.split("|")), said
+
+
+def test_a_quantisation_that_nobody_knows(copy):
+    reconfigure(copy, quantization_config={"quant_method": "abacus"})
+    said = refused(copy)
+    assert "quantised with 'abacus', which transformers does not load; it loads aqlm" in said
+
+
+def test_layers_of_our_own_take_plain_weights(copy):
+    refuse_quantized(Checkpoint.open(copy))
+    reconfigure(copy, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(UnsupportedCheckpoint, match="only plain weights are served"):
+        refuse_quantized(Checkpoint.open(copy))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_is_served_where_it_is_installed(random_checkpoint, tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    from transformers import BitsAndBytesConfig, Qwen2VLForConditionalGeneration
+
+    settings = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {"load_in_8bit": True}
+    reference = Qwen2VLForConditionalGeneration.from_pretrained(
+        random_checkpoint, quantization_config=BitsAndBytesConfig(**settings), device_map={"": "cpu"}
+    )
+    folder = tmp_path / "quantised"
+    shutil.copytree(random_checkpoint, folder)
+    (folder / "model.safetensors").unlink()
+    reference.save_pretrained(folder)
+    model = load_model(folder, device="cpu")
+    ids = torch.arange(10, 40)
+    with torch.no_grad():
+        expected = reference(ids[None]).logits[0].float()
+    assert (model.logits(ids) - expected).abs().max() < 1e-4
