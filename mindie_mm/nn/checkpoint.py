@@ -37,6 +37,13 @@ class Checkpoint:
         file = self.path / name
         return _read(file) if file.is_file() else {}
 
+    def token_id(self, token: str) -> int:
+        """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
+        for added in self.json("tokenizer.json").get("added_tokens", ()):
+            if added["content"] == token:
+                return int(added["id"])
+        raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
+
 
 def _read(file: Path) -> dict[str, Any]:
     try:

@@ -20,12 +20,15 @@ Grid = tuple[int, int, int]
 
 
 def mrope_positions(
-    num_tokens: int, spans: Iterable[tuple[int, int, Grid]], intervals: Iterable[float] | None = None
+    num_tokens: int,
+    spans: Iterable[tuple[int, int, Grid]],
+    intervals: Iterable[float] | None = None,
+    scale: float = 1.0,
 ) -> Positions:
     """Positions of a prompt on the axes t, h, w; `spans` are (start, stop, grid) of each media run, ascending.
 
     `intervals`, one for each span, are positions from one time of its grid to the next, in float32 and rounded down
-    where a token stands; None: 1.
+    where a token stands; None: 1. A time is multiplied by them first and by `scale` then, as references round it.
     """
     positions = np.empty((3, num_tokens), np.int64)
     index = next_position = 0
@@ -35,7 +38,7 @@ def mrope_positions(
         positions[:, index:start] = np.arange(next_position, next_position + start - index)
         next_position += start - index
         axes = np.indices(grid).reshape(3, -1)
-        axes[0] = axes[0].astype(np.float32) * np.float32(interval)
+        axes[0] = axes[0].astype(np.float32) * np.float32(interval) * np.float32(scale)
         positions[:, start:stop] = axes + next_position
         next_position += int(axes.max()) + 1
         index = stop
