@@ -33,7 +33,7 @@ from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
 
-_MAX_ASPECT_RATIO = 200
+MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_PIXELS = 512 * 512
 _DEFAULT_FPS = 2.0
 _BICUBIC = 3
@@ -154,7 +154,7 @@ class Qwen2VLProcessor(Processor):
         image = joint.get("image_processor") or checkpoint.json("preprocessor_config.json")
         video = joint.get("video_processor") or checkpoint.json("video_preprocessor_config.json") or image
         self.image = PixelSettings.read(image, f"{checkpoint.path} (images)", 56 * 56, 28 * 28 * 1280)
-        self.video = PixelSettings.read(video, f"{checkpoint.path} (videos)", 128 * 28 * 28, 28 * 28 * 768)
+        self.video = self.video_settings(video, f"{checkpoint.path} (videos)")
         config = checkpoint.config
         before = (config.get("vision_start_token_id", 151652),)
         after = (config.get("vision_end_token_id", 151653),)
@@ -182,6 +182,10 @@ class Qwen2VLProcessor(Processor):
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options.fps)
+
+    def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
+        """From the configuration that videos are preprocessed by. UnsupportedCheckpoint."""
+        return PixelSettings.read(config, where, 128 * 28 * 28, 28 * 28 * 768)
 
     def sample(self, video: Video, settings: PixelSettings) -> list[int]:
         """Indices of the frames taken from a video, ascending. InputError, LimitExceeded."""
@@ -284,8 +288,8 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
     Multiples of `settings.factor`, the proportions kept as far as that allows, the product within min_pixels and
     max_pixels. LimitExceeded for a picture more than 200 times as long as wide.
     """
-    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-        raise LimitExceeded(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT_RATIO} times the other")
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:
         max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))
@@ -359,12 +363,15 @@ class Qwen2VLModel(PretrainedModel):
         )
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        features: Tensor = self.run_visual(items).pooler_output
+        return list(features.split([item.shape.num_features for item in items]))
+
+    def run_visual(self, items: Sequence[MediaItem]) -> Any:
+        """The vision tower's output, whose `pooler_output` are the features of all items, one behind another."""
         device, dtype = self.spec.device, self.spec.dtype
-        shapes = [item.shape for item in items]
-        patches = [self.normalized(item) for item in items]
-        grids = torch.tensor([shape.grid[:3] for shape in shapes], device=device)
-        features = self.module.model.visual(torch.cat(patches).to(dtype), grid_thw=grids).pooler_output
-        return list(features.split([shape.num_features for shape in shapes]))
+        patches = torch.cat([self.normalized(item) for item in items])
+        grids = torch.tensor([item.shape.grid[:3] for item in items], device=device)
+        return self.module.model.visual(patches.to(dtype), grid_thw=grids)
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""

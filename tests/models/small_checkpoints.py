@@ -28,15 +28,10 @@ def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) ->
     return fast
 
 
-def save_model(
-    out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0, scale: float = 1.0
-) -> None:
-    """Writes a `cls` with random weights, all of them `scale` times what transformers draws."""
+def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0) -> None:
+    """Writes a `cls` with random weights."""
     torch.manual_seed(seed)
     model = cls(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
     model.generation_config.eos_token_id = eos
     model.generation_config.pad_token_id = pad
     model.save_pretrained(out)

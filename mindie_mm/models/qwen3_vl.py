@@ -1,0 +1,209 @@
+"""Qwen3-VL: Qwen2-VL's patches; several of the tower's layers reach the decoder, and text says when a frame was.
+
+Source: arXiv 2511.21631; transformers' qwen3_vl, whose ids, grids and pixels these are. Each temporal patch of a
+video is a run of its own in the prompt, behind its time in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data
+from mindie_mm.media.video import DecodedVideo, Video
+from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
+from mindie_mm.nn.attention import PagedBatch
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Spelling
+from mindie_mm.nn.mindie import Layout
+from mindie_mm.nn.model import Positions
+from mindie_mm.nn.mrope import Grid, mrope_positions
+from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.splice import MediaItem
+
+_UNSTATED_FPS = 24.0
+_ZERO = np.zeros((), np.uint8)
+_VIDEO_DEFAULTS: Mapping[str, Any] = {
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    "patch_size": 16,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+    "do_sample_frames": True,
+    "fps": 2,
+}
+
+
+class Qwen3VLProcessor(Qwen2VLProcessor):
+    """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, and of each t its tenths of a second)."""
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        tokenizer = checkpoint.json("tokenizer_config.json")
+        extra = tokenizer.get("extra_special_tokens")
+        named = {**(extra if isinstance(extra, dict) else {}), **tokenizer}
+        names = ("vision_start", "video", "vision_end")
+        spelled = ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
+        self._frame = "".join(named.get(f"{name}_token", text) for name, text in zip(names, spelled, strict=True))
+
+    def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
+        """`min_pixels` and `max_pixels` are those of all frames of a video together."""
+        config = {**_VIDEO_DEFAULTS, **config}
+        if not config["do_sample_frames"]:
+            raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False, only True is served")
+        if config.get("num_frames") is not None and config["fps"] is not None:
+            raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both given")
+        size = config["size"]
+        own = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "cap_pixels_per_frame": None}
+        settings = PixelSettings.read({**config, **own}, where, 0, 0)
+        self._frame_pixels: int | None = None
+        if config.get("cap_pixels_per_frame"):
+            self._frame_pixels = config.get("max_video_tokens", 768) * settings.factor**2
+        return settings
+
+    def sample(self, video: Video, settings: PixelSettings) -> list[int]:
+        # Frames handed in come without a rate: the reference takes them for ones of 24 a second.
+        total, fps = video.num_frames, video.fps or _UNSTATED_FPS
+        if settings.num_frames is not None:
+            wanted = settings.num_frames
+        elif settings.fps is not None:
+            wanted = min(max(int(total / fps * settings.fps), settings.min_frames), settings.max_frames, total)
+        else:
+            wanted = min(max(total, settings.min_frames), settings.max_frames)
+        indices: list[int] = np.linspace(0, total - 1, wanted).round().astype(int).tolist()
+        return indices
+
+    def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
+        height, width, factor, temporal = video.height, video.width, settings.factor, settings.temporal_patch_size
+        if num_frames < temporal:
+            raise InputError(f"the video has {num_frames} frames; this model takes at least {temporal}")
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+        max_pixels = self._video_pixels(num_frames, settings)
+        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+        pixels = round(num_frames / temporal) * temporal * new_height * new_width
+        if pixels > max_pixels:
+            scale = math.sqrt(num_frames * height * width / max_pixels)
+            new_height = max(factor, math.floor(height / scale / factor) * factor)
+            new_width = max(factor, math.floor(width / scale / factor) * factor)
+        elif pixels < settings.min_pixels:
+            scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
+            new_height = math.ceil(height * scale / factor) * factor
+            new_width = math.ceil(width * scale / factor) * factor
+        return new_height, new_width
+
+    def _video_pixels(self, num_frames: int, settings: PixelSettings) -> int:
+        """Most pixels of all frames together."""
+        if self._frame_pixels is None:
+            return settings.max_pixels
+        share = min(self._frame_pixels, settings.max_pixels // num_frames)
+        return max(share, int(settings.min_pixels * 1.05)) * num_frames
+
+    def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
+        temporal, fps = self.video.temporal_patch_size, video.fps or _UNSTATED_FPS
+        times = [index / fps for index in indices]
+        times += times[-1:] * (-len(times) % temporal)
+        groups = zip(times[::temporal], times[temporal - 1 :: temporal], strict=True)
+        # Through text, so that the digit is rounded as the reference rounds it.
+        return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        if kind != "video":
+            return Spelling()
+        t, _, _, *tenths = grid
+        if len(tenths) != t:
+            raise InputError(f"the video's grid has {t} times, and says of {len(tenths)} when they were")
+        text = "".join(f"<{value // 10}.{value % 10} seconds>{self._frame}" for value in tenths)
+        return Spelling(text, [(self.placeholder(kind).token,) * (num_features // t)] * t)
+
+    def max_tokens(self, kind: Kind) -> int:
+        if kind == "image":
+            return super().max_tokens(kind)
+        data = self.worst_case(kind)
+        return self.plan(Media(kind, data), data, {}).num_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        """Of a video: many frames so long that they cannot shrink in proportion, or few that are large."""
+        if kind == "image":
+            return super().worst_case(kind)
+        settings = self.video
+        shapes: list[tuple[int, int, int, int]] = []
+        for wanted in (settings.temporal_patch_size, settings.min_frames, settings.min_frames + 1, settings.max_frames):
+            total = wanted if settings.fps is None else math.ceil(wanted * _UNSTATED_FPS / settings.fps)
+            num_frames = len(self.sample(DecodedVideo(np.broadcast_to(_ZERO, (total, 1, 1, 3))), settings))
+            tokens = max(1, self._video_pixels(num_frames, settings) // (num_frames * settings.factor**2))
+            rows = math.isqrt(tokens)
+            shapes += [
+                (total, rows * settings.factor, tokens // rows * settings.factor, 3),
+                (total, 1, MAX_ASPECT_RATIO, 3),
+            ]
+        return np.zeros(max(shapes, key=self._num_features), np.uint8)
+
+    def _num_features(self, shape: tuple[int, int, int, int]) -> int:
+        data = np.broadcast_to(_ZERO, shape)
+        return self.plan(Media("video", data), data, {}).num_features
+
+
+class Qwen3VLModel(Qwen2VLModel):
+    """Vision tower and decoder; `module` is transformers' Qwen3VLForConditionalGeneration.
+
+    Behind a feature's hidden columns stand those of each tower layer that reaches the decoder.
+    """
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
+        spans: list[tuple[int, int, Grid]] = []
+        for item in items:
+            t, h, w = item.shape.grid[:3]
+            grid = (1, h // self._merge, w // self._merge)
+            spans += [(int(run[0]), int(run[-1]) + 1, grid) for run in np.split(item.slots, t)]
+        return mrope_positions(length, spans)
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        out = self.run_visual(items)
+        features = torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
+        return list(features.split([item.shape.num_features for item in items]))
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        if extra is None:
+            return self.run_text_model(hidden, positions, paged)
+        everywhere = torch.ones(1, len(hidden), dtype=torch.bool, device=hidden.device)
+        levels = extra.split(hidden.shape[1], dim=1)
+        return self.run_text_model(
+            hidden, positions, paged, visual_pos_masks=everywhere, deepstack_visual_embeds=levels
+        )
+
+
+class Qwen3VL(Family):
+    """Qwen3-VL (Bai et al., 2025, arXiv 2511.21631) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' Qwen3VLForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Qwen3VLProcessor:
+        return Qwen3VLProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen3VLModel:
+        from transformers import Qwen3VLForConditionalGeneration
+
+        module, spec = load_pretrained(Qwen3VLForConditionalGeneration, checkpoint, device, dtype)
+        levels = len(module.config.vision_config.deepstack_visual_indexes)
+        spec = replace(spec, extra_width=levels * spec.hidden_size)
+        return Qwen3VLModel(module, spec, Qwen3VLProcessor(checkpoint))
