@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ def family_names() -> list[str]:
 def family_named(name: str) -> type[Family]:
     """The family `name`: the one Family class that its module defines, or what its entry point loads."""
     for entry in entry_points(group=GROUP, name=name):
-        return _checked(name, entry.load())
+        return _loaded(entry)
     if name not in family_names():
         raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
@@ -70,10 +70,14 @@ def _candidates(model_type: str) -> Iterator[type[Family]]:
         yield family_named(name)
 
 
-def _checked(name: str, value: object) -> type[Family]:
+def _loaded(entry: EntryPoint) -> type[Family]:
+    try:
+        value = entry.load()
+    except Exception as error:  # another package's code: it fails as it likes, and has to be told by name
+        raise InputError(f"the entry point {entry.name!r} of {GROUP}, {entry.value}, does not load: {error}") from error
     if isinstance(value, type) and issubclass(value, Family):
         return value
-    raise InputError(f"the entry point {name!r} of {GROUP} gives {value!r}, not a Family")
+    raise InputError(f"the entry point {entry.name!r} of {GROUP} gives {value!r}, not a Family")
 
 
 def load_model(

@@ -81,3 +81,21 @@ def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
         family_of(Checkpoint.open(random_checkpoint), name)
     with pytest.raises(InputError, match=r"there are .*qwen2_vl"):
         LLM(random_checkpoint, family=name)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [("raise OSError('no luck')", "does not load: no luck"), ("Mine = 5", "gives 5, not a Family"), (None, "not load")],
+)
+def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module, said):
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[mindie_mm.models]\nmine = broken_family:Mine\n")
+    if module is not None:
+        (tmp_path / "broken_family.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "mine" in family_names()
+    with pytest.raises(InputError, match=f"the entry point 'mine' of mindie_mm.models.*{said}"):
+        family_named("mine")
+    sys.modules.pop("broken_family", None)

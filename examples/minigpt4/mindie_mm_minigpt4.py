@@ -1,0 +1,111 @@
+"""MiniGPT-4: a frozen ViT and Q-Former, one linear layer, a LLaMA.
+
+Source: arXiv 2304.10592. A checkpoint is one of transformers' Blip2ForConditionalGeneration whose text model is a
+LLaMA, which is the same network; what differs from BLIP-2 is where the 32 features stand, and the conversation around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image, resize
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import normalize_patches
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_IN_TEXT = "<Img><ImageHere></Img>"
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content }}"
+    "{% else %}###{{ 'Assistant' if message.role == 'assistant' else 'Human' }}: "
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}" + _IN_TEXT + " {% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}###Assistant:{% endif %}"
+)
+
+
+class MiniGPT4Processor(Processor):
+    """An image's block holds `pixel_values`, uint8 [side, side, 3]: resized to a square, whatever its shape."""
+
+    chat_template: ClassVar[str | None] = _TEMPLATE
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        pixels = checkpoint.json("preprocessor_config.json")
+        size = pixels.get("size", {"height": 224, "width": 224})
+        if size["height"] != size["width"]:
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: images of {size['width']}x{size['height']}, not square")
+        self.side: int = size["height"]
+        self.mean: Sequence[float] = pixels.get("image_mean", (0.48145466, 0.4578275, 0.40821073))
+        self.std: Sequence[float] = pixels.get("image_std", (0.26862954, 0.26130258, 0.27577711))
+        self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
+        self._placeholders: Mapping[Kind, Placeholder] = {
+            "image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)
+        }
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        return self._num_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        return np.zeros((self.side, self.side, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        image, side = open_image(data), self.side
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays["pixel_values"][...] = resize(image.decode(), side, side)
+
+        spec = ArraySpec((side, side, 3), "uint8")
+        return Plan(self._num_features, {"pixel_values": spec}, f"image {side}", write)
+
+
+class MiniGPT4Model(PretrainedModel):
+    """`module` is transformers' Blip2ForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: MiniGPT4Processor) -> None:
+        super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
+        self._processor = processor
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        settings = self._processor
+        pixels = torch.stack([from_dlpack(item.view["pixel_values"]) for item in items]).to(self.spec.device)
+        values = normalize_patches(pixels.flatten(1), settings.mean, settings.std)  # uint8 [n, side * side * 3]
+        planes = values.view(len(items), 3, settings.side, settings.side).to(self.spec.dtype)
+        return list(self.module.get_image_features(planes).pooler_output)
+
+
+class MiniGPT4(Family):
+    """MiniGPT-4 (Zhu et al., 2023) over transformers' BLIP-2 and LLaMA."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("minigpt4",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "transformers' Blip2ForConditionalGeneration, embeddings put in place by hand"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> MiniGPT4Processor:
+        return MiniGPT4Processor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> MiniGPT4Model:
+        # Late: the layers take seconds to import, and a tokenizer process never needs them.
+        from transformers import Blip2ForConditionalGeneration
+
+        module, spec = load_pretrained(Blip2ForConditionalGeneration, checkpoint, device, dtype)
+        return MiniGPT4Model(module, spec, MiniGPT4Processor(checkpoint))
