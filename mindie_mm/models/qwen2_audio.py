@@ -1,0 +1,149 @@
+"""Qwen2-Audio: sound through Whisper's encoder.
+
+Source: arXiv 2407.10759; transformers' qwen2_audio, whose ids and spectrograms these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import Device
+from mindie_mm.errors import MediaError
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.audio import open_audio
+from mindie_mm.media.image import Data
+from mindie_mm.media.mel import MelSettings, write_log_mel
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+SPECTROGRAM = "input_features"
+"""The array of a clip's block: float32 [bins, frames]."""
+_LEAST_FRAMES = 3
+# What the first of the two convolutions before the encoder reaches beyond a clip's last frame, times the other's reach.
+_FURTHER_FRAMES = 2
+
+
+def num_features(num_frames: int) -> int:
+    """Of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
+    return _encoder_length(num_frames) // 2
+
+
+def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> Plan:
+    """A clip of sound; its grid: its frames, and `further_frames` of silence are stored behind them.
+
+    InputError, MediaError, LimitExceeded.
+    """
+    samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
+    num_frames = settings.num_frames(len(samples))
+    if num_frames < _LEAST_FRAMES:
+        least = (_LEAST_FRAMES - 1) * settings.hop + 1
+        raise MediaError(f"the clip has {len(samples)} samples, {settings.rate} a second; it must have {least}")
+    stored = min(num_frames + further_frames, settings.max_frames)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        write_log_mel(samples, settings, arrays[SPECTROGRAM])
+
+    return Plan(
+        num_features=num_features(num_frames),
+        specs={SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")},
+        settings=f"sound of {media.options.sampling_rate}, {settings}, {stored} frames",
+        write=write,
+        grid=(num_frames,),
+    )
+
+
+def _encoder_length(num_frames: int) -> int:
+    return (num_frames - 1) // 2 + 1
+
+
+class Qwen2AudioProcessor(Processor):
+    """The tokenizer's half: a clip's block holds `input_features`, float32 [bins, frames]; its grid: its frames."""
+
+    chat_template: ClassVar[str | None] = (  # the reference's own, for checkpoints without one
+        "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
+        "{% if loop.first and message['role'] != 'system' %}"
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
+        "{% else %}{% for content in message['content'] %}{% if content['type'] == 'audio' %}"
+        "{% set audio_count.value = audio_count.value + 1 %}"
+        "Audio {{ audio_count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
+        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        joint = checkpoint.json("processor_config.json")
+        config = joint.get("feature_extractor") or checkpoint.json("preprocessor_config.json")
+        self.mel = MelSettings.read(config, f"{checkpoint.path} (audio)")
+        token = checkpoint.config.get("audio_token_index", 151646)
+        before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
+        self._placeholders: Mapping[Kind, Placeholder] = {"audio": Placeholder((before,), token, (after,))}
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        self.placeholder(kind)
+        return num_features(self.mel.max_frames)
+
+    def worst_case(self, kind: Kind) -> Data:
+        self.placeholder(kind)
+        return np.zeros(self.mel.max_samples, np.float32)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del counts
+        return plan_audio(media, data, self.mel, _FURTHER_FRAMES)
+
+
+class Qwen2AudioModel(PretrainedModel):
+    """Audio tower and decoder; `module` is transformers' Qwen2AudioForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        """The reference's, less the silence: it pads each clip to its window, and masks what it padded."""
+        tower, device = self.module.model.audio_tower, self.spec.device
+        spectrograms = [from_dlpack(item.view[SPECTROGRAM]).to(device) for item in items]
+        longest = max(frames.shape[1] for frames in spectrograms)
+        batch = torch.stack([F.pad(frames, (0, longest - frames.shape[1])) for frames in spectrograms])
+        lengths = [_encoder_length(item.shape.grid[0]) for item in items]
+        hidden = F.gelu(tower.conv2(F.gelu(tower.conv1(batch.to(self.spec.dtype)))))  # [items, width, time]
+        hidden = hidden[..., : max(lengths)].transpose(1, 2)
+        hidden = hidden + tower.embed_positions.weight[: hidden.shape[1]]
+        inside = torch.arange(hidden.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
+        mask = None if inside.all() else inside[:, None, None].expand(-1, -1, hidden.shape[1], -1)
+        for layer in tower.layers:
+            hidden = layer(hidden, mask)
+        pooled = tower.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2)
+        features = self.module.model.multi_modal_projector(tower.layer_norm(pooled))
+        return [rows[: item.shape.num_features] for rows, item in zip(features, items, strict=True)]
+
+
+class Qwen2Audio(Family):
+    """Qwen2-Audio (Chu et al., 2024, arXiv 2407.10759) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_audio",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("audio",)
+    reference: ClassVar[str] = "transformers' Qwen2AudioForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Qwen2AudioProcessor:
+        return Qwen2AudioProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen2AudioModel:
+        from transformers import Qwen2AudioForConditionalGeneration  # late: it takes seconds to import
+
+        return Qwen2AudioModel(*load_pretrained(Qwen2AudioForConditionalGeneration, checkpoint, device, dtype))
