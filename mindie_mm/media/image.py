@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import simplejpeg
@@ -24,6 +25,10 @@ Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
 Data = bytes | NDArray[Any]
 """What preprocessing starts from: encoded bytes, or pixels, or samples of sound."""
+
+Resample = Literal["bilinear", "bicubic", "lanczos"]
+RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""By the number under which Pillow, and so a preprocessor's configuration, knows them."""
 
 _ORIENTATION_TAG = 0x0112
 _START_OF_SCAN = b"\xff\xda"
@@ -136,8 +141,8 @@ def pil_to_rgb(image: Image.Image) -> Image.Image:
         return image.convert("RGB")
 
 
-def resize(rgb: Pixels, height: int, width: int) -> Pixels:
-    """uint8 [..., H, W, 3] -> uint8 [..., height, width, 3], antialiased bicubic; an unchanged size is not resized.
+def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:
+    """uint8 [..., H, W, 3] -> uint8 [..., height, width, 3], antialiased; an unchanged size is not resized.
 
     The arithmetic is torch's on uint8, which is what torchvision's `resize` runs.
     """
@@ -148,7 +153,7 @@ def resize(rgb: Pixels, height: int, width: int) -> Pixels:
         frames = torch.from_numpy(rgb.reshape(-1, *rgb.shape[-3:]))
     # These strides are those of channels_last, for which torch has a path twice as fast.
     resized = torch.nn.functional.interpolate(
-        frames.permute(0, 3, 1, 2), size=(height, width), mode="bicubic", align_corners=False, antialias=True
+        frames.permute(0, 3, 1, 2), size=(height, width), mode=resample, align_corners=False, antialias=True
     )
     array: Pixels = resized.permute(0, 2, 3, 1).numpy()
     return array.reshape(*rgb.shape[:-3], height, width, 3)

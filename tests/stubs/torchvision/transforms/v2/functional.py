@@ -1,5 +1,6 @@
 import torch
 from torch.nn.functional import interpolate
+from torch.nn.functional import pad as constant_pad
 
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import pil_to_tensor
@@ -8,7 +9,7 @@ from torchvision.transforms.functional import pil_to_tensor
 def resize(image, size, interpolation=InterpolationMode.BILINEAR, antialias=True):
     if tuple(image.shape[-2:]) == tuple(size):
         return image
-    smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+    smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
     resized = interpolate(
         image.reshape(-1, *image.shape[-3:]),
         size=tuple(size),
@@ -26,8 +27,18 @@ def normalize(image, mean, std, inplace=False):
     return image.sub(mean).div_(std)
 
 
+def pad(image, padding, fill=0, padding_mode="constant"):
+    left, top, right, bottom = padding
+    assert padding_mode == "constant", padding_mode
+    return constant_pad(image, (left, right, top, bottom), value=fill)
+
+
+def crop(image, top, left, height, width):
+    return image[..., top : top + height, left : left + width]
+
+
 def grayscale_to_rgb(image):
     return image.expand(*image.shape[:-3], 3, *image.shape[-2:]) if image.shape[-3] == 1 else image
 
 
-__all__ = ["grayscale_to_rgb", "normalize", "pil_to_tensor", "resize"]
+__all__ = ["crop", "grayscale_to_rgb", "normalize", "pad", "pil_to_tensor", "resize"]
