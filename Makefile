@@ -44,7 +44,11 @@ bench: install
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
-.PHONY: fuzz stress faults
+.PHONY: families fuzz stress faults
+
+# README's table of families, from what they say of themselves.
+families: install
+	$(BIN)/python -m tools.families
 
 # 10^6 inputs for each reader of bytes; where atheris has no wheel (aarch64) by seeded mutation alone.
 fuzz: install

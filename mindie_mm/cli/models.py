@@ -13,7 +13,7 @@ from mindie_mm.cli.console import print_table
 @click.command("models")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def command(*, as_json: bool) -> None:
-    """List the model families that are served."""
+    """List the model families that are served: their media, and what their tests prove them equal to."""
     from mindie_mm.models import family_named, family_names  # late: torch
 
     families = [_described(name, family_named(name)) for name in family_names()]
@@ -22,11 +22,18 @@ def command(*, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    table = Table("family", "model_type", "media")
+    table = Table("family", "model_type", "media", "proven equal to")
     for family in families:
-        table.add_row(family["name"], ", ".join(family["model_types"]), ", ".join(family["kinds"]))
+        row = (family["name"], ", ".join(family["model_types"]), ", ".join(family["kinds"]), family["reference"])
+        table.add_row(*row)
     print_table(table)
 
 
 def _described(name: str, family: Any) -> dict[str, Any]:
-    return {"name": name, "model_types": list(family.model_types), "kinds": list(family.kinds)}
+    return {
+        "name": name,
+        "model_types": list(family.model_types),
+        "kinds": list(family.kinds),
+        "reference": family.reference,
+        "package": family.__module__.partition(".")[0],
+    }

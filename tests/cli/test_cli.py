@@ -14,7 +14,13 @@ def test_models_lists_every_file_of_the_package():
     import mindie_mm.models
 
     files = {path.stem for path in Path(mindie_mm.models.__file__).parent.glob("*.py")} - {"__init__"}
-    assert {family["name"] for family in json.loads(run("models", "--json"))} >= files
+    listed = json.loads(run("models", "--json"))
+    assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
+    said = run("models")
+    for family in listed:
+        assert family["model_types"]
+        assert set(family["kinds"]) <= {"image", "video", "audio"}
+        assert all(text in said for text in (family["name"], *family["kinds"], family["reference"]))
 
 
 def test_doctor_says_what_is_fine_and_what_is_not(random_checkpoint, tmp_path):

@@ -1,0 +1,20 @@
+"""README's table of families is what the families say of themselves."""
+
+from tools import families
+
+
+def test_the_readme_is_true():
+    readme = families.README.read_text()
+    assert families.with_table(readme) == readme, "run `make families`"
+
+
+def test_what_the_readme_calls_proven_has_a_test():
+    tests = families.README.parent / "tests" / "models"
+    missing = [name for name in families.names() if not (tests / f"test_{name}.py").is_file()]
+    assert not missing
+
+
+def test_a_table_that_is_not_true_is_seen():
+    name = families.names()[0]
+    stale = families.README.read_text().replace(f"| `{name}` |", "| `other` |")
+    assert families.with_table(stale) != stale
