@@ -1,0 +1,76 @@
+"""A checkpoint's weights into modules written here, strictly: each weight by its name, each of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.pretrained import check_weights
+from mindie_mm.nn.quantized import refuse_quantized
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def build(
+    make: Callable[[], M], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
+) -> M:
+    """The module that `make` makes, with the checkpoint's weights as `dtype` on `device`, for inference alone.
+
+    `unused` are patterns (fnmatch) of weights that the checkpoint may have beside the module's own.
+    UnsupportedCheckpoint names what is missing, unknown or of another shape.
+    """
+    refuse_quantized(checkpoint)
+    with torch.device("meta"):
+        module = make()
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    found: dict[str, Tensor] = {}
+    unexpected: list[str] = []
+    misfits: list[tuple[str, list[int], list[int]]] = []
+    for name, tensor in _read(checkpoint):
+        if name not in expected:
+            unexpected.append(name)
+        elif tuple(tensor.shape) != expected[name]:
+            misfits.append((name, list(tensor.shape), list(expected[name])))
+        else:
+            found[name] = tensor.to(device.torch_device, dtype)
+    if misfits:
+        name, has, needed = min(misfits)
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
+            f"{name}: {has}, not {needed}"
+        )
+    check_weights(checkpoint, sorted(expected.keys() - found.keys()), unexpected, unused)
+    module.load_state_dict(found, assign=True)
+    return module.requires_grad_(False).eval()
+
+
+def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Each weight by its name, on the CPU, from the files one after another."""
+    for file in _files(checkpoint):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as weights:
+                    for name in weights.keys():  # noqa: SIM118 - no mapping
+                        yield name, weights.get_tensor(name)
+            else:
+                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (whole := checkpoint.path / name).is_file():
+            return [whole]
+        if shards := checkpoint.json(f"{name}.index.json").get("weight_map"):
+            return [checkpoint.path / shard for shard in sorted(set(shards.values()))]
+    raise UnsupportedCheckpoint(f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin")
