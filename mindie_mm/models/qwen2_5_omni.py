@@ -1,0 +1,138 @@
+"""Qwen2.5-Omni's thinker: images, videos, sound and text in one prompt, text out.
+
+Source: arXiv 2503.20215; transformers' qwen2_5_omni, whose ids, grids, pixels and spectrograms these are. The talker,
+which speaks the answer, is not served, nor is the sound of a video's file: it can be given as an item of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import Device
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data
+from mindie_mm.media.mel import MelSettings
+from mindie_mm.models.qwen2_audio import SPECTROGRAM, num_features, plan_audio
+from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan
+from mindie_mm.nn.mindie import Layout
+from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.mrope import mrope_positions
+from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.splice import MediaItem
+
+_PICOSECONDS = 10**12
+_DEFAULT_FPS = 2.0
+_VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+_THINKER = "thinker_config"
+
+
+class Qwen25OmniProcessor(Qwen2VLProcessor):
+    """The tokenizer's half. Pictures' and videos' blocks are Qwen2-VL's, sound's Qwen2-Audio's.
+
+    A video's grid: (t, h, w, picoseconds from one t to the next). A clip's: its frames.
+    """
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        joint, config = checkpoint.json("processor_config.json"), checkpoint.config
+        sound = joint.get("feature_extractor") or checkpoint.json("preprocessor_config.json")
+        self.mel = MelSettings.read(sound, f"{checkpoint.path} (audio)")
+        # The reference's processor has a size of its own for videos, whatever their preprocessor's configuration says.
+        size = joint.get("videos_kwargs", {}).get("size", _VIDEO_SIZE)
+        self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+        vision = (config.get("vision_start_token_id", 151652),), (config.get("vision_end_token_id", 151653),)
+        audio = (config.get("audio_start_token_id", 151647),), (config.get("audio_end_token_id", 151648),)
+        self._placeholders = {
+            "image": Placeholder(vision[0], config.get("image_token_index", 151655), vision[1]),
+            "video": Placeholder(vision[0], config.get("video_token_index", 151656), vision[1]),
+            "audio": Placeholder(audio[0], config.get("audio_token_index", 151646), audio[1]),
+        }
+
+    def max_tokens(self, kind: Kind) -> int:
+        return num_features(self.mel.max_frames) if kind == "audio" else super().max_tokens(kind)
+
+    def worst_case(self, kind: Kind) -> Data:
+        return np.zeros(self.mel.max_samples, np.float32) if kind == "audio" else super().worst_case(kind)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        if media.kind == "audio":
+            return plan_audio(media, data, self.mel)
+        plan = super().plan(media, data, counts)
+        if media.kind == "image":
+            return plan
+        # By the rate that was asked for, as the reference; not by what the frames taken come to.
+        seconds = self.video.temporal_patch_size / (media.options.fps or _DEFAULT_FPS)
+        return replace(plan, grid=(*plan.grid, round(seconds * _PICOSECONDS)))
+
+
+class Qwen25OmniModel(Qwen2VLModel):
+    """Towers and decoder; `module` is transformers' Qwen2_5OmniThinkerForConditionalGeneration."""
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25OmniProcessor) -> None:
+        super().__init__(module, spec, processor)
+        self._positions_per_second: int = module.config.position_id_per_seconds
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
+        """Sound goes on by one a token, as text does."""
+        spans, seconds = [], []
+        for item in items:
+            if item.shape.kind != "audio":
+                t, h, w, *interval = item.shape.grid
+                spans.append((item.start, item.stop, (t, h // self._merge, w // self._merge)))
+                seconds.append(interval[0] / _PICOSECONDS if interval else 1.0)
+        return mrope_positions(length, spans, seconds, self._positions_per_second)
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        sounds = [item for item in items if item.shape.kind == "audio"]
+        sights = [item for item in items if item.shape.kind != "audio"]
+        heard = iter(self._hear(sounds) if sounds else ())
+        seen = iter(super().tower(sights) if sights else ())
+        return [next(heard if item.shape.kind == "audio" else seen) for item in items]
+
+    def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        device = self.spec.device
+        spectrograms = [from_dlpack(item.view[SPECTROGRAM]).to(device) for item in items]
+        lengths = torch.tensor([item.shape.grid[0] for item in items], device=device)
+        tower = self.module.model.audio_tower
+        features: Tensor = tower(torch.cat(spectrograms, dim=1), feature_lens=lengths).last_hidden_state
+        return list(features.split([item.shape.num_features for item in items]))
+
+
+class Qwen25Omni(Family):
+    """Qwen2.5-Omni's thinker (Xu et al., 2025, arXiv 2503.20215) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video", "audio")
+    reference: ClassVar[str] = "transformers' Qwen2_5OmniThinkerForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Qwen25OmniProcessor:
+        return Qwen25OmniProcessor(_thinker(checkpoint))
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen25OmniModel:
+        from transformers import Qwen2_5OmniThinkerForConditionalGeneration  # late: it takes seconds to import
+
+        thinker = _thinker(checkpoint)
+        module, spec = load_pretrained(
+            Qwen2_5OmniThinkerForConditionalGeneration, thinker, device, dtype, unused=("talker.*", "token2wav.*")
+        )
+        return Qwen25OmniModel(module, spec, Qwen25OmniProcessor(thinker))
+
+
+def _thinker(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the thinker's configuration, where it is the whole model's."""
+    return replace(checkpoint, config=checkpoint.config.get(_THINKER, checkpoint.config))

@@ -1,0 +1,289 @@
+"""Qwen2.5-Omni's thinker beside transformers' own, on random weights."""
+
+import json
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniProcessor,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+)
+from transformers import WhisperFeatureExtractor as FeatureExtractor
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import family_of, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import decode_all, encode_video, moving_frames
+from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import Reference as ContractReference
+from tests.models.small_checkpoints import save_model, save_tokenizer
+from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
+from tests.sound_samples import encode_sound, tone
+from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, VideoMetadata
+
+NAMES = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *NAMES.values())
+WINDOW_S = 5
+VIDEO_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 112 * 140}
+VIDEO = clip(6, 84, 112)
+
+
+class SmallVideosProcessor(Qwen2_5OmniProcessor):
+    """The reference with small videos; its class has 128 * 28 * 28 pixels or more, whatever the checkpoint says."""
+
+    videos_kwargs: ClassVar = {"size": VIDEO_SIZE}
+
+
+class Reference(ContractReference):
+    markers: ClassVar = {
+        "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+        "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    }
+
+    def inputs(self, items):
+        given = {
+            "images": [item["image"] for item in items if "image" in item],
+            "videos": [item["video"] for item in items if "video" in item],
+            "audio": [item["audio"] for item in items if "audio" in item],
+        }
+        return self.processor(
+            text=[self.text(items)], return_tensors="pt", **{name: media for name, media in given.items() if media}
+        )
+
+
+def write_checkpoint(out, processor=SmallVideosProcessor):
+    tokenizer = save_tokenizer(
+        out, TOKENS, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=NAMES
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    pixels = {"min_pixels": 3136, "max_pixels": 200_000}
+    processor(
+        Qwen2VLImageProcessor(**pixels),
+        Qwen2VLVideoProcessor(**pixels),
+        FeatureExtractor(feature_size=16, chunk_length=WINDOW_S),
+        AutoTokenizer.from_pretrained(out),
+    ).save_pretrained(out)
+    if processor is SmallVideosProcessor:
+        file = out / "processor_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "videos_kwargs": processor.videos_kwargs}))
+    config = Qwen2_5OmniThinkerConfig(
+        audio_config={
+            "num_mel_bins": 16,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "max_source_positions": 100,
+            "n_window": 50,
+            "output_dim": 64,
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 96,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        text_config={
+            "vocab_size": 400,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+        },
+        image_token_index=ids("<|IMAGE|>"),
+        video_token_index=ids("<|VIDEO|>"),
+        audio_token_index=ids("<|AUDIO|>"),
+        vision_start_token_id=ids("<|vision_bos|>"),
+        vision_end_token_id=ids("<|vision_eos|>"),
+        audio_start_token_id=ids("<|audio_bos|>"),
+        audio_end_token_id=ids("<|audio_eos|>"),
+    )
+    save_model(out, Qwen2_5OmniThinkerForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
+
+
+def make_reference(path, processor=SmallVideosProcessor):
+    return Reference(
+        Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+        processor(
+            Qwen2VLImageProcessor.from_pretrained(path),
+            Qwen2VLVideoProcessor.from_pretrained(path),
+            FeatureExtractor.from_pretrained(path),
+            AutoTokenizer.from_pretrained(path),
+        ),
+    )
+
+
+class TestQwen25Omni(FamilyContract):
+    name = "qwen2_5_omni"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "a video": [{"video": VIDEO}, {"text": "Which way?"}],
+        "one clip": [{"text": "Listen: "}, {"audio": tone(0.53)}, {"text": "What is it?"}],
+        "two clips": [{"audio": tone(0.21, hertz=900)}, {"text": " and "}, {"audio": tone(2.71)}, {"text": "differ?"}],
+        "a single slot": [{"text": "Hark"}, {"audio": tone(0.03)}, {"text": "?"}],
+        "the whole window": [{"audio": tone(WINDOW_S)}, {"text": "?"}],
+        "all": [
+            {"text": "See "},
+            {"image": picture(61, 83)},
+            {"text": ", "},
+            {"video": clip(4, 112, 84)},
+            {"text": ", hear "},
+            {"audio": tone(1.17)},
+            {"text": " and "},
+            {"audio": tone(0.03)},
+            {"image": picture(28, 28)},
+            {"text": "then say."},
+        ],
+        "sound, then video": [{"audio": tone(0.4)}, {"video": VIDEO}, {"text": "?"}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write_checkpoint(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return make_reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        Qwen2VLContract.assert_arrays(self, expected, items, model)
+        heard = [item for item in items if item.shape.kind == "audio"]
+        for index, item in enumerate(heard):
+            spectrogram = item.view["input_features"]
+            padded = expected["input_features"][index].numpy()
+            assert np.abs(spectrogram - padded[:, : spectrogram.shape[1]]).max() <= 1e-6
+            assert item.shape.grid == (spectrogram.shape[1],)
+            assert item.shape.grid == (expected["feature_attention_mask"][index].sum(),)
+
+    @pytest.mark.parametrize("name", ["all", "a video", "two images", "sound, then video"])
+    def test_positions_equal_the_references(self, name, reference, model, tokenized):
+        inputs = reference.inputs(self.prompts[name])
+        self.assert_positions(reference, model, tokenized[name], inputs)
+
+    @pytest.mark.parametrize("fps", [None, 0.6, 1.2, 3.0])
+    def test_a_videos_seconds_space_its_positions(self, fps, reference, model, tokenizer, path_file):
+        data = encode_video(moving_frames(40, width=112, height=84), fps=Fraction(4))
+        asked = {} if fps is None else {"fps": fps}
+        ids = tokenizer.tokenize([{"video": data, **asked}, {"text": "Which way?"}], path_file)
+        video = reference.processor.video_processor
+        rate = fps or 2.0
+        indices = video.sample_frames(VideoMetadata(total_num_frames=40, fps=4.0), fps=rate).tolist()
+        inputs = reference.processor(
+            text=[reference.markers["video"] + "Which way?"],
+            videos=[decode_all(data)[indices]],
+            return_tensors="pt",
+            videos_kwargs={"fps": rate, "do_sample_frames": False},
+        )
+        assert inputs["video_second_per_grid"].tolist() == pytest.approx([2 / rate])
+        self.assert_positions(reference, model, ids, inputs)
+
+    def assert_positions(self, reference, model, ids, inputs):
+        items = model.read(ids.numpy())
+        assert plain_ids(ids.numpy(), items).tolist() == inputs["input_ids"][0].tolist()
+        mask = inputs.get("feature_attention_mask")
+        expected, delta = reference.model.model.get_rope_index(
+            inputs["input_ids"],
+            inputs.get("image_grid_thw"),
+            inputs.get("video_grid_thw"),
+            audio_seqlens=None if mask is None else mask.sum(-1),
+            second_per_grids=inputs.get("video_second_per_grid"),
+        )
+        found = model.positions(len(ids), items)
+        assert found.prompt.tolist() == expected[:, 0].tolist()
+        assert found.delta == delta.item()
+
+    def test_files_of_every_kind(self, model, tokenizer, path_file):
+        """Encoded media lead to what their decoded content leads to."""
+        samples = tone(0.6)
+        decoded = [{"image": picture(40, 50)}, {"audio": samples}, {"text": "?"}]
+        sound = encode_sound(samples, 16_000, "WAV", "FLOAT")
+        encoded = [{"image": Image.fromarray(picture(40, 50))}, {"audio": sound}, {"text": "?"}]
+        first, second = (model.logits(tokenizer.tokenize(items, path_file)) for items in (decoded, encoded))
+        assert torch.equal(first, second)
+
+
+ITEMS = [{"image": picture(61, 83)}, {"text": "and"}, {"audio": tone(0.4)}, {"text": "?"}]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    path = tmp_path_factory.mktemp("thinker")
+    write_checkpoint(path)
+    return path
+
+
+def logits(path, path_file):
+    model = load_model(path, device="cpu", dtype="float32")
+    with Tokenizer.from_pretrained(path) as tokenizer:
+        return model.logits(tokenizer.tokenize(ITEMS, path_file)), model.spec
+
+
+def whole(thinker, out):
+    """A checkpoint of the whole model: thinker, and weights of a talker that is not served."""
+    for file in thinker.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    config = Qwen2_5OmniConfig(thinker_config=json.loads((thinker / "config.json").read_text())).to_dict()
+    (out / "config.json").write_text(json.dumps({**config, "model_type": "qwen2_5_omni"}))
+    weights = {f"thinker.{name}": weight for name, weight in load_file(thinker / "model.safetensors").items()}
+    more = {"talker.model.norm.weight": torch.ones(3), "token2wav.code2wav_dit_model.x": torch.ones(3)}
+    save_file(weights | more, out / "model.safetensors", {"format": "pt"})
+
+
+def test_the_whole_models_checkpoint(thinker, tmp_path, path_file):
+    whole(thinker, tmp_path)
+    assert family_of(Checkpoint.open(tmp_path)) is family_of(Checkpoint.open(thinker))
+    (expected, spec), (found, whole_spec) = logits(thinker, path_file), logits(tmp_path, path_file)
+    assert torch.equal(expected, found)
+    assert whole_spec.eos_token_ids == spec.eos_token_ids
+
+
+def test_a_thinkers_weight_that_is_missing(thinker, tmp_path):
+    whole(thinker, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({n: w for n, w in weights.items() if "proj.bias" not in n}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match="lacks"):
+        load_model(tmp_path, device="cpu", dtype="float32")
+
+
+def test_videos_are_of_the_references_size_where_the_checkpoint_names_none(tmp_path, path_file):
+    write_checkpoint(tmp_path, Qwen2_5OmniProcessor)
+    reference = make_reference(tmp_path, Qwen2_5OmniProcessor)
+    items = [{"video": clip(2, 100, 120)}, {"text": "?"}]
+    with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+        ids = tokenizer.tokenize(items, path_file)
+    assert len(ids) == reference.inputs(items)["input_ids"].shape[1] > 128
+
+
+@pytest.fixture
+def path_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("request") / "shm_name.txt"
+    yield file
+    release(file)
