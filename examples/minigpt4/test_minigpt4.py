@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -218,3 +219,16 @@ def test_it_is_served(installed: Path, checkpoint: Path, reference: Reference, t
         assert refused.status_code == 400
         assert "takes no video; it takes image" in refused.json()["error"]["message"]
         assert running.wait_until_free()["blocks"] == 0
+
+
+def test_the_guide_is_taken_from_here() -> None:
+    guide = (HERE.parents[1] / "docs/adding-a-model.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    module = (HERE / "mindie_mm_minigpt4.py").read_text()
+    assert len(blocks) >= 5
+    for block in blocks:
+        assert block in module, block
+    entry = "\n".join(
+        line.strip() for line in re.findall(r"^    .*mindie_mm.*$", guide.split("Outside this")[1], re.MULTILINE)
+    )
+    assert entry in (HERE / "pyproject.toml").read_text()
