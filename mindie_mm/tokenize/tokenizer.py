@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,7 @@ class Tokenizer:
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         tokenizer = family.tokenizer(checkpoint)
         if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
-            media_ids &= tokenizer.added_tokens_decoder.keys()
+            media_ids = {p.token for p in placeholders} & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template)
         self._wire: Wire
         if wire == "native":
@@ -155,8 +155,8 @@ class Tokenizer:
     ) -> Prompt:
         """The prompt of `items`, one after another. `max_tokens` 0 is no limit; ContextLengthExceeded above it."""
         planned = self._plan_all(media_of(items))
-        spelled = iter(planned)
-        pieces = [item if isinstance(item, Text) else self._spell(next(spelled)) for item in items]
+        spelled = self._spell(planned)
+        pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
         ids = self._encode(self._text.render_items(pieces), planned)
         return self._prompt(ids, planned, path_file, max_tokens, truncating)
 
@@ -269,14 +269,20 @@ class Tokenizer:
         except InputError as error:
             raise type(error)(f"media item {index} ({item.shape.kind}): {error}") from error
 
-    def _spell(self, planned: _Planned) -> str:
-        """How an item stands in a prompt that no template makes."""
-        if self._processor.inserted:
-            return ""
-        placeholder = planned.expansion.placeholder
-        before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
-        marker = self._marker(placeholder)
-        return marker if before and marker.startswith(before) else before + marker + after
+    def _spell(self, planned: Sequence[_Planned]) -> Iterator[str]:
+        """How each item stands in a prompt that no template makes."""
+        numbers: Counter[Kind] = Counter()
+        for item in planned:
+            if self._processor.inserted:
+                yield ""
+                continue
+            numbers[item.shape.kind] += 1
+            head, tail = self._processor.caption(item.shape.kind, numbers[item.shape.kind])
+            placeholder = item.expansion.placeholder
+            before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
+            marker = self._marker(placeholder)
+            framed = marker if before and marker.startswith(before) else before + marker + after
+            yield head + framed + tail
 
     def _marker(self, placeholder: Placeholder) -> str:
         return placeholder.marker or self._text.spell((placeholder.token,))
