@@ -71,6 +71,7 @@ class TestQwen2Audio(FamilyContract):
                 "encoder_attention_heads": 4,
                 "encoder_ffn_dim": 96,
                 "max_source_positions": WINDOW_S * 50,
+                "initializer_range": 0.05,
             },
             text_config={
                 "model_type": "qwen2",
@@ -81,6 +82,7 @@ class TestQwen2Audio(FamilyContract):
                 "num_key_value_heads": 2,
                 "intermediate_size": 128,
                 "max_position_embeddings": 8192,
+                "initializer_range": 0.05,
             },
             audio_token_index=ids("<|AUDIO|>"),
         )
