@@ -109,6 +109,11 @@ class Processor(ABC):
         del kind, num_features, grid
         return Spelling()
 
+    def caption(self, kind: Kind, number: int) -> tuple[str, str]:
+        """Text before and after the `number`-th item of `kind`, from 1, in a prompt that no template makes."""
+        del kind, number
+        return "", ""
+
     def limits(self) -> Mapping[Kind, int]:
         """Most items of each kind in one prompt; none named, none limited."""
         return {}

@@ -24,12 +24,11 @@ class RMSNorm(nn.Module):
 def rotary_angles(positions: Tensor, width: int, base: float | Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [T, width // 2], of positions int64 [T].
 
-    `base` is one number, or float64 [T], one for each position.
+    `base` is one number, or float [T], one for each position. All in float32, as the references have it.
     """
-    exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
-    bases = torch.as_tensor(base, device=positions.device, dtype=torch.float64).reshape(-1, 1)
-    # The frequencies are rounded to float32 before they meet the positions, as every reference does it.
-    angles = positions.float().unsqueeze(1) * bases.pow(exponents).reciprocal().float()
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
+    bases = torch.as_tensor(base, device=positions.device, dtype=torch.float32).reshape(-1, 1)
+    angles = positions.float().unsqueeze(1) * bases.pow(exponents).reciprocal()
     return angles.cos(), angles.sin()
 
 
@@ -41,7 +40,7 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads(hidden: Tensor, width: int) -> Tensor:
     """[T, heads * width] -> [heads, T, width]."""
-    return hidden.unflatten(-1, (-1, width)).transpose(0, 1)
+    return hidden.view(len(hidden), -1, width).transpose(0, 1)
 
 
 __all__ = ["RMSNorm", "rotary_angles", "rotate", "split_heads"]

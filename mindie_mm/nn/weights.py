@@ -16,7 +16,6 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.pretrained import check_weights
 from mindie_mm.nn.quantized import refuse_quantized
 
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -1,0 +1,455 @@
+"""Qwen-VL, the first: pictures of 448 x 448 pixels, each 256 features through a resampler.
+
+Source: arXiv 2308.12966 and the code that came with the checkpoints, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import Device
+from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.nn.attention import PagedBatch, paged_attention
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
+from mindie_mm.nn.mindie import InSegment, Layout
+from mindie_mm.nn.model import Model, ModelSpec, Positions
+from mindie_mm.nn.pretrained import eos_token_ids
+from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.weights import build
+from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import SegmentsView
+
+_BYTES = "image"
+_PIXELS = "pixel_values"
+_MINDIE: Mapping[Kind, Layout] = {"image": Layout((InSegment(_PIXELS, "float32"),))}
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+_HEAD_WIDTH = 128  # of the resampler, in every checkpoint
+_TOWER_EPS = 1e-6
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+# Callers write these, and answers hold them: text like any other, each of one id.
+_TAGS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
+_IMAGE = ("<img>", "</img>", "<imgpad>")
+_CHATML = """\
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}
+{%- else %}
+{%- set pictures = namespace(count=0) %}
+{%- for part in message.content %}
+{%- if part.type == 'text' %}{{ part.text }}
+{%- else %}
+{%- set pictures.count = pictures.count + 1 %}
+{{- 'Picture ' ~ pictures.count ~ ': <img><imgpad></img>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+class QwenVLProcessor(Processor):
+    """The tokenizer's half.
+
+    An image's block holds `image`, uint8 [size, size, 3]. On MindIE's wire it has `pixel_values`, float32
+    [1, 3, size, size], normalised.
+    """
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
+    chat_template: ClassVar[str | None] = _CHATML
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        visual = checkpoint.config["visual"]
+        start = visual["image_start_id"]
+        self.size: int = visual["image_size"]
+        self.num_queries: int = visual.get("n_queries", 256)
+        self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((start,), start + 2, (start + 1,))}
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def caption(self, kind: Kind, number: int) -> tuple[str, str]:
+        del kind
+        return f"Picture {number}: ", "\n"
+
+    def max_tokens(self, kind: Kind) -> int:
+        self.placeholder(kind)
+        return self.num_queries
+
+    def worst_case(self, kind: Kind) -> Data:
+        self.placeholder(kind)
+        return np.zeros((self.size, self.size, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del counts
+        self.placeholder(media.kind)
+        image, size = open_image(data), self.size
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            resized = np.asarray(Image.fromarray(image.decode()).resize((size, size), Image.Resampling.BICUBIC))
+            if _PIXELS in arrays:
+                arrays[_PIXELS][...] = normalize(torch.tensor(resized).unsqueeze(0)).numpy()
+            else:
+                arrays[_BYTES][...] = resized
+
+        return Plan(
+            num_features=self.num_queries,
+            specs={_BYTES: ArraySpec((size, size, 3), "uint8")},
+            settings=f"image {size}x{size}, Pillow's bicubic",
+            write=write,
+            mindie_specs={_PIXELS: ArraySpec((1, 3, size, size), "float32")},
+        )
+
+
+def normalize(images: Tensor) -> Tensor:
+    """uint8 [n, size, size, 3] -> float32 [n, 3, size, size], to the last bit as the reference."""
+    mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (_MEAN, _STD))
+    return images.permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
+
+
+def resize_grid(table: Tensor, count: int) -> Tensor:
+    """Rows [n, width] of a square grid -> [count, width] of one that is resized, float32."""
+    side, target = math.isqrt(len(table)), math.isqrt(count)
+    grid = table.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+    if side != target:
+        grid = interpolate(grid, size=(target, target), mode="bicubic", align_corners=False)
+    return grid[0].flatten(1).T
+
+
+class _TowerAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj = nn.Linear(width, 3 * width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # A head's query, key and value lie side by side.
+        heads = self.in_proj(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        mixed = scaled_dot_product_attention(*heads.chunk(3, dim=-1))
+        projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class _TowerBlock(nn.Module):
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width, _TOWER_EPS)
+        self.attn = _TowerAttention(width, heads)
+        self.ln_2 = nn.LayerNorm(width, _TOWER_EPS)
+        layers = {"c_fc": nn.Linear(width, inner), "gelu": nn.GELU(), "c_proj": nn.Linear(inner, width)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden))
+        mixed: Tensor = hidden + self.mlp(self.ln_2(hidden))
+        return mixed
+
+
+class _Resampler(nn.Module):
+    """A fixed number of learned queries over a picture's patches."""
+
+    def __init__(self, num_queries: int, width: int, out: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(num_queries, out))
+        self.pos_embed = nn.Parameter(torch.empty(num_queries, out))
+        self.kv_proj = nn.Linear(width, out, bias=False) if width != out else nn.Identity()
+        self.attn = nn.MultiheadAttention(out, out // _HEAD_WIDTH, batch_first=True)
+        self.ln_q = nn.LayerNorm(out, _TOWER_EPS)
+        self.ln_kv = nn.LayerNorm(out, _TOWER_EPS)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        values = self.ln_kv(self.kv_proj(patches))
+        keys = values + resize_grid(self.pos_embed, patches.shape[1]).to(values.dtype)
+        queries = (self.ln_q(self.query) + self.pos_embed).expand(len(patches), -1, -1)
+        mixed: Tensor = self.attn(queries, keys, values, need_weights=False)[0]
+        return mixed
+
+
+class _Tower(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, out, patch = config["width"], config["output_dim"], config["patch_size"]
+        inner = int(width * config["mlp_ratio"])
+        self.conv1 = nn.Conv2d(3, width, patch, patch, bias=False)
+        self.positional_embedding = nn.Parameter(torch.empty(256, width))
+        self.ln_pre = nn.LayerNorm(width, _TOWER_EPS)
+        self.transformer = nn.ModuleDict(
+            {"resblocks": nn.ModuleList(_TowerBlock(width, config["heads"], inner) for _ in range(config["layers"]))}
+        )
+        self.attn_pool = _Resampler(config.get("n_queries", 256), width, out)
+        self.ln_post = nn.LayerNorm(out, _TOWER_EPS)
+        self.proj = nn.Parameter(torch.empty(out, out))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[n, 3, size, size] -> [n, queries, output_dim]."""
+        hidden = self.conv1(pixels).flatten(2).transpose(1, 2)
+        hidden = self.ln_pre(hidden + resize_grid(self.positional_embedding, hidden.shape[1]).to(hidden.dtype))
+        for block in self.transformer["resblocks"].children():
+            hidden = block(hidden)
+        features: Tensor = self.ln_post(self.attn_pool(hidden)) @ self.proj
+        return features
+
+
+class _Attention(nn.Module):
+    def __init__(self, layer: int, width: int, head_dim: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, head_dim
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], query_scale: Tensor, paged: PagedBatch) -> Tensor:
+        query, key, value = (split_heads(part, self.head_dim) for part in self.c_attn(hidden).chunk(3, dim=-1))
+        query, key = rotate(query, *angles) * query_scale.to(query.dtype), rotate(key, *angles)
+        mixed = paged_attention(self.layer, query, key, value, paged, self.head_dim**-0.5)
+        projected: Tensor = self.c_proj(mixed.flatten(1))
+        return projected
+
+
+class _MLP(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, inner, bias=False)
+        self.w2 = nn.Linear(width, inner, bias=False)
+        self.c_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.c_proj(self.w1(hidden) * silu(self.w2(hidden)))
+        return projected
+
+
+class _Block(nn.Module):
+    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, eps = config["hidden_size"], config["layer_norm_epsilon"]
+        self.ln_1 = RMSNorm(width, eps)
+        self.attn = _Attention(layer, width, config["kv_channels"])
+        self.ln_2 = RMSNorm(width, eps)
+        self.mlp = _MLP(width, config["intermediate_size"] // 2)
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], query_scale: Tensor, paged: PagedBatch) -> Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden), angles, query_scale, paged)
+        mixed: Tensor = hidden + self.mlp(self.ln_2(hidden))
+        return mixed
+
+
+class _Network(nn.Module):
+    """Modules under the names that the checkpoints' weights have."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, size = config["hidden_size"], config["vocab_size"]
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(size, width),
+                "h": nn.ModuleList(_Block(i, config) for i in range(config["num_hidden_layers"])),
+                "ln_f": RMSNorm(width, config["layer_norm_epsilon"]),
+                "visual": _Tower(config["visual"]),
+            }
+        )
+        self.lm_head = nn.Linear(width, size, bias=False)
+
+
+class QwenVLModel(Model):
+    """Tower and decoder. Positions have two axes: the index, and the rotary base's factor, one for a whole prompt."""
+
+    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
+    prefix_sees_length: ClassVar[bool] = True
+
+    def __init__(
+        self, network: _Network, spec: ModelSpec, processor: QwenVLProcessor, config: Mapping[str, Any]
+    ) -> None:
+        self.spec = spec
+        self.network = network
+        self._size = processor.size
+        self._shape = MediaShape("image", processor.placeholder("image").token, processor.num_queries)
+        self._trained_length: int = config["seq_length"]
+        self._rotary_base: float = config.get("rotary_emb_base", 10000)
+        self._dynamic_ntk: bool = config.get("use_dynamic_ntk", True)
+        self._logn: bool = config.get("use_logn_attn", True)
+
+    def describe_segments(self, view: SegmentsView) -> MediaShape:
+        if _PIXELS not in view:
+            return super().describe_segments(view)
+        if view[_PIXELS].shape != (expected := (1, 3, self._size, self._size)):
+            raise CorruptReference(f"the segment holds {view[_PIXELS].shape} numbers, this model's images {expected}")
+        return self._shape
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
+        del items
+        factor = 1
+        if self._dynamic_ntk and length:
+            factor = max(2 ** math.ceil(math.log2(length / self._trained_length) + 1) - 1, 1)
+        return Positions(torch.stack([torch.arange(length), torch.full((length,), factor)]), held_axes=1)
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        pixels = torch.cat([self.normalized(item) for item in items])
+        return list(self.network.transformer["visual"](pixels.to(self.spec.dtype)))
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [1, 3, size, size], on the device, of an item of either wire."""
+        if _PIXELS in item.view:
+            return from_dlpack(item.view[_PIXELS]).to(self.spec.device)
+        return normalize(from_dlpack(item.view[_BYTES]).to(self.spec.device).unsqueeze(0))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.network.transformer["wte"](input_ids)
+        return hidden
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        del extra
+        index, factor = positions
+        width = self.spec.head_dim
+        angles = rotary_angles(index, width, self._rotary_base * factor.double() ** (width / (width - 2)))
+        scale = self._query_scale(index)
+        for block in self.network.transformer["h"].children():
+            hidden = block(hidden, angles, scale, paged)
+        normed: Tensor = self.network.transformer["ln_f"](hidden)
+        return normed
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.network.lm_head(hidden)
+        return logits.float()
+
+    def _query_scale(self, index: Tensor) -> Tensor:
+        """float32 [T, 1]: queries behind the length trained on grow with the logarithm of their position."""
+        if not self._logn:
+            return torch.ones(len(index), 1, device=index.device)
+        return ((index + 1).double().log() / math.log(self._trained_length)).clamp(min=1).float().unsqueeze(1)
+
+
+class QwenVL(Family):
+    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966), its layers written here."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "the code that comes with Qwen-VL-Chat (golden data)"
+
+    @classmethod
+    def serves(cls, config: Mapping[str, Any]) -> bool:
+        # The text-only models of that time have the same model_type.
+        return super().serves(config) and isinstance(config.get("visual"), Mapping)
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> QwenVLProcessor:
+        return QwenVLProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> QwenVLModel:
+        config = checkpoint.config
+        _check(checkpoint)
+        network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("*.rotary_emb.inv_freq",))
+        spec = ModelSpec(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            max_model_len=config.get("max_position_embeddings", config["seq_length"]),
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=config["num_attention_heads"],
+            head_dim=config["kv_channels"],
+            eos_token_ids=_stop_ids(checkpoint),
+            device=device.torch_device,
+            dtype=dtype,
+        )
+        return QwenVLModel(network, spec, QwenVLProcessor(checkpoint), config)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        if not (file := checkpoint.path / "qwen.tiktoken").is_file():
+            return super().tokenizer(checkpoint)
+        return fast_tokenizer(_read_ranks(file.read_bytes(), checkpoint), checkpoint)
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    width = config["num_attention_heads"] * config["kv_channels"]
+    for name, needed in (
+        ("hidden_size", width),
+        ("rotary_pct", 1.0),
+        ("no_bias", True),
+        ("tie_word_embeddings", False),
+    ):
+        if config.get(name, needed) != needed:
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: {name} is {config[name]!r}, only {needed!r} is served")
+    if config["visual"]["output_dim"] != config["hidden_size"]:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: the tower's features are {config['visual']['output_dim']} wide, the decoder takes "
+            f"{config['hidden_size']}"
+        )
+
+
+def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The checkpoint's own, and in a chat model the ids of <|im_start|> and <|im_end|>, which its turns end on."""
+    own = eos_token_ids(checkpoint)
+    if checkpoint.json("generation_config.json").get("chat_format") != "chatml":
+        return own
+    end_of_text = checkpoint.config["visual"]["image_start_id"] - len(_CONTROL) - len(_TAGS)
+    return tuple(sorted({*own, end_of_text, end_of_text + 1, end_of_text + 2}))
+
+
+def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
+    """The BPE's tokens and their ids, which go up from 0."""
+    try:
+        pairs = [line.split() for line in data.splitlines() if line]
+        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has a qwen.tiktoken that cannot be read: {error}") from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the ranks of qwen.tiktoken are not 0 to {len(ranks) - 1}")
+    return ranks
+
+
+def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
+    """transformers' fast tokenizer of these ranks, the control tokens behind them."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    # Every way to make a token of two others, those of the lowest rank first: what tiktoken does without a list.
+    merges = [
+        (spelled[token[:cut]], spelled[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [AddedToken(token, special=token not in _TAGS, normalized=False) for token in (*_CONTROL, *_TAGS, *_IMAGE)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=_CONTROL[0],
+        pad_token=_CONTROL[0],
+        model_max_length=checkpoint.json("tokenizer_config.json").get("model_max_length", 8192),
+        clean_up_tokenization_spaces=False,
+    )
