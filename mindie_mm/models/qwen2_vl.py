@@ -23,7 +23,7 @@ from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.patches import patchify
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
@@ -182,6 +182,16 @@ class Qwen2VLProcessor(Processor):
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options.fps)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        if kind in _PIXELS:
+            self.check_grid(kind, num_features, grid, 3)
+        return Spelling()
+
+    def check_grid(self, kind: Kind, num_features: int, grid: tuple[int, ...], length: int) -> None:
+        """InputError unless `grid` has `length` numbers, the first three patches (t, h, w) of so many features."""
+        if len(grid) < length or math.prod(grid[:3]) != num_features * self.image.merge_size**2 or min(grid[:3]) < 1:
+            raise InputError(f"the {kind}'s grid {grid} is not one of {length} numbers for {num_features} features")
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """From the configuration that videos are preprocessed by. UnsupportedCheckpoint."""

@@ -121,12 +121,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        self.check_grid(kind, num_features, grid, 3 + grid[0] if kind == "video" and grid else 3)
         if kind != "video":
             return Spelling()
         t, _, _, *tenths = grid
-        if len(tenths) != t:
-            raise InputError(f"the video's grid has {t} times, and says of {len(tenths)} when they were")
-        text = "".join(f"<{value // 10}.{value % 10} seconds>{self._frame}" for value in tenths)
+        text = "".join(f"<{value // 10}.{value % 10} seconds>{self._frame}" for value in tenths[:t])
         return Spelling(text, [(self.placeholder(kind).token,) * (num_features // t)] * t)
 
     def max_tokens(self, kind: Kind) -> int:

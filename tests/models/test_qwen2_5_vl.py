@@ -3,10 +3,13 @@
 from fractions import Fraction
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
@@ -121,3 +124,8 @@ class TestQwen25VL(FamilyContract):
         found = model.positions(len(ids), items)
         assert found.prompt[:, : items[0].stop].tolist() == positions[:, 0, : items[0].stop].tolist()
         assert found.prompt[:, items[0].stop].min() == found.prompt[:, : items[0].stop].max() + 1
+
+    @pytest.mark.parametrize("grid", [(), (2, 4, 4), (2, 4, 6, 0, 0)], ids=str)
+    def test_embeddings_of_another_grid_are_refused(self, grid, tokenizer, path_file):
+        with pytest.raises(InputError, match=r"grid.*8 features"):
+            tokenizer.tokenize([{"video": Embeddings(np.zeros((8, 64), np.float32), grid)}], path_file)

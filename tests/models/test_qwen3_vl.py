@@ -3,6 +3,7 @@
 from fractions import Fraction
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -13,7 +14,7 @@ from transformers import (
 )
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
@@ -152,3 +153,8 @@ class TestQwen3VL(FamilyContract):
         save_json(tmp_path, preprocessor_config=IMAGES, video_preprocessor_config={**VIDEOS, **change})
         with pytest.raises(UnsupportedCheckpoint, match=next(iter(change))):
             family_named(self.name).processor(Checkpoint.open(tmp_path))
+
+    @pytest.mark.parametrize("grid", [(), (2, 4, 4), (2, 4, 6, 0, 0)], ids=str)
+    def test_embeddings_of_another_grid_are_refused(self, grid, tokenizer, path_file):
+        with pytest.raises(InputError, match=r"grid.*8 features"):
+            tokenizer.tokenize([{"video": Embeddings(np.zeros((8, 64), np.float32), grid)}], path_file)
