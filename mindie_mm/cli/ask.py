@@ -14,6 +14,7 @@ from mindie_mm.cli.settings import configured
 @click.argument("question")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; repeatable.")
 @click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="A video; repeatable.")
+@click.option("--audio", "sounds", multiple=True, type=click.Path(path_type=Path), help="A clip of sound; repeatable.")
 @click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
 @click.option("--family", help="Family that serves it; the one that its config.json names if not given.")
 @click.option("--max-tokens", type=int, default=256, help="Most tokens of the answer.")
@@ -24,6 +25,7 @@ def command(
     question: str,
     images: tuple[Path, ...],
     videos: tuple[Path, ...],
+    sounds: tuple[Path, ...],
     *,
     model: Path | None,
     family: str | None,
@@ -32,7 +34,7 @@ def command(
     device: str | None,
     as_json: bool,
 ) -> None:
-    """Ask QUESTION about pictures and videos, once."""
+    """Ask QUESTION about pictures, videos and sound, once."""
     import msgspec
     from rich.console import Console
 
@@ -41,6 +43,7 @@ def command(
 
     items: list[dict[str, Any]] = [{"image": str(path)} for path in images]
     items += [{"video": str(path)} for path in videos]
+    items += [{"audio": str(path)} for path in sounds]
     items.append({"text": question})
     config, _ = configured(model, {"device": device, "family": family})
     status = Console(stderr=True)

@@ -41,6 +41,15 @@ NAMES = {
     "audio_eos_token": "<|audio_eos|>",
 }
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *NAMES.values())
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% elif part['type'] == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>"
+    "{% elif part['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 WINDOW_S = 5
 WEIGHTS = {"initializer_range": 0.1}  # large, so that what is heard and seen moves the logits far above the tolerance
 VIDEO_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 112 * 140}
@@ -73,7 +82,12 @@ class Reference(ContractReference):
 
 def write_checkpoint(out, processor=SmallVideosProcessor):
     tokenizer = save_tokenizer(
-        out, TOKENS, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=NAMES
+        out,
+        TOKENS,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=NAMES,
+        chat_template=CHAT_TEMPLATE,
     )
     ids = tokenizer.convert_tokens_to_ids
     pixels = {"min_pixels": 3136, "max_pixels": 200_000}

@@ -1,0 +1,175 @@
+"""Sound over HTTP, to a family that hears: the whole way from a request to its answer."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+from tests.models.test_qwen2_5_omni import write_checkpoint
+from tests.service.conftest import SETTINGS
+from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
+from tools.serving import RunningService, running_service
+
+FILES = {
+    "tone.wav": partial(encode_sound, tone(0.8), 16_000),
+    "tone.flac": partial(encode_sound, tone(0.8), 16_000, "FLAC"),
+    "tone.mp3": partial(encode_sound, tone(0.8), 16_000, "MP3", "MPEG_LAYER_III"),
+    "tone.ogg": partial(encode_sound, tone(0.8), 16_000, "OGG", "VORBIS"),
+    "tone.m4a": partial(encode_with_ffmpeg, tone(0.8, 48_000), 48_000, "ipod", "aac"),
+}
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sounds")
+    for name, encode in FILES.items():
+        (folder / name).write_bytes(encode())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory, sounds: Path) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("hearing")
+    (folder / "omni").mkdir()
+    write_checkpoint(folder / "omni")
+    settings = SETTINGS | {"spool": folder / "spool", "allowed_media_dir": sounds, "allow_private_media": True}
+    with running_service(settings, folder / "log", folder / "omni") as running:
+        yield running
+        assert running.wait_until_free()["blocks"] == 0
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+
+
+@pytest.fixture(scope="module")
+def listener(hearing: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=hearing.url, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def web(sounds: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(sounds)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def input_audio(data: bytes) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64_of(data), "format": "wav"}}
+
+
+def audio_url(url: str) -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": url}}
+
+
+def chat(listener: httpx2.Client, *parts: dict[str, Any]) -> tuple[int, list[float]]:
+    """Tokens of the prompt, and likelihoods of the likeliest tokens to answer it with."""
+    body = {
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 5,
+    }
+    answer = listener.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    (token,) = found["choices"][0]["logprobs"]["content"]
+    return found["usage"]["prompt_tokens"], [one["logprob"] for one in token["top_logprobs"]]
+
+
+def test_every_way_to_hand_in_the_same_sound(listener: httpx2.Client, sounds: Path, web: str) -> None:
+    data = (sounds / "tone.wav").read_bytes()
+    num_tokens, likelihoods = chat(listener, input_audio(data))
+    for part in (
+        audio_url(f"data:audio/wav;base64,{base64_of(data)}"),
+        audio_url(f"{web}/tone.wav"),
+        audio_url((sounds / "tone.wav").as_uri()),
+        {"type": "audio", "audio": str(sounds / "tone.wav")},
+        audio_url(f"{web}/tone.flac"),
+    ):
+        assert chat(listener, part) == (num_tokens, pytest.approx(likelihoods, abs=1e-4))
+    # 80 frames of a hundredth of a second, halved twice, between two tokens
+    assert num_tokens - chat(listener)[0] == 80 // 4 + 2
+
+
+def test_what_is_heard_counts(listener: httpx2.Client) -> None:
+    first, second = (chat(listener, input_audio(encode_sound(tone(0.8, hertz=h), 16_000))) for h in (300, 2500))
+    assert first[0] == second[0]
+    assert first[1] != pytest.approx(second[1], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_formats(listener: httpx2.Client, sounds: Path, name: str) -> None:
+    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # what it claims to be is not asked
+    assert 80 // 4 <= num_tokens - chat(listener)[0] - 2 <= 80 // 4 + 3
+
+
+def test_the_openai_client_streams(hearing: RunningService, sounds: Path) -> None:
+    with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        content: Any = [input_audio((sounds / "tone.mp3").read_bytes()), {"type": "text", "text": "What?"}]
+        chunks = client.chat.completions.create(
+            model="omni", messages=[{"role": "user", "content": content}], max_tokens=6, temperature=0, stream=True
+        )
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] in ("length", "stop")
+
+
+def test_all_kinds_in_one_list(listener: httpx2.Client, sounds: Path) -> None:
+    items = [
+        {"text": "Look: "},
+        {"image": f"data:;base64,{base64_of(encoded(photograph(size=(80, 60))))}"},
+        {"video": f"data:;base64,{base64_of(encode_video(moving_frames(8), fps=4))}"},
+        {"audio": str(sounds / "tone.wav")},
+        {"text": "what, and when?"},
+    ]
+    answer = listener.post("/infer", json={"inputs": items, "parameters": {"max_new_tokens": 4}})
+    assert answer.status_code == 200, answer.text
+    bodies = [{"messages": [{"role": "user", "content": items[:n]}]} for n in (3, 4)]
+    without, with_sound = (listener.post("/tokenize", json=body).json()["tokens"] for body in bodies)
+    assert len(with_sound) - len(without) == 80 // 4 + 2
+    assert min(with_sound) >= 0
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no sound at all", "no readable sound"),
+        (encode_sound(tone(0.02), 16_000), "the clip has 320 samples"),
+        (encoded(photograph(size=(16, 16))), "no readable sound|no audio stream"),
+        (encode_video(moving_frames(3)), "no audio stream"),
+    ],
+)
+def test_what_cannot_be_heard_is_the_callers_mistake(listener: httpx2.Client, data: bytes, message: str) -> None:
+    body = {"messages": [{"role": "user", "content": [input_audio(data)]}]}
+    answer = listener.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]["message"]
+    assert "media item 0 (audio)" in error
+    assert any(part in error for part in message.split("|")), error
+
+
+def test_a_family_that_hears_nothing_says_so(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "takes no audio; it takes image, video" in answer.json()["error"]["message"]
