@@ -49,12 +49,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
-        tokenizer = checkpoint.json("tokenizer_config.json")
-        extra = tokenizer.get("extra_special_tokens")
-        named = {**(extra if isinstance(extra, dict) else {}), **tokenizer}
-        names = ("vision_start", "video", "vision_end")
-        spelled = ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
-        self._frame = "".join(named.get(f"{name}_token", text) for name, text in zip(names, spelled, strict=True))
+        spelled = {"vision_start": "<|vision_start|>", "video": "<|video_pad|>", "vision_end": "<|vision_end|>"}
+        self._frame = "".join(checkpoint.special_token(f"{name}_token") or text for name, text in spelled.items())
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """`min_pixels` and `max_pixels` are those of all frames of a video together."""

@@ -44,6 +44,13 @@ class Checkpoint:
                 return int(added["id"])
         raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
 
+    def special_token(self, name: str) -> str | None:
+        """The spelling of what tokenizer_config.json calls `name`, such as sep_token; None where it has none."""
+        config = self.json("tokenizer_config.json")
+        extra = config.get("extra_special_tokens")
+        token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
+        return token["content"] if isinstance(token, dict) else token
+
 
 def _read(file: Path) -> dict[str, Any]:
     try:

@@ -1,0 +1,150 @@
+"""Chameleon beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    ChameleonImageProcessor,
+    ChameleonProcessor,
+)
+
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from tests.models.contract import FamilyContract, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.transformers_reference import AutoTokenizer
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<racm3:break>", "<eoss>", "<image>", "<reserved08706>")
+CODES = 48
+PIXELS = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+FEATURES = 64
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image>"}
+
+    def __init__(self, path):
+        images = ChameleonImageProcessor.from_pretrained(path)
+        super().__init__(
+            ChameleonForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            ChameleonProcessor(images, AutoTokenizer.from_pretrained(path), image_seq_length=FEATURES),
+        )
+
+
+class TestChameleon(FamilyContract):
+    name = "chameleon"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "an image of the size": [{"image": picture(32, 32)}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        tokenizer = save_tokenizer(
+            out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>", sep_token="<reserved08706>"
+        )
+        ids = tokenizer.convert_tokens_to_ids
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", ids("<s>"))]
+        )
+        tokenizer.save_pretrained(out)
+        names = ["".join(chr(ord("A") + int(digit)) for digit in str(code)) for code in range(CODES)]
+        images = {f"IMGIMG{name}Z": 400 + index for index, name in enumerate(names)}
+        config = ChameleonConfig(
+            vocab_size=400 + CODES,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            vocabulary_map={**tokenizer.get_vocab(), **images},
+            vq_config={
+                "embed_dim": 16,
+                "num_embeddings": CODES,
+                "latent_channels": 32,
+                "resolution": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 2, 2],
+                "num_res_blocks": 1,
+            },
+        )
+        save_model(out, ChameleonForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+        save_json(out, preprocessor_config=PIXELS, processor_config={"image_seq_length": FEATURES})
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.stack([model.normalized(item) for item in items]), expected["pixel_values"])
+
+    def test_pictures_are_tokens_of_their_own(self, reference, model, tokenizer, path_file):
+        """The same ones for a picture alone and among others, and many of them: a test that could not fail is none."""
+        pictures = [picture(50, 40), picture(33, 64)]
+        ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pictures]
+        items = [item for each in ids for item in model.read(each.numpy())]
+        pixels = torch.stack([model.normalized(item) for item in items])
+        tokens = reference.model.get_image_tokens(pixels)
+        embedding = model.module.model.embed_tokens
+        for alone, together, own in zip(items, model.encode(items), tokens, strict=True):
+            assert torch.equal(together, embedding(own))
+            assert torch.equal(model.encode([alone])[0], together)
+            assert len(own.unique()) > 8
+
+    def test_pictures_are_the_same_tokens_in_sixteen_bits(self, path, model, tokenizer, path_file):
+        half = load_model(path, device="cpu", dtype="bfloat16")
+        items = model.read(tokenizer.tokenize(self.prompts["two images"], path_file).numpy())
+        for full, rounded in zip(model.encode(items), half.encode(items), strict=True):
+            assert torch.equal(full.to(torch.bfloat16), rounded)
+
+    def test_no_token_of_an_image_is_given_out(self, model, tokenizer, path_file):
+        logits = model.logits(tokenizer.tokenize(self.prompts["one image"], path_file))
+        assert (logits[:, 400:] == torch.finfo(torch.float32).min).all()
+        assert (logits[:, :400] > -1e6).all()
+
+    def test_chat_without_a_template_of_the_checkpoints(self, tokenizer, model, path_file):
+        image = picture(40, 40)
+        message = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]}]
+        chat, plain = tokenizer.tokenize_chat(message, path_file), [{"image": image}, {"text": "\nHm?"}]
+        found, expected = (ids.numpy() for ids in (chat, tokenizer.tokenize(plain, path_file)))
+        assert np.array_equal(plain_ids(found, model.read(found)), plain_ids(expected, model.read(expected)))
+
+    def test_an_image_that_would_become_enormous_is_refused(self, processor):
+        line = np.zeros((1, 6_000_000, 3), np.uint8)
+        with pytest.raises(LimitExceeded, match="resized to 192000000x32"):
+            processor.plan(Media("image", line), line, {})
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("preprocessor_config", {"do_center_crop": False}, "do_center_crop is False"),
+            ("preprocessor_config", {"resample": 0}, "resample is 0"),
+            ("preprocessor_config", {"crop_size": {"height": 64, "width": 64}}, "none can be cut"),
+            ("preprocessor_config", {"crop_size": {"height": 16, "width": 32}}, "images make 32 tokens"),
+            ("processor_config", {"image_seq_length": 65}, "image_seq_length is 65"),
+            ("config", {"vocabulary_map": None}, "None to its vocabulary_map"),
+            ("tokenizer_config", {"sep_token": None}, "no sep_token"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
