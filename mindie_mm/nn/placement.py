@@ -17,8 +17,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.nn.model import Model
 
 # What transformers' own modules, and those here, call these parts.
-VISION = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_backbone")
-PROJECTOR = ("multi_modal_projector", "merger", "connector", "aligner", "language_projection", "projector")
+VISION = ("vision", "vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_backbone")
+PROJECTOR = ("multi_modal_projector", "merger", "connector", "aligner", "language_projection", "projector", "attn_pool")
 
 
 @dataclass(frozen=True, slots=True)

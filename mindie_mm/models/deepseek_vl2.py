@@ -1,0 +1,547 @@
+"""DeepSeek-VL2: an overview and tiles of each picture, a mixture of experts, plain or latent attention.
+
+Source: arXiv 2412.10302 and the code that came with the checkpoints, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import Device
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.nn.attention import PagedBatch, paged_attention
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
+from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.pretrained import eos_token_ids
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.weights import build
+from mindie_mm.shm import ArraySpec
+
+_TILES = "tiles"
+_MOST_TILED_IMAGES = 2
+_LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the others
+# Callers write these, and answers hold them: text like any other, each of one id.
+_TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
+_NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "": {"tile_tag": "2D", "global_view_pos": "head"},
+    "vision_config": {"ignore_head": True, "image_size": 384},
+    "projector_config": {"projector_type": "downsample_mlp_gelu", "depth": 2, "mlp_ratio": 1, "downsample_ratio": 2},
+    "language_config": {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+    },
+}
+_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- set content = namespace(text='') %}
+{%- if message.content is string %}{% set content.text = message.content %}
+{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'text' %}{% set content.text = content.text + part.text %}
+{%- else %}
+{%- set content.text = content.text + '<image>' %}
+{%- if not loop.last and loop.nextitem.type == 'text' and not loop.nextitem.text.startswith('\\n') %}
+{%- set content.text = content.text + '\\n' %}
+{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- if message.role == 'user' %}{{ '<|User|>: ' + content.text.strip() + '\\n\\n' }}
+{%- elif message.role == 'assistant' %}{{ '<|Assistant|>:' + content.text.strip() + eos_token }}
+{%- else %}{{ content.text + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|Assistant|>:' }}{% endif %}"""
+
+
+class DeepseekVL2Processor(Processor):
+    """The tokenizer's half.
+
+    An image's block holds `tiles`, uint8 [1 + across * down, size, size, 3]: the whole picture, then its tiles row by
+    row. The grid: tiles (across, down). Of three images or more in a prompt each has one tile.
+    """
+
+    chat_template: ClassVar[str | None] = _TEMPLATE
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        settings = {**checkpoint.config, **checkpoint.json("processor_config.json")}
+        self.mean: tuple[float, ...] = tuple(settings.get("image_mean", (0.5, 0.5, 0.5)))
+        self.std: tuple[float, ...] = tuple(settings.get("image_std", (0.5, 0.5, 0.5)))
+        self.size = 384
+        self.side: int = -(-(self.size // settings.get("patch_size", 14)) // 2)
+        self.resolutions = [(width, height) for width, height in settings["candidate_resolutions"]]
+        for resolution in self.resolutions:
+            if any(side % self.size for side in resolution):
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path}: a candidate resolution is {resolution}, no multiples of {self.size} pixels"
+                )
+        token = checkpoint.token_id(settings.get("image_token", "<image>"))
+        self._bos = checkpoint.config["language_config"].get("bos_token_id", 0)
+        self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((), token, ())}
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def frame(self, ids: list[int], num_items: int) -> list[int]:
+        del num_items
+        return ids if ids[:1] == [self._bos] else [self._bos, *ids]
+
+    def num_features(self, across: int, down: int) -> int:
+        """Of an image of so many tiles: each view's cells, an end to each row of them, and what parts the views."""
+        side = self.side
+        return side * (side + 1) + 1 + side * down * (side * across + 1)
+
+    def max_tokens(self, kind: Kind) -> int:
+        self.placeholder(kind)
+        return max(self.num_features(*self._tiles(resolution)) for resolution in self.resolutions)
+
+    def worst_case(self, kind: Kind) -> Data:
+        self.placeholder(kind)
+        width, height = max(self.resolutions, key=lambda resolution: self.num_features(*self._tiles(resolution)))
+        return np.zeros((height, width, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        self.placeholder(media.kind)
+        image, size = open_image(data), self.size
+        if round(size * min(image.width, image.height) / max(image.width, image.height)) < 1:
+            raise LimitExceeded(
+                f"{image.width}x{image.height} pixels: one side is more than {2 * size} times the other"
+            )
+        tiled = counts["image"] <= _MOST_TILED_IMAGES
+        resolution = best_resolution(image.width, image.height, self.resolutions) if tiled else (size, size)
+        across, down = self._tiles(resolution)
+        colour = tuple(int(mean * 255) for mean in self.mean)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            picture = Image.fromarray(image.decode())
+            tiles = arrays[_TILES]
+            tiles[0] = np.asarray(ImageOps.pad(picture, (size, size), color=colour))
+            local = np.asarray(ImageOps.pad(picture, resolution, color=colour))
+            cut = local.reshape(down, size, across, size, 3).transpose(0, 2, 1, 3, 4)
+            tiles[1:].reshape(cut.shape)[...] = cut
+
+        return Plan(
+            num_features=self.num_features(across, down),
+            specs={_TILES: ArraySpec((1 + across * down, size, size, 3), "uint8")},
+            settings=f"image {across}x{down} tiles of {size}, around it {colour}",
+            write=write,
+            grid=(across, down),
+        )
+
+    def _tiles(self, resolution: tuple[int, int]) -> tuple[int, int]:
+        return resolution[0] // self.size, resolution[1] // self.size
+
+
+def best_resolution(width: int, height: int, resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The one in which most of the picture's pixels are left, of equals that with the least empty space."""
+
+    def fit(resolution: tuple[int, int]) -> tuple[int, int]:
+        scale = min(resolution[0] / width, resolution[1] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - resolution[0] * resolution[1]
+
+    return max(resolutions, key=fit)
+
+
+class _TowerBlock(nn.Module):
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, 1e-6), nn.LayerNorm(width, 1e-6)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, inner), "fc2": nn.Linear(inner, width)})
+        self.act = nn.GELU("tanh")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = self.attn["qkv"](self.norm1(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        hidden = hidden + self.attn["proj"](mixed)
+        added: Tensor = self.mlp["fc2"](self.act(self.mlp["fc1"](self.norm2(hidden))))
+        return hidden + added
+
+
+class _Tower(nn.Module):
+    """A SigLIP tower without its pooling head."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, patch = config.get("width", 1152), config.get("patch_size", 14)
+        inner, heads = int(width * config.get("mlp_ratio", 3.7362)), config.get("heads", 16)
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
+        self.pos_embed = nn.Parameter(torch.empty(1, (config.get("image_size", 384) // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(_TowerBlock(width, heads, inner) for _ in range(config.get("layers", 27))))
+        self.norm = nn.LayerNorm(width, 1e-6)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[tiles, 3, size, size] -> [tiles, patches, width]."""
+        patches = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
+        hidden: Tensor = self.norm(self.blocks(patches + self.pos_embed))
+        return hidden
+
+
+class _Projector(nn.Module):
+    """Each two by two patches to one feature."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width = config["n_embed"]
+        first = nn.Linear(4 * config.get("input_dim", 1152), width)
+        self.layers = nn.Sequential(first, nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[tiles, patches, width] -> [tiles, side * side, n_embed]."""
+        side = math.isqrt(patches.shape[1])
+        grid = patches.transpose(1, 2).unflatten(-1, (side, side))
+        grid = pad(grid, (0, side % 2, 0, side % 2))
+        # Channel by channel, each with the four patches: the order of unfold, in which the weights lie.
+        windows = nn.functional.unfold(grid, 2, stride=2).transpose(1, 2)
+        features: Tensor = self.layers(windows)
+        return features
+
+
+class _MLP(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return mixed
+
+
+class _Gate(nn.Module):
+    """Chooses each token's experts, in float32."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        experts = config["n_routed_experts"]
+        self.weight = nn.Parameter(torch.empty(experts, config["hidden_size"]))
+        self.method = config.get("topk_method", "greedy")
+        if self.method == "noaux_tc":
+            self.e_score_correction_bias = nn.Parameter(torch.empty(experts))
+        self.softmax = config.get("scoring_func", "softmax") == "softmax"
+        self.count: int = config["num_experts_per_tok"]
+        self.groups: int = config.get("n_group") or 1
+        self.kept_groups: int = config.get("topk_group") or 1
+        self.normalised = self.count > 1 and config.get("norm_topk_prob", False)
+        self.factor: float = config.get("routed_scaling_factor", 1.0)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, width] -> weights, float32, and numbers of the chosen experts, both [T, count]."""
+        logits = linear(hidden.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
+        chosen = self._ranked(scores).topk(self.count, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.factor, chosen
+
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """By what experts are chosen: of the groups that are not, minus infinity."""
+        if self.method == "greedy":
+            return scores
+        ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores
+        grouped = ranked.unflatten(-1, (self.groups, -1))
+        by_group = grouped.topk(2 if self.method == "noaux_tc" else 1, dim=-1).values.sum(-1)
+        kept = by_group.topk(self.kept_groups, dim=-1).indices
+        dropped = torch.ones_like(by_group, dtype=torch.bool).scatter_(1, kept, value=False)
+        masked: Tensor = grouped.masked_fill(dropped.unsqueeze(-1), -math.inf)
+        return masked.flatten(1)
+
+
+class _Experts(nn.Module):
+    """A mixture of experts, some of which every token passes."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["moe_intermediate_size"]
+        self.gate = _Gate(config)
+        self.experts = nn.ModuleList(_MLP(width, inner) for _ in range(config["n_routed_experts"]))
+        shared = config.get("n_shared_experts")
+        self.shared_experts = _MLP(width, inner * shared) if shared else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.gate(hidden)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        parts = hidden[order // chosen.shape[1]].split(counts)
+        passed = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
+        # Back to the tokens' order, so that each token's sum is the same whatever shares its batch.
+        sorted_back = torch.empty_like(passed).index_copy_(0, order, passed).unflatten(0, chosen.shape)
+        mixed: Tensor = (sorted_back.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
+
+
+class _Attention(nn.Module):
+    """Plain attention, a key and a value for each of the heads or groups of them."""
+
+    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        self.layer, self.head_dim = layer, width // heads
+        kv_width = (config.get("num_key_value_heads") or heads) * self.head_dim
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_width, bias=False)
+        self.v_proj = nn.Linear(width, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
+        query, key, value = (
+            split_heads(project(hidden), self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, *angles), rotate(key, *angles)
+        mixed = paged_attention(self.layer, query, key, value, paged, self.head_dim**-0.5)
+        projected: Tensor = self.o_proj(mixed.flatten(1))
+        return projected
+
+
+class _LatentAttention(nn.Module):
+    """One short latent stands for the keys and values of all heads.
+
+    The heads' own projections go to the query and to the result, so that the latent alone is kept: one key head
+    [rotated + latent], whose value is the latent.
+    """
+
+    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, self.heads = config["hidden_size"], config["num_attention_heads"]
+        self.layer = layer
+        self.latent: int = config["kv_lora_rank"]
+        self.plain: int = config["qk_nope_head_dim"]
+        self.rotary_width: int = config["qk_rope_head_dim"]
+        value, query_width = config["v_head_dim"], self.heads * (self.plain + self.rotary_width)
+        rank = config.get("q_lora_rank")
+        if rank is None:
+            self.q_proj = nn.Linear(width, query_width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(width, rank, bias=False)
+            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
+            self.q_b_proj = nn.Linear(rank, query_width, bias=False)
+        self.low_rank = rank is not None
+        self.kv_a_proj_with_mqa = nn.Linear(width, self.latent + self.rotary_width, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.latent, _LATENT_EPS)
+        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.plain + value), bias=False)
+        self.o_proj = nn.Linear(self.heads * value, width, bias=False)
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.low_rank else self.q_proj(hidden)
+        plain, rotated = split_heads(query, self.plain + self.rotary_width).split([self.plain, self.rotary_width], -1)
+        latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent, self.rotary_width], -1)
+        latent = self.kv_a_layernorm(latent).unsqueeze(0)
+        of_keys, of_values = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).tensor_split([self.plain], dim=1)
+        query = torch.cat([rotate(_by_halves(rotated), *angles), plain @ of_keys], -1)
+        key = torch.cat([rotate(_by_halves(shared.unsqueeze(0)), *angles), latent], -1)
+        scaling = (self.plain + self.rotary_width) ** -0.5
+        mixed = paged_attention(self.layer, query, key, latent, paged, scaling).transpose(0, 1)
+        projected: Tensor = self.o_proj((mixed @ of_values.transpose(1, 2)).transpose(0, 1).flatten(1))
+        return projected
+
+
+def _by_halves(values: Tensor) -> Tensor:
+    """Pairs that lie side by side on the last axis, one half's width apart."""
+    return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
+
+
+class _Block(nn.Module):
+    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, eps = config["hidden_size"], config.get("rms_norm_eps", 1e-6)
+        sparse = (
+            config.get("n_routed_experts") is not None
+            and layer >= config.get("first_k_dense_replace", 0)
+            and layer % config.get("moe_layer_freq", 1) == 0
+        )
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = (_LatentAttention if config.get("use_mla", True) else _Attention)(layer, config)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = _Experts(config) if sparse else _MLP(width, config["intermediate_size"])
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, paged)
+        mixed: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return mixed
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.embed_tokens = nn.Embedding(config["vocab_size"], width)
+        self.layers = nn.ModuleList(_Block(i, config) for i in range(config["num_hidden_layers"]))
+        self.norm = RMSNorm(width, config.get("rms_norm_eps", 1e-6))
+
+
+class _Language(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = _Decoder(config)
+        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+
+
+class _Network(nn.Module):
+    """Modules under the names that the checkpoints' weights have, the misspelt one among them."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width = config["projector_config"]["n_embed"]
+        self.vision = _Tower(config["vision_config"])
+        self.projector = _Projector(config["projector_config"])
+        self.image_newline = nn.Parameter(torch.empty(width))
+        self.view_seperator = nn.Parameter(torch.empty(width))
+        self.language = _Language(config["language_config"])
+
+
+class DeepseekVL2Model(Model):
+    """Tower, projector and decoder."""
+
+    def __init__(
+        self, network: _Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
+    ) -> None:
+        """`language` is the decoder's part of config.json."""
+        self.spec = spec
+        self.network = network
+        self._processor = processor
+        self._rotary_width = language["qk_rope_head_dim"] if language.get("use_mla", True) else spec.head_dim
+        self._rotary_base: float = language.get("rope_theta", 10000.0)
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        pixels = torch.cat([self.normalized(item) for item in items])
+        features = self.network.projector(self.network.vision(pixels.to(self.spec.dtype)))
+        counts = [len(item.view[_TILES]) for item in items]
+        return [self._arranged(own, item) for own, item in zip(features.split(counts), items, strict=True)]
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [tiles, 3, size, size], on the device, to the last bit as the reference."""
+        tiles = from_dlpack(item.view[_TILES]).to(self.spec.device).permute(0, 3, 1, 2)
+        mean, std = (
+            torch.tensor(values, device=tiles.device).view(1, 3, 1, 1)
+            for values in (self._processor.mean, self._processor.std)
+        )
+        return tiles.float().div_(255).sub_(mean).div_(std)
+
+    def _arranged(self, views: Tensor, item: MediaItem) -> Tensor:
+        """[views, side * side, width] -> [num_features, width]: the overview's rows, then those of all tiles."""
+        side, (across, down) = self._processor.side, item.shape.grid
+        tiles = views[1:].view(down, across, side, side, -1).transpose(1, 2).reshape(down * side, across * side, -1)
+        overview = self._ended(views[0].view(side, side, -1))
+        return torch.cat([overview, self.network.view_seperator.unsqueeze(0), self._ended(tiles)])
+
+    def _ended(self, grid: Tensor) -> Tensor:
+        """[rows, columns, width], an end put to each row: [rows * (columns + 1), width]."""
+        ends = self.network.image_newline.expand(len(grid), 1, -1)
+        return torch.cat([grid, ends], dim=1).flatten(0, 1)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.network.language.model.embed_tokens(input_ids)
+        return hidden
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        del extra
+        decoder = self.network.language.model
+        angles = rotary_angles(positions[0], self._rotary_width, self._rotary_base)
+        for layer in decoder.layers:
+            hidden = layer(hidden, angles, paged)
+        normed: Tensor = decoder.norm(hidden)
+        return normed
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.network.language.lm_head(hidden)
+        return logits.float()
+
+
+class DeepseekVL2(Family):
+    """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302), its layers written here."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_vl_v2",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "the code that came with DeepSeek-VL2 (golden data)"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> DeepseekVL2Processor:
+        _check(checkpoint)
+        return DeepseekVL2Processor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> DeepseekVL2Model:
+        processor = cls.processor(checkpoint)
+        config = checkpoint.config
+        language = config["language_config"]
+        network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
+        heads: int = language["num_attention_heads"]
+        if language.get("use_mla", True):
+            widths = (language["qk_rope_head_dim"] + language["kv_lora_rank"], language["kv_lora_rank"])
+            kv_heads = 1
+        else:
+            widths = (language["hidden_size"] // heads,) * 2
+            kv_heads = language.get("num_key_value_heads") or heads
+        spec = ModelSpec(
+            vocab_size=language["vocab_size"],
+            hidden_size=language["hidden_size"],
+            max_model_len=language.get("max_position_embeddings", 2048),
+            num_layers=language["num_hidden_layers"],
+            num_kv_heads=kv_heads,
+            head_dim=widths[0],
+            value_head_dim=widths[1],
+            eos_token_ids=eos_token_ids(checkpoint) or (language.get("eos_token_id", 1),),
+            device=device.torch_device,
+            dtype=dtype,
+        )
+        return DeepseekVL2Model(network, spec, processor, language)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        if not (described := checkpoint.json("tokenizer.json")):
+            return super().tokenizer(checkpoint)
+        for token in described.get("added_tokens", ()):
+            token["special"] = token["special"] and token["content"] not in _TAGS
+        settings = checkpoint.json("tokenizer_config.json")
+        names = {
+            name: value["content"] if isinstance(value, Mapping) else value
+            for name in ("bos_token", "eos_token", "pad_token")
+            if (value := settings.get(name)) is not None
+        }
+        return PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(described)),
+            model_max_length=settings.get("model_max_length", 4096),
+            clean_up_tokenization_spaces=False,
+            **names,
+        )
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """UnsupportedCheckpoint where the config asks for what this family's checkpoints never had."""
+    for section, needed in _NEEDED.items():
+        config = checkpoint.config[section] if section else checkpoint.config
+        for name, value in needed.items():
+            if config.get(name, value) != value:
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path}: {section} has {name} {config[name]!r}, only {value!r} is served"
+                )
+    if (method := checkpoint.config["language_config"].get("topk_method", "greedy")) not in (
+        "greedy",
+        "group_limited_greedy",
+        "noaux_tc",
+    ):
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: experts are chosen by {method!r}, which is not served")
