@@ -44,8 +44,7 @@ class EncodedAudio:
     """A clip whose container was read, and checked against the caps, but that is not decoded yet."""
 
     rate: int
-    """Samples a second, of each channel."""
-    num_channels: int
+    """Samples a second, of each channel, as the container states it; decoders know better."""
     data: bytes
 
     @classmethod
@@ -56,53 +55,48 @@ class EncodedAudio:
                 if not container.streams.audio:
                     raise MediaError("the file has no audio stream")
                 stream = container.streams.audio[0]
+                if stream.codec_context is None:
+                    raise MediaError("the file's sound is of a codec that is not known")
                 rate, num_channels = stream.rate or 0, stream.channels or 0
                 durations = [container.duration and container.duration / av.time_base]
                 durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})") from None
-        if not MIN_RATE <= rate <= MAX_RATE:
-            raise LimitExceeded(f"the clip has {rate} samples a second; the limits are {MIN_RATE} and {MAX_RATE}")
+        _check_rate(rate)
         if not 1 <= num_channels <= MAX_CHANNELS:
             raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > max_duration_s:
             raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {max_duration_s:g} s")
-        return cls(rate, num_channels, data)
+        return cls(rate, data)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
         """The first `max_samples`, or fewer, at `rate` samples a second; what lies behind them is not decoded.
 
         MediaError for a broken clip, LimitExceeded where that many take more than `MAX_SOURCE_SAMPLES`.
         """
-        wanted = math.ceil(max_samples * self.rate / rate) + math.ceil(_MARGIN_S * self.rate)
         pieces: list[Samples] = []
-        num_samples = 0
+        num_samples, own_rate = 0, self.rate
         try:
-            for piece in self._decode():
-                pieces.append(piece)
-                num_samples += len(piece)
+            for frame in self._frames():
+                if not pieces:
+                    own_rate = _check_rate(frame.sample_rate)
+                elif frame.sample_rate != own_rate:
+                    raise MediaError(f"the clip changes from {own_rate} samples a second to {frame.sample_rate}")
+                pieces.append(_mono(frame))
+                num_samples += len(pieces[-1])
                 if num_samples > MAX_SOURCE_SAMPLES:
                     raise LimitExceeded(f"the clip has more than {MAX_SOURCE_SAMPLES} samples, the limit for decoding")
-                if num_samples >= wanted:
+                if num_samples >= _num_source_samples(max_samples, own_rate, rate):
                     break
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the sound is broken: {num_samples} samples can be decoded") from None
         if not num_samples:
             raise MediaError("the clip has no samples")
-        return _resample(np.concatenate(pieces), self.rate, rate, max_samples)
+        return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
-    def _decode(self) -> Iterator[Samples]:
-        """Piece after piece, the channels averaged."""
+    def _frames(self) -> Iterator[av.AudioFrame]:
         with _open(self.data) as container:
-            for frame in container.decode(container.streams.audio[0]):
-                if frame.samples == 0:
-                    continue
-                if (frame.sample_rate, frame.layout.nb_channels) != (self.rate, self.num_channels):
-                    raise MediaError(
-                        f"the clip changes to {frame.layout.nb_channels} channels of {frame.sample_rate} samples a "
-                        f"second, from {self.num_channels} of {self.rate}"
-                    )
-                yield _mono(frame)
+            yield from (frame for frame in container.decode(container.streams.audio[0]) if frame.samples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +124,17 @@ def open_audio(data: bytes | NDArray[Any], rate: int | None = None) -> EncodedAu
     return EncodedAudio.open(data)
 
 
+def _check_rate(rate: int) -> int:
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise LimitExceeded(f"the clip has {rate} samples a second; the limits are {MIN_RATE} and {MAX_RATE}")
+    return rate
+
+
+def _num_source_samples(max_samples: int, source_rate: int, rate: int) -> int:
+    """How many samples of a source reach the first `max_samples` at `rate`."""
+    return math.ceil(max_samples * source_rate / rate) + math.ceil(_MARGIN_S * source_rate)
+
+
 def _mono(frame: av.AudioFrame) -> Samples:
     """float32 [samples]: whole numbers scaled to [-1, 1), the channels averaged."""
     array = frame.to_ndarray()
@@ -148,9 +153,7 @@ def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -
     if not peak <= MAX_AMPLITUDE:  # not a number among others
         raise MediaError(f"the clip has samples of {peak}; the limit is {MAX_AMPLITUDE:g}")
     if source_rate != rate:
-        # Only so many source samples reach the ones that are kept.
-        margin = math.ceil(_MARGIN_S * source_rate)
-        samples = samples[: math.ceil(max_samples * source_rate / rate) + margin]
+        samples = samples[: _num_source_samples(max_samples, source_rate, rate)]
         num_samples = math.ceil(len(samples) * rate / source_rate)
         samples = soxr.resample(samples, source_rate, rate, quality="HQ")
         samples = np.pad(samples, (0, max(0, num_samples - len(samples))))[:num_samples]

@@ -52,6 +52,8 @@ class EncodedVideo:
                 if not container.streams.video:
                     raise MediaError("the file has no video stream")
                 stream = container.streams.video[0]
+                if stream.codec_context is None:
+                    raise MediaError("the video is of a codec that is not known")
                 height, width, rate = stream.height, stream.width, stream.average_rate
                 stated = stream.frames
                 num_frames = sum(1 for packet in container.demux(stream) if packet.size)

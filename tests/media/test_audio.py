@@ -70,7 +70,14 @@ def test_lossy_files_are_near_the_reference(file_format, subtype, tolerance, rat
 
 @pytest.mark.parametrize(
     ("container", "codec"),
-    [("mp4", "aac"), ("adts", "aac"), ("ipod", "alac"), ("webm", "libopus"), ("matroska", "libmp3lame"), ("asf", "wmav2")],
+    [
+        ("mp4", "aac"),
+        ("adts", "aac"),
+        ("ipod", "alac"),
+        ("webm", "libopus"),
+        ("matroska", "libmp3lame"),
+        ("asf", "wmav2"),
+    ],
 )
 def test_files_that_libsndfile_does_not_read(container, codec):
     samples = tone(1.5, 48_000)
@@ -172,6 +179,14 @@ def test_samples_that_overflow_are_refused(value):
 def test_what_is_no_sound_is_refused(data):
     with pytest.raises((MediaError, LimitExceeded)):
         decode(data)
+
+
+def test_an_unknown_codec_is_refused():
+    data = bytearray(encode_sound(tone(0.1), RATE))
+    at = data.index(b"fmt ") + 8
+    data[at : at + 2] = b"\x99\x99"
+    with pytest.raises(MediaError, match=r"codec that is not known|no readable"):
+        open_audio(bytes(data))
 
 
 def test_a_clip_without_samples_is_refused():

@@ -56,6 +56,11 @@ def test_what_is_no_video_is_refused(data):
         EncodedVideo.open(data)
 
 
+def test_an_unknown_codec_is_refused():
+    with pytest.raises(MediaError, match="codec that is not known"):
+        open_video(encode_video(moving_frames(4)).replace(b"avc1", b"zzz1"))
+
+
 def test_a_truncated_video_is_refused():
     data = encode_video(moving_frames(30), container="avi", codec="mpeg4")
     with pytest.raises(MediaError, match=r"truncated|broken|no readable"):
