@@ -127,6 +127,10 @@ class FamilyContract:
         """What lies in shared memory is, normalised as the tower does it, the processor's own output `expected`."""
         raise NotImplementedError
 
+    def tokenize(self, tokenizer: Tokenizer, name: str, items: Items, path_file: Path) -> torch.Tensor:
+        """The prompt `name`, or one whose `items` have other media in the same places; chat families override."""
+        return tokenizer.tokenize(items, path_file)
+
     @pytest.fixture(scope="class")
     @classmethod
     def path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -161,7 +165,7 @@ class FamilyContract:
 
     @pytest.fixture
     def tokenized(self, tokenizer: Tokenizer, path_file: Path) -> dict[str, torch.Tensor]:
-        return {name: tokenizer.tokenize(items, path_file) for name, items in self.prompts.items()}
+        return {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
 
     def test_is_found_by_its_config(self, path):
         family = family_of(Checkpoint.open(path))
@@ -234,7 +238,7 @@ class FamilyContract:
                 dict(item) if "text" in item else {kind: next(given) for kind in KINDS if kind in item}
                 for item in items
             ]
-            ids = tokenizer.tokenize(replaced, path_file)
+            ids = self.tokenize(tokenizer, name, replaced, path_file)
             logits = model.logits(ids)
             assert (logits - model.logits(tokenized[name])).abs().max() <= self.tolerance, name
 
