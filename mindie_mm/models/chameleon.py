@@ -68,7 +68,11 @@ class ChameleonProcessor(Processor):
             raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self._num_features}, images make {made} tokens")
         token, start, end = (
             checkpoint.token_id(checkpoint.special_token(name) or default)
-            for name, default in (("image_token", "<image>"), ("boi_token", "<racm3:break>"), ("eoi_token", "<eoss>"))
+            for name, default in (
+                ("image_token", joint.get("image_token", "<image>")),
+                ("boi_token", "<racm3:break>"),
+                ("eoi_token", "<eoss>"),
+            )
         )
         known = (checkpoint.config.get("vocabulary_map") or {}).get("<image>")
         if known != token:
