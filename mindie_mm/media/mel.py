@@ -44,7 +44,7 @@ class MelSettings:
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:
         """From a feature extractor's configuration; UnsupportedCheckpoint for what is not served."""
-        for name, needed in (("padding_value", 0.0), ("dither", 0.0), ("do_normalize", False)):
+        for name, needed in (("padding_value", 0.0), ("dither", 0.0)):
             if config.get(name, needed) != needed:
                 raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
         rate = config.get("sampling_rate", 16_000)

@@ -283,6 +283,20 @@ def test_the_whole_models_checkpoint(thinker, tmp_path, path_file):
     assert whole_spec.eos_token_ids == spec.eos_token_ids
 
 
+def test_the_files_of_the_first_checkpoints(thinker, tmp_path, path_file):
+    """preprocessor_config.json alone, with the settings of pictures and of sound in one."""
+    expected, _ = logits(thinker, path_file)
+    for file in thinker.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    joint = json.loads((thinker / "processor_config.json").read_text())
+    (tmp_path / "processor_config.json").unlink()
+    size = joint["image_processor"].pop("size")
+    pixels = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    settings = {**joint["image_processor"], **joint["feature_extractor"], **pixels}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert torch.equal(expected, logits(tmp_path, path_file)[0])
+
+
 def test_a_thinkers_weight_that_is_missing(thinker, tmp_path):
     whole(thinker, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
