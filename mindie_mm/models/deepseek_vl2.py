@@ -53,7 +53,7 @@ _TEMPLATE = """\
 {%- set content = namespace(text='') %}
 {%- if message.content is string %}{% set content.text = message.content %}
 {%- else %}
-{%- for part in message.content %}
+{%- for part in message.content or [] %}
 {%- if part.type == 'text' %}{% set content.text = content.text + part.text %}
 {%- else %}
 {%- set content.text = content.text + '<image>' %}

@@ -55,7 +55,7 @@ _CHATML = """\
 {%- if message.content is string %}{{ message.content }}
 {%- else %}
 {%- set pictures = namespace(count=0) %}
-{%- for part in message.content %}
+{%- for part in message.content or [] %}
 {%- if part.type == 'text' %}{{ part.text }}
 {%- else %}
 {%- set pictures.count = pictures.count + 1 %}
