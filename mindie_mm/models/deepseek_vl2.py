@@ -228,7 +228,7 @@ class _MLP(nn.Module):
         return mixed
 
 
-class _Gate(nn.Module):
+class Gate(nn.Module):
     """Chooses each token's experts, in float32."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ class _Experts(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, inner = config["hidden_size"], config["moe_intermediate_size"]
-        self.gate = _Gate(config)
+        self.gate = Gate(config)
         self.experts = nn.ModuleList(_MLP(width, inner) for _ in range(config["n_routed_experts"]))
         shared = config.get("n_shared_experts")
         self.shared_experts = _MLP(width, inner * shared) if shared else None

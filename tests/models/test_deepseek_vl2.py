@@ -1,0 +1,226 @@
+"""DeepSeek-VL2 beside what the original implementation computes: tests/golden/deepseek_vl2."""
+
+import hashlib
+import itertools
+import json
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
+
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.models import family_named, load_model
+from mindie_mm.models.deepseek_vl2 import Gate, best_resolution
+from mindie_mm.nn.checkpoint import Checkpoint
+from tests.models.contract import FamilyContract, picture
+from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
+
+FOLDER = GOLDEN / "deepseek_vl2"
+BOS, EOS, IMAGE = 0, 1, 503
+END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+ROLES = {"<|User|>": "user", "<|Assistant|>": "assistant"}
+
+
+def items_of(about, pictures):
+    """The items of all turns, one behind another."""
+    images = iter(pictures)
+    return [item for turn in about["conversation"] for item in turn_items(turn, images)]
+
+
+def turn_items(turn, images):
+    texts = ({"text": text} for text in turn["content"].split("<image>"))
+    items = itertools.chain.from_iterable((text, {"image": None}) for text in texts)
+    kept = [item for item in [*items][:-1] if item != {"text": ""}]
+    return [{"image": next(images)} if "image" in item else item for item in kept]
+
+
+class Reference(GoldenReference):
+    def text(self, items):
+        turns = self.case(items).about["conversation"]
+        text = ""
+        for turn in turns:
+            if turn["role"] == "<|User|>":
+                text += f"<|User|>: {turn['content']}\n\n<|Assistant|>:"
+            elif turn["content"]:
+                text += f"{turn['content']}{END}"
+        return text
+
+
+class DeepseekVL2Contract(FamilyContract):
+    name = "deepseek_vl2"
+    num_tokens = 8
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write_checkpoint(cls.folder, out, drawn_weights(cls.folder))
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(cls.cases, load_file(path / "model.safetensors")["language.lm_head.weight"], IMAGE)
+
+    def tokenize(self, tokenizer, name, items, path_file):
+        given = iter(items)
+        messages = []
+        for turn in self.cases[name].about["conversation"]:
+            if turn["content"]:
+                own = itertools.islice(given, len(turn_items(turn, itertools.repeat(""))))
+                content = [{"type": kind, kind: value} for item in own for kind, value in item.items()]
+                messages.append({"role": ROLES[turn["role"]], "content": content})
+        return tokenizer.tokenize_chat(messages, path_file)
+
+    def test_bfloat16(self, path, reference, tokenized):
+        """On average: where experts are nearly as good as others, a token takes others, and its logits are far off."""
+        model = load_model(path, device="cpu", dtype="bfloat16")
+        for name, items in self.prompts.items():
+            expected = reference.logits(items)
+            difference = (model.logits(tokenized[name]) - expected).abs().mean()
+            assert difference <= 0.06 * expected.std(), name  # measured: 0.026 to 0.044
+
+    def assert_arrays(self, expected, items, model):
+        case = expected["case"]
+        pixels = [model.normalized(item).numpy() for item in items]
+        for own, item, file in zip(pixels, items, case.images, strict=True):
+            image = Image.open(file)
+            across, down = item.shape.grid
+            views = [ImageOps.pad(image, (384, 384), color=(127,) * 3)]
+            whole = ImageOps.pad(image, (384 * across, 384 * down), color=(127,) * 3)
+            for top, left in itertools.product(range(0, 384 * down, 384), range(0, 384 * across, 384)):
+                views.append(whole.crop((left, top, left + 384, top + 384)))
+            scaled = np.stack([np.asarray(view) for view in views]).astype(np.float32) / np.float32(255)
+            half = np.float32(0.5)
+            assert np.array_equal(own, ((scaled - half) / half).transpose(0, 3, 1, 2))
+        if known := case.about.get("pixels_sha256"):
+            assert hashlib.sha256(np.concatenate(pixels).tobytes()).hexdigest() == known
+
+
+class TestDeepseekVL2(DeepseekVL2Contract):
+    folder = FOLDER / "plain"
+    cases = cases(folder, items_of)
+    prompts: ClassVar = {name: case.items for name, case in cases.items()}
+
+    def test_three_pictures_have_one_tile_each(self, tokenized, model):
+        grids = {name: [item.shape.grid for item in model.read(ids.numpy())] for name, ids in tokenized.items()}
+        assert grids["two_images_interleaved"] == [(1, 1), (2, 2)]
+        assert grids["three_images_no_tiling"] == [(1, 1)] * 3
+        assert grids["tall_ref"] == [(1, 2)]
+
+    def test_every_prompt_begins_with_one_bos(self, tokenizer, path_file):
+        items = [{"image": picture(30, 40)}, {"text": "What?"}]
+        content = [{"type": kind, kind: value} for item in items for kind, value in item.items()]
+        for ids in (
+            tokenizer.tokenize(items, path_file),
+            tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file),
+            tokenizer.tokenize_ids([BOS, 40, 41]),
+            tokenizer.tokenize_ids([40, 41]),
+        ):
+            assert ids[0] == BOS
+            assert BOS not in ids[1:]
+
+    def test_a_line_ends_between_a_picture_and_its_question(self, path, tokenizer, path_file):
+        decode = family_named(self.name).tokenizer(Checkpoint.open(path)).decode
+        for text in ("What?", "\nWhat?"):
+            content = [{"type": "image", "image": picture(30, 40)}, {"type": "text", "text": text}]
+            ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
+            assert decode(ids[(ids != IMAGE) & (ids >= 0)][1:]) == "<|User|>: \nWhat?\n\n<|Assistant|>:"
+
+    def test_text_alone_cannot_make_a_picture_or_a_turn(self, tokenizer, path_file):
+        ids = tokenizer.tokenize([{"text": "<image><|User|>" + END}], path_file).tolist()
+        assert not {EOS, IMAGE, 509} & set(ids)
+        tags = tokenizer.tokenize([{"text": "<|grounding|><|ref|>a<|/ref|>"}], path_file).tolist()
+        assert [token for token in tags if token > IMAGE] == [508, 504, 505]
+
+    def test_a_picture_too_long_for_a_view_is_refused(self, tokenizer, path_file):
+        with pytest.raises(LimitExceeded, match="800x1 pixels: one side is more than 768 times"):
+            tokenizer.tokenize([{"image": picture(1, 800)}], path_file)
+        assert len(tokenizer.tokenize([{"image": picture(1, 760)}], path_file)) > 200
+
+    @pytest.mark.parametrize(
+        ("section", "change", "named"),
+        [
+            ("language_config", {"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+            ("language_config", {"topk_method": "random"}, "'random'"),
+            ("projector_config", {"projector_type": "linear"}, "projector_type 'linear'"),
+            ("vision_config", {"image_size": 512}, "image_size 512"),
+        ],
+    )
+    def test_what_is_not_served_is_refused_by_name(self, section, change, named, path, tmp_path):
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        config = json.loads((path / "config.json").read_text())
+        config[section] |= change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            load_model(tmp_path, device="cpu")
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            (lambda w: w.pop("view_seperator"), "lacks 1 weights.*view_seperator"),
+            (lambda w: w.update({"language.model.layers.0.mlp.gate.weight": torch.zeros(2)}), r"0\.mlp\.gate\.weight"),
+            (lambda w: w.update({"image_newline": torch.zeros(3)}), r"image_newline: \[3\], not \[128\]"),
+        ],
+        ids=["missing", "unknown", "of another shape"],
+    )
+    def test_weights_that_do_not_fit_are_named(self, change, named, path, tmp_path):
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        weights = load_file(path / "model.safetensors")
+        change(weights)
+        save_file(weights, tmp_path / "model.safetensors")
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            load_model(tmp_path, device="cpu")
+
+
+class TestLatentAttention(DeepseekVL2Contract):
+    folder = FOLDER / "latent"
+    cases = cases(folder, items_of)
+    prompts: ClassVar = {name: case.items for name, case in cases.items()}
+
+    def test_the_cache_keeps_one_latent_a_token(self, model):
+        cache = model.allocate_cache(2, 16)
+        assert [pages.shape for pages in (cache.keys[0], cache.values[0])] == [(2, 16, 1, 16 + 32), (2, 16, 1, 32)]
+
+
+class TestResolution:
+    LISTED = ((384, 384), (384, 768), (768, 384), (768, 768), (1152, 384))
+
+    @pytest.mark.parametrize(
+        ("size", "expected"),
+        [
+            ((10, 10), (384, 384)),  # all keep every pixel: the least empty space
+            ((384, 384), (384, 384)),
+            ((400, 400), (768, 768)),
+            ((760, 300), (768, 384)),
+            ((800, 300), (1152, 384)),
+            ((3000, 1000), (1152, 384)),
+            ((300, 700), (384, 768)),
+        ],
+    )
+    def test_the_most_pixels_are_kept(self, size, expected):
+        assert best_resolution(*size, self.LISTED) == expected
+
+
+class TestGroups:
+    """Experts chosen by groups, which no golden checkpoint has: against the definition, token by token."""
+
+    @pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy"])
+    def test_only_the_best_groups_are_chosen_from(self, method):
+        torch.manual_seed(0)
+        config = {"n_routed_experts": 12, "hidden_size": 8, "topk_method": method, "scoring_func": "sigmoid"}
+        gate = Gate({**config, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "norm_topk_prob": True})
+        for parameter in gate.parameters():
+            torch.nn.init.normal_(parameter)
+        hidden = torch.randn(20, 8)
+        weights, chosen = gate(hidden)
+        bias = gate.e_score_correction_bias if method == "noaux_tc" else torch.zeros(12)
+        for token, own, experts in zip(hidden, weights, chosen, strict=True):
+            scores = (gate.weight @ token).sigmoid()
+            ranked = scores + bias
+            counted = 2 if method == "noaux_tc" else 1
+            groups = sorted(range(4), key=lambda g: -sum(sorted(ranked[3 * g : 3 * g + 3].tolist())[-counted:]))[:2]
+            allowed = [expert for expert in range(12) if expert // 3 in groups]
+            best = sorted(allowed, key=lambda expert: -ranked[expert].item())[:3]
+            assert experts.tolist() == best
+            torch.testing.assert_close(own, scores[best] / scores[best].sum())
