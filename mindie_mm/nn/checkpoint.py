@@ -37,6 +37,15 @@ class Checkpoint:
         file = self.path / name
         return _read(file) if file.is_file() else {}
 
+    def preprocessor(self, part: str, *files: str) -> dict[str, Any]:
+        """The settings of a `part` of the processor, such as image_processor; a null is none, as in transformers.
+
+        From processor_config.json, else from the first of `files` that there is.
+        """
+        sources = (self.json("processor_config.json").get(part), *(self.json(file) for file in files))
+        settings: dict[str, Any] = next(filter(None, sources), {})
+        return {name: value for name, value in settings.items() if value is not None}
+
     def token_id(self, token: str) -> int:
         """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
         for added in self.json("tokenizer.json").get("added_tokens", ()):

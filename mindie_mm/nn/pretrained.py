@@ -26,6 +26,17 @@ from mindie_mm.nn.quantized import check_quantization
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+def read_config(name: str, checkpoint: Checkpoint) -> Any:
+    """config.json as transformers' configuration class `name`, defaults and all; UnsupportedCheckpoint."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return getattr(transformers, name).from_pretrained(checkpoint.path, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} is not read as {name}: {error}") from error
+
+
 class PretrainedModel(Model):
     """A decoder of transformers': a family adds its tower, and its positions where they are not the index."""
 
