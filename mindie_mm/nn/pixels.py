@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+"""Mean, and standard deviation, of SigLIP's pictures and of others."""
 
 
 def normalize_patches(
@@ -33,3 +40,33 @@ def repeat_frames(patches: torch.Tensor, temporal_patch_size: int, channels: int
     """[n, channels * k] -> [n, channels * temporal_patch_size * k]: an image as a video that stands still."""
     planes = patches.view(len(patches), channels, 1, -1)
     return planes.expand(-1, -1, temporal_patch_size, -1).reshape(len(patches), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """How a checkpoint has its pictures rescaled and normalised."""
+
+    mean: tuple[float, ...]
+    """By channel, or one for all; empty: not normalised."""
+    std: tuple[float, ...]
+    rescale_factor: float
+    """What bytes are multiplied by; 1.0: not rescaled."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], prefix: str = "") -> Normalization:
+        """From a preprocessor configuration, completed by its defaults; `prefix` goes before image_mean's name."""
+        factor = config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 1.0
+        if not config.get("do_normalize", True):
+            return cls((), (), factor)
+        values = (config[f"{prefix}image_{name}"] for name in ("mean", "std"))
+        mean, std = ((value,) if isinstance(value, (int, float)) else tuple(value) for value in values)
+        return cls(mean, std, factor)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, H, W, channels] -> float32 [n, channels, H, W], to the last bit as the torchvision backend."""
+        planes = pixels.permute(0, 3, 1, 2).contiguous().to(torch.float32)
+        if not self.mean:
+            return planes if self.rescale_factor == 1.0 else planes.mul_(self.rescale_factor)
+        scale = 1.0 / self.rescale_factor
+        mean, std = ((torch.tensor(v, device=pixels.device) * scale).view(-1, 1, 1) for v in (self.mean, self.std))
+        return planes.sub_(mean).div_(std)

@@ -30,7 +30,11 @@ def normalize(image, mean, std, inplace=False):
 def pad(image, padding, fill=0, padding_mode="constant"):
     left, top, right, bottom = padding
     assert padding_mode == "constant", padding_mode
-    return constant_pad(image, (left, right, top, bottom), value=fill)
+    sides = (left, right, top, bottom)
+    if isinstance(fill, (int, float)):
+        return constant_pad(image, sides, value=fill)
+    planes = (constant_pad(plane, sides, value=value) for plane, value in zip(image.unbind(-3), fill, strict=True))
+    return torch.stack([*planes], dim=-3)
 
 
 def crop(image, top, left, height, width):

@@ -1,0 +1,179 @@
+"""LLaVA: an image of one size through a CLIP or SigLIP tower and a projector of two layers.
+
+Source: arXiv 2310.03744; transformers' llava, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import (
+    Preprocess,
+    Size,
+    background_of,
+    check_settings,
+    check_type,
+    resample_of,
+)
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_CLIP: Mapping[str, Any] = {
+    "resample": 3,
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+}
+# transformers' classes of image processors that such checkpoints name, and what they do where a file does not say.
+_PROCESSORS: Mapping[str, Mapping[str, Any]] = {
+    "LlavaImageProcessor": _CLIP,
+    "CLIPImageProcessor": _CLIP,
+    "SiglipImageProcessor": {
+        "resample": 3,
+        "size": {"height": 224, "width": 224},
+        "image_mean": HALF,
+        "image_std": HALF,
+    },
+}
+_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Tokens that a tower puts before those of its patches."""
+
+
+def tokens_of_tower(config: Any, where: str) -> int:
+    """Features that the tower of a LLaVA's configuration makes of one square picture. UnsupportedCheckpoint."""
+    vision = config.vision_config
+    if vision.model_type not in _TOWERS:
+        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {', '.join(_TOWERS)} is served")
+    # Of every tower `default` leaves the first token out; only CLIP's has one that is no patch's.
+    dropped = config.vision_feature_select_strategy == "default"
+    return int((vision.image_size // vision.patch_size) ** 2 + _TOWERS[vision.model_type] - dropped)
+
+
+def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
+    """What processor_config.json says of the tower is what config.json says. UnsupportedCheckpoint."""
+    known = {
+        "patch_size": config.vision_config.patch_size,
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "num_additional_image_tokens": _TOWERS[config.vision_config.model_type],
+    }
+    for name, value in known.items():
+        if (found := stated.get(name)) is not None and found != value:
+            raise UnsupportedCheckpoint(
+                f"{where}: processor_config.json has {name} {found!r}, of config.json it is {value!r}"
+            )
+
+
+class LlavaProcessor(Processor):
+    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, height, width, 3], of the tower's own size."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("LlavaConfig", checkpoint)
+        self._num_features = tokens_of_tower(config, where)
+        check_stated(checkpoint.json("processor_config.json"), config, where)
+        self._placeholder = Placeholder((), config.image_token_id, ())
+        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
+        name = check_type(settings, "image_processor_type", _PROCESSORS, where)
+        settings = {**_PROCESSORS[name], **settings}
+        padded = settings.get("do_pad", False)
+        if padded and name != "LlavaImageProcessor":
+            raise UnsupportedCheckpoint(f"{where}: do_pad is True, which is served of a LlavaImageProcessor alone")
+        check_settings(settings, {"do_resize": True}, where)
+        size = Size.read(settings["size"], where)
+        cropped = settings.get("do_center_crop", False)
+        crop = Size.read(settings["crop_size"], where, square=True).fixed if cropped else None
+        background = background_of(settings["image_mean"]) if padded else None
+        self._steps = Preprocess(size, resample_of(settings, where), crop, background)
+        self.normalization = Normalization.read(settings)
+        made = crop or size.fixed or (size.of(1, 1) if padded else None)
+        self._side: int = config.vision_config.image_size
+        if made != (self._side, self._side):
+            raise UnsupportedCheckpoint(
+                f"{where}: its preprocessing makes images of {made or 'several sizes'}, the tower takes {self._side} "
+                "pixels a side"
+            )
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of({"image": self._placeholder}, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        del kind
+        return self._num_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        del kind
+        return np.zeros((self._side, self._side, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del media, counts
+        image = open_image(data)
+        self._steps.check(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays["pixel_values"][0] = self._steps.apply(image.decode())
+            faults.point("mid-fill")
+
+        return Plan(
+            num_features=self._num_features,
+            specs={"pixel_values": ArraySpec((1, self._side, self._side, 3), "uint8")},
+            settings=f"llava {self._steps}",
+            write=write,
+        )
+
+
+class LlavaModel(PretrainedModel):
+    """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
+
+    def __init__(self, module: Any, spec: ModelSpec, normalization: Normalization) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self._normalization = normalization
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        features: list[Tensor] = self.module.model.get_image_features(self.pixels(items)).pooler_output
+        return list(features)
+
+    def pixels(self, items: Sequence[MediaItem]) -> Tensor:
+        """[tiles of all items, 3, height, width], as the tower takes them."""
+        return torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [tiles, 3, height, width], on the device."""
+        return self._normalization(from_dlpack(item.view["pixel_values"]).to(self.spec.device))
+
+
+class Llava(Family):
+    """LLaVA 1.5 (Liu et al., 2023, arXiv 2310.03744) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "transformers' LlavaForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> LlavaProcessor:
+        return LlavaProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> LlavaModel:
+        from transformers import LlavaForConditionalGeneration
+
+        normalization = LlavaProcessor(checkpoint).normalization  # first: it refuses by name
+        module, spec = load_pretrained(LlavaForConditionalGeneration, checkpoint, device, dtype)
+        return LlavaModel(module, spec, normalization)

@@ -1,0 +1,179 @@
+"""LLaVA beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaImageProcessor,
+    LlavaProcessor,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.transformers_reference import AutoTokenizer
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<image>")
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 7,
+    "initializer_range": 0.2,  # so large that pictures move the logits
+}
+PIXELS = {
+    "image_processor_type": "LlavaImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28},
+}
+STATED = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+
+
+def text_config():
+    return LlamaConfig(
+        vocab_size=400,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+
+
+def write(out, pixels=PIXELS, stated=STATED, vision=None, **settings):
+    tokenizer = save_tokenizer(out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = LlavaConfig(
+        vision_config=vision or CLIPVisionConfig(**VISION),
+        text_config=text_config(),
+        image_token_index=ids("<image>"),
+        **settings,
+    )
+    save_model(out, LlavaForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(out, preprocessor_config=pixels, processor_config=stated)
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image>"}
+
+    def __init__(self, path, images=LlavaImageProcessor):
+        stated = json.loads((path / "processor_config.json").read_text())
+        super().__init__(
+            LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            LlavaProcessor(images.from_pretrained(path), AutoTokenizer.from_pretrained(path), **stated),
+        )
+
+
+PROMPTS = {
+    "text": [{"text": "What is in the image? A square, perhaps."}],
+    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+    "an image of the size": [{"image": picture(28, 28)}],
+}
+
+
+class TestLlava(FamilyContract):
+    name = "llava"
+    prompts: ClassVar = PROMPTS
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.cat([model.normalized(item) for item in items]), expected["pixel_values"])
+
+    @pytest.mark.parametrize(
+        ("settings", "pixels", "stated"),
+        [
+            ({"vision_feature_layer": [-1, 1, 2]}, {}, {}),
+            (
+                {"vision_feature_layer": 2, "vision_feature_select_strategy": "full"},
+                {},
+                {"vision_feature_select_strategy": "full"},
+            ),
+            ({"multimodal_projector_bias": False}, {"do_pad": True}, {}),
+            ({"projector_hidden_act": "relu"}, {"do_center_crop": False, "size": {"height": 28, "width": 28}}, {}),
+            ({}, {"size": {"shortest_edge": 20, "longest_edge": 35}, "resample": 2, "do_rescale": False}, {}),
+            ({}, {"size": {"shortest_edge": 20}, "do_normalize": False}, {}),
+            ({}, {"size": 30, "crop_size": 28, "do_normalize": False, "do_rescale": False, "do_pad": None}, {}),
+        ],
+        ids=str,
+    )
+    def test_what_a_configuration_can_say(self, settings, pixels, stated, tmp_path, path_file):
+        write(tmp_path, {**PIXELS, **pixels}, {**STATED, **stated}, **settings)
+        self.assert_same(tmp_path, Reference(tmp_path), path_file)
+
+    def test_a_siglip_tower(self, tmp_path, path_file):
+        pixels = {"image_processor_type": "SiglipImageProcessorFast", "size": {"height": 28, "width": 28}}
+        stated = {"patch_size": 7, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}
+        vision = SiglipVisionConfig(**VISION, vision_use_head=False)
+        write(tmp_path, pixels, stated, vision, vision_feature_select_strategy="full")
+        self.assert_same(tmp_path, Reference(tmp_path, SiglipImageProcessor), path_file)
+
+    def assert_same(self, path, reference, path_file):
+        model = load_model(path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file)
+                if media := model.read(ids.numpy()):
+                    self.assert_arrays(reference.inputs(items), media, model)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+        """A test of logits that do not depend on them could not fail."""
+        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        first, second = (model.logits(tokenizer.tokenize(items, path_file))[-1] for items in prompts)
+        assert (first - second).abs().max() > 100 * self.tolerance
+
+    def test_an_image_that_would_become_enormous_is_refused(self, processor):
+        line = picture(1, 300_000)
+        with pytest.raises(LimitExceeded, match="resized to 8400000x28"):
+            processor.plan(Media("image", line), line, {})
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
+            ("preprocessor_config", {"resample": 0}, "resample is 0"),
+            ("preprocessor_config", {"size": {"max_height": 28, "max_width": 28}}, "max_height"),
+            ("preprocessor_config", {"crop_size": {"height": 14, "width": 28}}, r"makes images of \(14, 28\)"),
+            ("preprocessor_config", {"do_center_crop": False}, "several sizes"),
+            ("preprocessor_config", {"image_processor_type": "PixtralImageProcessor"}, "PixtralImageProcessor"),
+            ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor", "do_pad": True}, "do_pad is True"),
+            ("processor_config", {"patch_size": 14}, "patch_size 14"),
+            ("processor_config", {"num_additional_image_tokens": 0}, "num_additional_image_tokens 0"),
+            ("config", {"vision_config": {"model_type": "pixtral"}}, "the tower is 'pixtral'"),
+            ("config", {"vision_feature_select_strategy": "some"}, "vision_feature_select_strategy"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
