@@ -32,13 +32,17 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Most tokens in one step; longer prompts are prefilled in chunks."""
     max_tower_tokens: int = 16384
-    """Most patch features that the towers compute in one step, unless a single item has more."""
+    """Most features that the towers compute in one step, unless a single item has more."""
+    max_tower_bytes: int = 256 * MiB
+    """Most bytes of the media that they take, and of the features that they give, in one step; as above."""
     kv_cache_bytes: int = 1 * GiB
     """Memory for the KV cache; capped by what max_num_seqs full contexts need."""
     kv_block_size: int = 16
     """Tokens in one block of the KV cache."""
     encoder_cache_bytes: int = 256 * MiB
     """Memory for the towers' features, kept by content."""
+    prefix_caching: bool = True
+    """Whether prompts that begin alike, media included, share what the KV cache holds of them."""
     num_threads: int = 0
     """Threads of the engine process on the CPU; 0 is torch's own choice."""
     vision_device: str | None = None
@@ -57,7 +61,14 @@ class EngineConfig:
                     f"{name} is {bits}, it must be 16 or 32: a part is not quantised at load; a checkpoint that is "
                     "quantised says so in its config.json, and is loaded as it says"
                 )
-        at_least_one = ("max_num_seqs", "max_num_batched_tokens", "max_tower_tokens", "kv_cache_bytes", "kv_block_size")
+        at_least_one = (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_tower_tokens",
+            "max_tower_bytes",
+            "kv_cache_bytes",
+            "kv_block_size",
+        )
         _require(self, dict.fromkeys(at_least_one, 1) | {"encoder_cache_bytes": 0, "num_threads": 0})
         if self.max_model_len is not None:
             _require(self, {"max_model_len": 2})

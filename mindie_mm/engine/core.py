@@ -14,10 +14,12 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.block_pool import BlockPool
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
+from mindie_mm.engine.prefix import share
 from mindie_mm.engine.runner import PromptRows, Runner
 from mindie_mm.engine.sampler import sample, token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
 from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.errors import ContextLengthExceeded, DeviceError, MindieMMError, TokenOutOfRange, WorldError, error_name
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import plain_ids
@@ -34,10 +36,12 @@ class Engine:
         blocks = BlockPool(_num_blocks(model, config, self._max_model_len), config.kv_block_size)
         self._capacity_tokens = blocks.num_blocks * blocks.block_size
         self._blocks = blocks
+        self._prefix_caching = config.prefix_caching
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
-        self._scheduler = Scheduler(config, blocks, self._encoder_cache)
+        limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
+        self._scheduler = Scheduler(config, blocks, self._encoder_cache, limits)
         cache = model.allocate_cache(blocks.num_blocks, blocks.block_size)
-        self._runner = Runner(model, cache, self._encoder_cache)
+        self._runner = Runner(model, cache, self._encoder_cache, limits)
         self._sequences: dict[str, Sequence] = {}
 
     @property
@@ -60,6 +64,8 @@ class Engine:
             kv_cache_usage=self._blocks.usage,
             encoder_cache_queries=self._encoder_cache.queries,
             encoder_cache_hits=self._encoder_cache.hits,
+            prefix_cache_queries=self._scheduler.prefix_queries,
+            prefix_cache_hits=self._scheduler.prefix_hits,
             preemptions=self._scheduler.preemptions,
         )
 
@@ -119,7 +125,7 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(params.seed)
-        return Sequence(
+        sequence = Sequence(
             request_id=message.request_id,
             params=params,
             token_ids=plain_ids(ids, items).tolist(),
@@ -130,6 +136,9 @@ class Engine:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             generator=generator,
         )
+        if self._prefix_caching:
+            share(sequence, self._model)
+        return sequence
 
     def _run(self, step: Step[Scheduled], progress: list[Progress]) -> None:
         """Computes a step, and adds its news to `progress`, so that none is lost should a later part fail."""
@@ -151,6 +160,7 @@ class Engine:
             if sequence.params.logprobs is not None
         }
         tokens = sample(logits.sampled, sampling, self._model.spec.eos_token_ids)
+        self._scheduler.computed(step)  # not before the tokens are here: a device tells late that it failed
         logprobs = {i: token_logprobs(row, [tokens[i]], sampling[i].params.logprobs or 0) for i, row in raw.items()}
         progress += [
             self._advance(sequence, token, logprobs.get(i))
@@ -171,6 +181,7 @@ class Engine:
             request_id=sequence.request_id,
             token_ids=[token],
             logprobs=logprobs,
+            cached_tokens=sequence.num_cached if first else None,
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,

@@ -67,6 +67,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """One per token, where asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """Positions 1.. of the prompt, with the first token, where asked for."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the prefix cache, with the first token."""
     finish_reason: str | None = None
     """`stop`, `length`; None while it runs."""
     stop_token_id: int | None = None
@@ -103,6 +105,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Used share of the KV cache's blocks, in [0, 1]."""
     encoder_cache_queries: int = 0
     encoder_cache_hits: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of prompts looked for in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Tokens of those that were there."""
     preemptions: int = 0
 
 

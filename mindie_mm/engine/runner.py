@@ -15,6 +15,7 @@ from mindie_mm import faults
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.model import Model
@@ -49,10 +50,11 @@ class StepLogits:
 class Runner:
     """Runs scheduled tokens through a model and its KV cache."""
 
-    def __init__(self, model: Model, cache: PagedCache, encoder_cache: EncoderCache) -> None:
+    def __init__(self, model: Model, cache: PagedCache, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
         self._model = model
         self._cache = cache
         self._encoder_cache = encoder_cache
+        self._tower_limits = tower_limits
 
     def encode(self, step: Step[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
         """Features of the step's media, from the cache or the tower, and the sequences whose media failed."""
@@ -65,8 +67,9 @@ class Runner:
                     features[item.ref] = cached
                 else:
                     missing.append((scheduled.sequence, item))
-        # One call for all; if it fails, one for each, so that a lost block fails its own request alone.
-        groups = [missing] if missing else []
+        # One call for as many as the limits hold; if it fails, one for each, so that a lost block fails its own request
+        # alone.
+        groups = self._within_limits(missing)
         while groups:
             group = [(sequence, item) for sequence, item in groups.pop() if sequence not in failed]
             if not group:
@@ -96,6 +99,17 @@ class Runner:
             sequence.tower_s += seconds / len(group)
         for key, item in distinct.items():
             self._encoder_cache.put(item, encoded[key])
+
+    def _within_limits(self, missing: list[tuple[Sequence, MediaItem]]) -> list[list[tuple[Sequence, MediaItem]]]:
+        groups: list[list[tuple[Sequence, MediaItem]]] = []
+        budget = TowerBudget(self._tower_limits)
+        for sequence, item in missing:
+            if not groups or not budget.can_take(item):
+                groups.append([])
+                budget = TowerBudget(self._tower_limits)
+            budget.take(item)
+            groups[-1].append((sequence, item))
+        return groups
 
     def forward(self, step: Step[Scheduled], features: Features) -> StepLogits:
         """The decoder over all of the step's tokens, the head over the rows asked for."""

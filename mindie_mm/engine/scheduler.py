@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.block_pool import BlockPool
 from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.prefix import extend_keys
 from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.nn.splice import MediaItem
 
 
@@ -37,21 +40,33 @@ class _Budget:
     """What one step may still take on."""
 
     tokens: int
-    tower_tokens: int
-    tower_items: set[bytes]
-    """Digests that the tower computes in this step already."""
+    tower: TowerBudget
+    prompts: bool = False
+    """Whether it computes part of a prompt already, and not only sequences' next tokens."""
+    keys: set[bytes] = field(default_factory=set)
+    """Keys of the blocks that it fills."""
 
 
 class Scheduler:
-    """Sequences that wait, and those that run; first come, first served, the last come is preempted first."""
+    """Sequences that wait, and those that run; first come, first served, the last come is preempted first.
 
-    def __init__(self, config: EngineConfig, blocks: BlockPool, encoder_cache: EncoderCache) -> None:
+    What blocks hold counts as computed: those of a waiting sequence's first tokens are looked for when its turn comes.
+    """
+
+    def __init__(
+        self, config: EngineConfig, blocks: BlockPool, encoder_cache: EncoderCache, tower_limits: TowerLimits
+    ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.prefix_queries = 0
+        """Tokens of the sequences that were looked for in the blocks."""
+        self.prefix_hits = 0
+        """Tokens of those that were there."""
         self._config = config
         self._blocks = blocks
         self._encoder_cache = encoder_cache
+        self._tower_limits = tower_limits
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -70,7 +85,7 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The next step; empty only when nothing is left to run."""
         config = self._config
-        budget = _Budget(config.max_num_batched_tokens, config.max_tower_tokens, set())
+        budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         preemptions = self.preemptions
         step = [
             scheduled
@@ -85,9 +100,17 @@ class Scheduler:
             step.append(scheduled)
         return step
 
+    def computed(self, step: Items[Scheduled]) -> None:
+        """Lets other sequences find the blocks that `step` filled. Call it before any of its sequences is removed."""
+        size = self._blocks.block_size
+        for scheduled in step:
+            blocks, keys = scheduled.sequence.blocks, scheduled.sequence.keys
+            for index in range(scheduled.start // size, min(scheduled.stop // size, len(keys))):
+                self._blocks.keep(blocks[index], keys[index])
+
     def _schedule(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
         """A running sequence's share; sequences behind it, in the end itself, give up their blocks for it."""
-        stop = self._stop(sequence, budget)
+        stop = self._stop(sequence, sequence.num_computed, budget)
         if stop == sequence.num_computed:
             return None
         while not self._blocks.can_grow(sequence, stop):
@@ -98,41 +121,67 @@ class Scheduler:
         return self._take(sequence, stop, budget)
 
     def _admit(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        stop = self._stop(sequence, budget)
-        if stop == sequence.num_computed or not self._blocks.can_grow(sequence, stop):
+        extend_keys(sequence, self._blocks.block_size, sequence.num_tokens - 1)  # the last token's row is always needed
+        shared = [] if sequence.params.prompt_logprobs is not None else self._blocks.find(sequence.keys)
+        start = len(shared) * self._blocks.block_size
+        if self._comes_soon(sequence, len(shared), budget):
             return None
-        sequence.scheduled_s = sequence.scheduled_s or time.monotonic()
+        stop = self._stop(sequence, start, budget)
+        if stop == start or not self._blocks.can_grow(sequence, stop, shared):
+            return None
+        self._blocks.share(sequence, shared)
+        sequence.num_computed = start
+        if sequence.num_cached is None:
+            sequence.num_cached = start
+            sequence.scheduled_s = time.monotonic()
+            if sequence.num_shareable and sequence.params.prompt_logprobs is None:
+                self.prefix_queries += sequence.num_prompt
+                self.prefix_hits += start
         return self._take(sequence, stop, budget)
+
+    def _comes_soon(self, sequence: Sequence, num_shared: int, budget: _Budget) -> bool:
+        """Whether the step fills blocks that spare the sequence half of its work, or more, if it waits for the next."""
+        if sequence.params.prompt_logprobs is not None:
+            return False
+        further = sequence.keys[num_shared:]
+        filled = next((i for i, key in enumerate(further) if key not in budget.keys), len(further))
+        size = self._blocks.block_size
+        return 2 * filled * size >= sequence.num_tokens - num_shared * size
 
     def _take(self, sequence: Sequence, stop: int, budget: _Budget) -> Scheduled:
         self._blocks.grow(sequence, stop)
         start, sequence.num_computed = sequence.num_computed, stop
+        items = self._uncached(sequence, start, stop)
+        for item in items:
+            budget.tower.take(item)
         budget.tokens -= stop - start
-        for item in self._uncached(sequence, stop, budget, start):
-            budget.tower_tokens -= item.shape.num_features
-            if item.digest is not None:
-                budget.tower_items.add(item.digest)
+        budget.prompts |= bool(items) or stop - start > 1
+        size = self._blocks.block_size
+        extend_keys(sequence, size, stop)
+        budget.keys.update(sequence.keys[start // size : stop // size])
         return Scheduled(sequence, start, stop)
 
-    def _stop(self, sequence: Sequence, budget: _Budget) -> int:
-        """How far the budgets let the sequence go. The tower's may be overdrawn by the first item of a step."""
-        stop = min(sequence.num_tokens, sequence.num_computed + budget.tokens)
-        tower_tokens = budget.tower_tokens
-        for item in self._uncached(sequence, stop, budget, sequence.num_computed):
-            if item.shape.num_features > tower_tokens and tower_tokens < self._config.max_tower_tokens:
-                return max(item.start, sequence.num_computed)
-            tower_tokens -= item.shape.num_features
+    def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
+        """How far from `start` the budgets let the sequence go."""
+        stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
+        if items := self._uncached(sequence, start, stop):
+            tower = budget.tower.copy()
+            for item in items:
+                if not tower.can_take(item):
+                    stop = max(item.start, start)
+                    break
+                tower.take(item)
+        for first, last in sequence.spans:
+            if first < stop < last:
+                # What cannot be cut may be more than a step holds, so a step's first prompt overdraws the budgets.
+                return first if first > start else start if budget.prompts else last
         return stop
 
-    def _uncached(self, sequence: Sequence, stop: int, budget: _Budget, start: int) -> list[MediaItem]:
-        return [
-            item
-            for item in sequence.items_in(start, stop)
-            if item not in self._encoder_cache and item.digest not in budget.tower_items
-        ]
+    def _uncached(self, sequence: Sequence, start: int, stop: int) -> list[MediaItem]:
+        return [item for item in sequence.items_in(start, stop) if item not in self._encoder_cache]
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its tokens are kept and computed again."""
+        """Back to the head of the queue; its tokens are kept, and computed again where their blocks are gone."""
         self._blocks.free(sequence)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)

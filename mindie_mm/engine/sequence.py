@@ -40,12 +40,27 @@ class Sequence:
     """Blocks of the KV cache, in order."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
+    num_cached: int | None = None
+    """Tokens of those that were there when it was first scheduled; None before."""
+    num_shareable: int = 0
+    """Leading tokens whose blocks other sequences may share."""
+    root_key: bytes = b""
+    """The key before the first block's (`prefix.py`)."""
+    keys: list[bytes] = field(default_factory=list)
+    """Keys of its first full blocks, as far as they were asked for."""
+    span_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Keys of what lies in each of `spans`, as far as they were asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of positions 1.. of the prompt, as far as they are computed."""
     added_s: float = field(default_factory=time.monotonic)
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     tower_s: float = 0.0
+    spans: list[tuple[int, int]] = field(init=False)
+    """Spans [start, stop) of the prompt that no chunk may end within, ascending: a group's first token to its last."""
+
+    def __post_init__(self) -> None:
+        self.spans = _spans(self.groups)
 
     @property
     def num_tokens(self) -> int:
@@ -85,3 +100,18 @@ class Sequence:
             tower_s=self.tower_s,
             decode_s=now - first,
         )
+
+
+def _spans(groups: Tensor | None) -> list[tuple[int, int]]:
+    """From the first to the last token of each group; those that overlap are joined."""
+    if groups is None:
+        return []
+    numbers, first = np.unique(groups.numpy(), return_index=True)
+    last = len(groups) - np.unique(groups.numpy()[::-1], return_index=True)[1]
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted(zip(first[numbers >= 0].tolist(), last[numbers >= 0].tolist(), strict=True)):
+        if spans and start < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+        else:
+            spans.append((start, stop))
+    return spans

@@ -54,6 +54,11 @@ class ModelSpec:
         widths = self.head_dim + (self.value_head_dim or self.head_dim)
         return self.num_layers * self.num_kv_heads * widths * self.dtype.itemsize
 
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of one of a tower's features."""
+        return (self.hidden_size + self.extra_width) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:

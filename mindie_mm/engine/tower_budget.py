@@ -1,0 +1,57 @@
+"""How much the towers take on at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindie_mm.nn.splice import ItemRef, MediaItem
+
+
+@dataclass(frozen=True, slots=True)
+class TowerLimits:
+    """What one call may hold, unless a single item is more."""
+
+    tokens: int
+    """Features."""
+    num_bytes: int
+    """Bytes of the items' arrays and features."""
+    feature_bytes: int
+    """Bytes of one feature."""
+
+
+class TowerBudget:
+    """What is left of the limits. The first item always fits, and one that is in already costs nothing."""
+
+    def __init__(self, limits: TowerLimits) -> None:
+        self._limits = limits
+        self._tokens = limits.tokens
+        self._bytes = limits.num_bytes
+        self._items: set[bytes | ItemRef] = set()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no item was taken."""
+        return not self._items
+
+    def copy(self) -> TowerBudget:
+        """Another one with as much left, to try things with."""
+        other = TowerBudget(self._limits)
+        other._tokens, other._bytes, other._items = self._tokens, self._bytes, set(self._items)
+        return other
+
+    def can_take(self, item: MediaItem) -> bool:
+        """Whether the item fits."""
+        if self.untouched or (item.digest or item.ref) in self._items:
+            return True
+        return item.shape.num_features <= self._tokens and self._cost(item) <= self._bytes
+
+    def take(self, item: MediaItem) -> None:
+        """Takes the item, whether it fits or not."""
+        if (key := item.digest or item.ref) not in self._items:
+            self._items.add(key)
+            self._tokens -= item.shape.num_features
+            self._bytes -= self._cost(item)
+
+    def _cost(self, item: MediaItem) -> int:
+        arrays = sum(item.view[name].nbytes for name in item.view)
+        return arrays + item.shape.num_features * self._limits.feature_bytes
