@@ -1,0 +1,66 @@
+"""Pictures as tiles of the size that a tower takes, beside the whole picture in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.media.image import Pixels, Resample, resize
+from mindie_mm.media.preprocess import pad
+
+Canvas = tuple[int, int]
+"""Height and width in pixels, whole numbers of tiles."""
+
+
+def best_canvas(height: int, width: int, canvases: Sequence[Canvas]) -> Canvas:
+    """Of `canvases` the one on which most pixels of a picture are left, and of such the smallest.
+
+    LimitExceeded for a picture of which none are left on any: a line.
+    """
+    best, most, least_wasted = None, 0, math.inf
+    for canvas in canvases:
+        scale = min(canvas[1] / width, canvas[0] / height)
+        left = min(int(width * scale) * int(height * scale), width * height)
+        wasted = canvas[0] * canvas[1] - left
+        if left > most or (left == most and wasted < least_wasted):
+            best, most, least_wasted = canvas, left, wasted
+    if best is None or most == 0:
+        raise LimitExceeded(f"{width}x{height} pixels: so long a line vanishes on every canvas of the model's")
+    return best
+
+
+def fit(height: int, width: int, canvas: Canvas) -> tuple[int, int]:
+    """Height and width that a picture has on `canvas`, its proportions kept."""
+    by_width, by_height = canvas[1] / width, canvas[0] / height
+    if by_width < by_height:
+        return min(math.ceil(height * by_width), canvas[0]), canvas[1]
+    return canvas[0], min(math.ceil(width * by_height), canvas[1])
+
+
+def without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """Of `rows` and `columns` of features of a canvas, those that a picture of `height` and `width` takes."""
+    if width / height > columns / rows:
+        return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
+    return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
+
+
+def cut(rgb: Pixels, tile: int) -> Pixels:
+    """uint8 [rows * tile, columns * tile, 3] -> [rows * columns, tile, tile, 3], row by row."""
+    rows, columns = rgb.shape[0] // tile, rgb.shape[1] // tile
+    return rgb.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
+
+
+def write_canvas(rgb: Pixels, canvas: Canvas, tiles: Pixels, resample: Resample) -> None:
+    """The picture as it is resized to one tile, then the tiles of `canvas`, in whose middle it stands.
+
+    Into `tiles`, uint8 [1 + tiles of the canvas, tile, tile, 3].
+    """
+    side = tiles.shape[1]
+    tiles[0] = resize(rgb, side, side, resample)
+    height, width = fit(rgb.shape[0], rgb.shape[1], canvas)
+    fitted = resize(rgb, height, width, resample)
+    tiles[1:] = cut(pad(fitted, *canvas), side)
+
+
+__all__ = ["Canvas", "best_canvas", "cut", "fit", "without_padding", "write_canvas"]

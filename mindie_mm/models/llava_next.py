@@ -1,0 +1,144 @@
+"""LLaVA-NeXT: an image as tiles of a canvas that suits its proportions, beside the whole of it.
+
+Source: llava-vl.github.io/blog/2024-01-30-llava-next; transformers' llava_next, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import Size, check_type, resample_of
+from mindie_mm.media.tiles import best_canvas, without_padding, write_canvas
+from mindie_mm.models.llava import LlavaModel, check_stated, tokens_of_tower
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained import load_pretrained, read_config
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+
+class AnyresProcessor(Processor):
+    """The tokenizer's half of those that see images on canvases.
+
+    A block holds `pixel_values`, uint8 [tiles, side, side, 3], the whole image first. The grid: the image's own
+    (height, width).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config_name: str, defaults: Mapping[str, Any]) -> None:
+        """`defaults` of the class of image processors of the family, whose name is their image_processor_type."""
+        where = self.where = str(checkpoint.path)
+        config = self.config = read_config(config_name, checkpoint)
+        vision = config.vision_config
+        self.side: int = vision.image_size
+        self.rows: int = vision.image_size // vision.patch_size
+        if (tokens := tokens_of_tower(config, where)) != self.rows**2:
+            raise UnsupportedCheckpoint(
+                f"{where}: vision_feature_select_strategy {config.vision_feature_select_strategy!r} leaves {tokens} "
+                f"tokens of a tile, which has {self.rows}x{self.rows} patches"
+            )
+        check_stated(checkpoint.json("processor_config.json"), config, where)
+        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
+        check_type(settings, "image_processor_type", [defaults["image_processor_type"]], where)
+        settings = {**defaults, **settings}
+        # Every tile is of the tower's size already, so that do_resize, do_center_crop and do_pad change nothing.
+        for name in ("size", "crop_size"):
+            size = Size.read(settings[name], where) if name in settings else None
+            if size is not None and size.of(self.side, self.side) != (self.side, self.side):
+                raise UnsupportedCheckpoint(f"{where}: {name} is {settings[name]}, the tower takes {self.side} pixels")
+        pinpoints = [tuple(pinpoint) for pinpoint in config.image_grid_pinpoints]
+        if (found := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
+            raise UnsupportedCheckpoint(f"{where}: image_grid_pinpoints are {found}, of config.json {pinpoints}")
+        if uneven := [pinpoint for pinpoint in pinpoints if any(length % self.side for length in pinpoint)]:
+            raise UnsupportedCheckpoint(f"{where}: {uneven[0]} is no whole number of tiles of {self.side} pixels")
+        self.canvases = pinpoints
+        self.resample = resample_of(settings, where)
+        self.normalization = Normalization.read(settings)
+        self.background_mean: Sequence[float] = settings["image_mean"]
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of({"image": Placeholder((), self.config.image_token_id, ())}, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        del kind
+        return max(self.num_features(*canvas) for canvas in self.canvases)
+
+    def worst_case(self, kind: Kind) -> Data:
+        del kind
+        return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del media, counts
+        image = open_image(data)
+        canvas = best_canvas(image.height, image.width, self.canvases)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            write_canvas(image.decode(), canvas, arrays["pixel_values"], self.resample)
+            faults.point("mid-fill")
+
+        tiles = 1 + canvas[0] * canvas[1] // self.side**2
+        return Plan(
+            num_features=self.num_features(image.height, image.width),
+            specs={"pixel_values": ArraySpec((tiles, self.side, self.side, 3), "uint8")},
+            settings=f"canvas {canvas}, tiles of {self.side}, {self.resample}",
+            write=write,
+            grid=(image.height, image.width),
+        )
+
+    def num_features(self, height: int, width: int) -> int:
+        """Of an image of this size on its canvas: those of the whole, then rows, each ended by a newline."""
+        rows, columns = self.on_canvas(height, width)
+        return self.rows**2 + rows * (columns + 1)
+
+    def on_canvas(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of features that an image takes of its canvas."""
+        canvas = best_canvas(height, width, self.canvases)
+        return without_padding(height, width, *(length // self.side * self.rows for length in canvas))
+
+
+class LlavaNextModel(LlavaModel):
+    """Tower and decoder of LLaVA-NeXT; `module` is transformers' LlavaNextForConditionalGeneration."""
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        sizes = torch.tensor([item.shape.grid for item in items])
+        features: list[Tensor] = self.module.model.get_image_features(self.pixels(items), sizes).pooler_output
+        return features
+
+
+class LlavaNext(Family):
+    """LLaVA-NeXT, also LLaVA 1.6 (Liu et al., 2024), over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava_next",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "transformers' LlavaNextForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> AnyresProcessor:
+        defaults = {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "resample": 3,
+            "size": {"shortest_edge": 224},
+            "crop_size": {"height": 224, "width": 224},
+            "image_mean": CLIP_MEAN,
+            "image_std": CLIP_STD,
+            "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        }
+        return AnyresProcessor(checkpoint, "LlavaNextConfig", defaults)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> LlavaNextModel:
+        from transformers import LlavaNextForConditionalGeneration
+
+        normalization = cls.processor(checkpoint).normalization
+        module, spec = load_pretrained(LlavaNextForConditionalGeneration, checkpoint, device, dtype)
+        return LlavaNextModel(module, spec, normalization)

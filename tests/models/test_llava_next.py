@@ -1,0 +1,140 @@
+"""LLaVA-NeXT beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    SiglipVisionConfig,
+)
+
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_llava import PIXELS, SPECIAL, STATED, VISION, text_config
+from tests.transformers_reference import AutoTokenizer
+
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+TILES = {**PIXELS, "image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
+
+
+def write(out, pixels=TILES, stated=STATED, vision=None, **settings):
+    tokenizer = save_tokenizer(out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = LlavaNextConfig(
+        vision_config=vision or CLIPVisionConfig(**VISION),
+        text_config=text_config(),
+        image_token_index=ids("<image>"),
+        image_grid_pinpoints=PINPOINTS,
+        **settings,
+    )
+    save_model(out, LlavaNextForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(out, preprocessor_config=pixels, processor_config=stated)
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image>"}
+
+    def __init__(self, path):
+        stated = json.loads((path / "processor_config.json").read_text())
+        images = LlavaNextImageProcessor.from_pretrained(path)
+        super().__init__(
+            LlavaNextForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            LlavaNextProcessor(images, AutoTokenizer.from_pretrained(path), **stated),
+        )
+
+
+class TestLlavaNext(FamilyContract):
+    name = "llava_next"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
+        "an image of a canvas": [{"image": picture(56, 56)}],
+        "of every shape": [{"image": picture(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert [list(item.shape.grid) for item in items] == expected["image_sizes"].tolist()
+        for item, tiles in zip(items, expected["pixel_values"], strict=True):
+            found = model.normalized(item)
+            assert torch.equal(found, tiles[: len(found)])
+            assert not tiles[len(found) :].any()
+
+    @pytest.mark.parametrize(
+        ("settings", "pixels", "stated", "tower"),
+        [
+            ({"vision_feature_layer": [-1, 1]}, {"size": {"height": 28, "width": 28}, "resample": 1}, {}, "clip"),
+            ({}, {"do_resize": False, "do_center_crop": False, "do_normalize": False}, {}, "clip"),
+            (
+                {"vision_feature_select_strategy": "full"},
+                {},
+                {"vision_feature_select_strategy": "full", "num_additional_image_tokens": 0},
+                "siglip",
+            ),
+        ],
+        ids=str,
+    )
+    def test_what_a_configuration_can_say(self, settings, pixels, stated, tower, tmp_path, path_file):
+        vision = SiglipVisionConfig(**VISION, vision_use_head=False) if tower == "siglip" else None
+        write(tmp_path, {**TILES, **pixels}, {**STATED, **stated}, vision, **settings)
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file)
+                if media := model.read(ids.numpy()):
+                    self.assert_arrays(reference.inputs(items), media, model)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    def test_a_line_is_refused(self, processor):
+        line = picture(1, 3000)
+        with pytest.raises(LimitExceeded, match="3000x1"):
+            processor.plan(Media("image", line), line, {})
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
+            ("preprocessor_config", {"size": {"shortest_edge": 56}}, "size is"),
+            ("preprocessor_config", {"crop_size": {"height": 56, "width": 56}}, "crop_size is"),
+            ("preprocessor_config", {"image_grid_pinpoints": PINPOINTS[:2]}, "image_grid_pinpoints are"),
+            ("config", {"vision_feature_select_strategy": "full"}, "leaves 17 tokens of a tile"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
+
+    def test_a_canvas_that_is_no_whole_number_of_tiles_is_refused(self, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        for file in ("config", "preprocessor_config"):
+            config = json.loads((other / f"{file}.json").read_text())
+            (other / f"{file}.json").write_text(json.dumps({**config, "image_grid_pinpoints": [[28, 30]]}))
+        with pytest.raises(UnsupportedCheckpoint, match="no whole number of tiles"):
+            family_named(self.name).processor(Checkpoint.open(other))
