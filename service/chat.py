@@ -72,30 +72,27 @@ class _Chat:
                 generate(self.service, [source], self.params, self.n, self.id, self.arrived), self.n
             )
         faults.point("answered")
-        num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(choice) for choice in choices],
-            "usage": usage([source.prompt], num_generated),
+            "usage": usage([source.prompt], choices),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
-        begun: set[int] = set()
-        num_generated = 0
+        choices = [Choice(index) for index in range(self.n)]
         async with (
             tokenized(self.service, self.request()) as source,
             aclosing(generate(self.service, [source], self.params, self.n, self.id, self.arrived)) as deltas,
         ):
             async for index, delta in deltas:
-                num_generated += len(delta.token_ids)
-                if index not in begun:
-                    begun.add(index)
+                if not choices[index].texts:
                     yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}}])
+                choices[index].add(delta)
                 if delta.text or delta.logprobs or delta.finish_reason:
                     yield self._chunk([self._delta(index, delta)])
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield {**self._chunk([]), "usage": usage([source.prompt], num_generated)}
+            yield {**self._chunk([]), "usage": usage([source.prompt], choices)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model_name}

@@ -81,11 +81,10 @@ class _Completion:
         async with self.sources() as sources:
             choices = await collect(self._generate(sources), len(sources) * self.n)
         prompts = [source.prompt for source in sources]
-        num_generated = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head(),
             "choices": [self._choice(choice, prompts[choice.index // self.n]) for choice in choices],
-            "usage": usage(prompts, num_generated),
+            "usage": usage(prompts, choices),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -105,8 +104,7 @@ class _Completion:
                     if chunk["text"] or delta.logprobs or delta.finish_reason:
                         yield {**self._head(), "choices": [chunk]}
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            num_generated = sum(len(choice.token_ids) for choice in choices)
-            yield {**self._head(), "choices": [], "usage": usage(prompts, num_generated)}
+            yield {**self._head(), "choices": [], "usage": usage(prompts, choices)}
 
     def _generate(self, sources: list[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
         return generate(self.service, sources, self.params, self.n, self.id, self.arrived)

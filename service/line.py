@@ -209,6 +209,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -218,6 +219,7 @@ class Choice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs += delta.prompt_logprobs or []
+        self.cached_tokens += delta.cached_tokens or 0
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
@@ -235,11 +237,15 @@ async def collect(deltas: AsyncGenerator[tuple[int, Delta], None], num_choices: 
     return choices
 
 
-def usage(prompts: Sequence[Prompt], num_generated: int) -> dict[str, Any]:
-    """OpenAI's usage object."""
+def usage(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, Any]:
+    """OpenAI's usage object, of as many choices for each prompt; a prompt counts once, as its first choice found it."""
+    n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
+    num_generated = sum(len(choice.token_ids) for choice in choices)
+    cached = sum(min(choice.cached_tokens for choice in choices[i : i + n]) for i in range(0, len(choices), n))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }

@@ -117,6 +117,8 @@ class _EngineGauges(Collector):
         counters = (
             ("mm_cache_queries", "Media items looked up in the encoder cache.", stats.encoder_cache_queries),
             ("mm_cache_hits", "Media items found in the encoder cache.", stats.encoder_cache_hits),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("num_preemptions", "Requests put back to make room.", stats.preemptions),
         )
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

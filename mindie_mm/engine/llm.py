@@ -34,6 +34,8 @@ class Output:
     timings: Timings | None = None
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
     error: MindieMMError | None = None
     """What ended this input, where `on_error="return"` was asked for."""
 
@@ -128,14 +130,15 @@ class LLM:
         return await asyncio.gather(*(one(request) for request in requests))
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
-        text, token_ids, logprobs = "", list[int](), list[TokenLogprob]()
+        text, token_ids, logprobs, cached_tokens = "", list[int](), list[TokenLogprob](), 0
         async with aclosing(self._worker.answer(request, params, uuid.uuid4().hex)) as deltas:
             async for delta in deltas:
                 text += delta.text
                 token_ids += delta.token_ids
                 logprobs += delta.logprobs or []
+                cached_tokens += delta.cached_tokens or 0
         asked = params.logprobs is not None
-        return Output(text, token_ids, delta.finish_reason, delta.timings, logprobs if asked else None)
+        return Output(text, token_ids, delta.finish_reason, delta.timings, logprobs if asked else None, cached_tokens)
 
 
 class _Loop:

@@ -37,6 +37,8 @@ class Delta:
     """One per token, where asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """With the first delta, where asked for."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the prefix cache, with the first delta."""
     finish_reason: str | None = None
     """`stop` or `length`, with the last delta."""
     stop_reason: str | int | None = None
@@ -133,6 +135,7 @@ class Worker:
                     token_ids=step.token_ids,
                     logprobs=step.logprobs,
                     prompt_logprobs=step.prompt_logprobs,
+                    cached_tokens=step.cached_tokens,
                     finish_reason=reason,
                     stop_reason=detokenizer.stopped_by if stopped else step.stop_token_id,
                     timings=step.timings,

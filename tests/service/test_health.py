@@ -47,6 +47,9 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny") == model
 
 
+QUERIES, HITS = "prefix_cache_queries_total", "prefix_cache_hits_total"
+
+
 def test_metrics_count(http: Any, red_square: str) -> None:
     def read() -> dict[str, float]:
         families = text_string_to_metric_families(http.get("/metrics").text)
@@ -67,6 +70,22 @@ def test_metrics_count(http: Any, red_square: str) -> None:
     assert grown["mindie_mm:e2e_request_latency_seconds_sum"] > spent_s, "latency counts from the request's arrival"
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"mindie_mm:{name}" in after
+
+
+def test_a_prompt_that_comes_again_is_told_as_cached(http: Any) -> None:
+    def read() -> dict[str, float]:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    body = {"messages": [{"role": "user", "content": "What colour is it? " * 8}], "max_tokens": 2, "n": 2}
+    http.post("/v1/chat/completions", json=body)
+    before = read()
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert 16 <= cached < usage["prompt_tokens"]
+    after = read()
+    grown = {name: after[f"mindie_mm:{name}"] - before[f"mindie_mm:{name}"] for name in (QUERIES, HITS)}
+    assert grown == {QUERIES: 2 * usage["prompt_tokens"], HITS: 2 * cached}
 
 
 def test_metrics_tell_shared_memory(http: Any, service: RunningService, red_square: str) -> None:

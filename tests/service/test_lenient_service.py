@@ -82,7 +82,8 @@ def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: Runnin
     message = post(service, CHAT, chat([red_square], text), 400)["error"]["message"]
     assert f"the limit is {limit - 4}" in message
     answer = post(lenient, CHAT, chat([red_square], text))
-    assert answer["usage"] == {"prompt_tokens": limit - 4, "completion_tokens": 4, "total_tokens": limit}
+    assert answer["usage"]["prompt_tokens"] == limit - 4
+    assert answer["usage"]["total_tokens"] == limit
     assert answer["choices"] == post(lenient, CHAT, chat([], text))["choices"], "the picture was the oldest"
     assert lenient.wait_until_free()["blocks"] == 0
 
@@ -95,7 +96,8 @@ async def test_media_from_a_private_address(service: RunningService, lenient: Ru
     assert refused["error"]["message"].endswith("its address is not public")
     inline = chat([base64.b64encode(STAR).decode()], "What is in the image?")
     same = await asyncio.to_thread(post, service, CHAT, inline)
-    assert (answer["choices"], answer["usage"]) == (same["choices"], same["usage"])
+    assert answer["choices"] == same["choices"]
+    assert answer["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
 
 
 def children(service: RunningService, module: str) -> list[psutil.Process]:
