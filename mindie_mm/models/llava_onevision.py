@@ -1,0 +1,223 @@
+"""LLaVA-OneVision: an image alone as tiles of a canvas, several images one tile each, videos as pooled frames.
+
+Source: arXiv 2408.03326; transformers' llava_onevision, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.frames import Sampling, evenly
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import (
+    Preprocess,
+    Size,
+    background_of,
+    check_settings,
+    check_type,
+    resample_of,
+)
+from mindie_mm.media.video import open_video
+from mindie_mm.models.llava import LlavaModel
+from mindie_mm.models.llava_next import AnyresProcessor
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_EDGES = (384, 768, 1152, 1536, 1920, 2304)
+_VIDEO: Mapping[str, Any] = {
+    "video_processor_type": "LlavaOnevisionVideoProcessor",
+    "resample": 3,
+    "size": {"height": 384, "width": 384},
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+}
+_IMAGE: Mapping[str, Any] = {
+    **_VIDEO,
+    "image_processor_type": "LlavaOnevisionImageProcessor",
+    "image_grid_pinpoints": [[*pair] for pair in product(_EDGES, _EDGES)],
+}
+_PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_LONGER = 1.1
+"""How many times as long as the most features the rows and columns of a canvas may be before they are shrunk."""
+
+
+class LlavaOnevisionProcessor(AnyresProcessor):
+    """The tokenizer's half.
+
+    An image's block holds `pixel_values`, uint8 [tiles, side, side, 3], and its grid is (height, width, whether it
+    stands alone); a video's `pixel_values_videos`, uint8 [frames, side, side, 3], its grid is (frames,).
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, "LlavaOnevisionConfig", _IMAGE)
+        config, where = self.config, self.where
+        if (named := re.fullmatch(r"anyres_max_(\d+)", config.vision_aspect_ratio)) is None:
+            raise UnsupportedCheckpoint(
+                f"{where}: vision_aspect_ratio is {config.vision_aspect_ratio!r}, only anyres_max_N is served"
+            )
+        self._max_tiles = int(named[1])
+        stated = checkpoint.json("processor_config.json")
+        dropped = config.vision_feature_select_strategy == "default"
+        for name, value in (
+            ("vision_aspect_ratio", config.vision_aspect_ratio),
+            ("num_image_tokens", self.rows**2 + dropped),
+        ):
+            if (found := stated.get(name)) is not None and found != value:
+                raise UnsupportedCheckpoint(
+                    f"{where}: processor_config.json has {name} {found!r}, config.json makes {value!r}"
+                )
+        self._alone = Preprocess(
+            Size(self.side, self.side), self.resample, background=background_of(self.background_mean)
+        )
+        settings = checkpoint.preprocessor(
+            "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
+        )
+        check_type(settings, "video_processor_type", [_VIDEO["video_processor_type"]], where)
+        settings = {**_VIDEO, **settings}
+        check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
+        size = Size.read(settings["size"], where)
+        if size.fixed != (self.side, self.side):
+            raise UnsupportedCheckpoint(
+                f"{where}: frames are resized to {settings['size']}, the tower takes {self.side} pixels a side"
+            )
+        self._frame = Preprocess(size, resample_of(settings, where))
+        self.frame_normalization = Normalization.read(settings)
+        self._frame_features = math.ceil(self.rows / 2) ** 2
+        positions = config.get_text_config().max_position_embeddings
+        self._sampling = Sampling.read(settings, (positions - 1) // self._frame_features)
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        tokens: Mapping[Kind, int] = {"image": self.config.image_token_id, "video": self.config.video_token_id}
+        return placeholder_of({kind: Placeholder((), token, ()) for kind, token in tokens.items()}, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        return super().max_tokens(kind) if kind == "image" else self._sampling.limit * self._frame_features + 1
+
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "image":
+            return super().worst_case(kind)
+        return np.zeros((self._sampling.limit, self.side, self.side, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        if media.kind == "video":
+            return self._plan_video(media, data)
+        plan = super().plan(media, data, counts) if counts["image"] == 1 else self._plan_one_of_several(data)
+        return replace(plan, grid=(*plan.grid, int(counts["image"] == 1)))
+
+    def on_canvas(self, height: int, width: int) -> tuple[int, int]:
+        rows, columns = super().on_canvas(height, width)
+        ratio = math.sqrt(rows * columns / (self._max_tiles * self.rows**2))
+        return (int(rows // ratio), int(columns // ratio)) if ratio > _LONGER else (rows, columns)
+
+    def _plan_one_of_several(self, data: Data) -> Plan:
+        image = open_image(data)
+        self._alone.check(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays["pixel_values"][0] = self._alone.apply(image.decode())
+            faults.point("mid-fill")
+
+        return Plan(
+            num_features=self.rows**2 + 1,
+            specs={"pixel_values": ArraySpec((1, self.side, self.side, 3), "uint8")},
+            settings=f"one tile, {self._alone}",
+            write=write,
+            grid=(image.height, image.width),
+        )
+
+    def _plan_video(self, media: Media, data: Data) -> Plan:
+        video = open_video(data)
+        count = self._sampling.count(video, media.options)
+        indices = evenly(video.num_frames, count)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            for place, frame in zip(arrays["pixel_values_videos"], video.decode(indices), strict=True):
+                place[...] = self._frame.apply(frame)
+
+        return Plan(
+            num_features=count * self._frame_features + 1,
+            specs={"pixel_values_videos": ArraySpec((count, self.side, self.side, 3), "uint8")},
+            settings=f"frames {indices}, {self._frame}",
+            write=write,
+            grid=(count,),
+        )
+
+
+class LlavaOnevisionModel(LlavaModel):
+    """Tower and decoder; `module` is transformers' LlavaOnevisionForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: LlavaOnevisionProcessor) -> None:
+        super().__init__(module, spec, processor.normalization)
+        self._normalizations: Mapping[Kind, Normalization] = {
+            "image": processor.normalization,
+            "video": processor.frame_normalization,
+        }
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        images = [item for item in items if item.shape.kind == "image"]
+        videos = [item for item in items if item.shape.kind == "video"]
+        features: dict[MediaItem, Tensor] = {}
+        if images:
+            # The reference tells images that stand alone by the number of images in their prompt: here those that do
+            # go first, each a prompt of one, and the others are one prompt of at least two.
+            images.sort(key=lambda item: item.shape.grid[2], reverse=True)
+            alone = sum(item.shape.grid[2] for item in images)
+            sizes = torch.tensor([item.shape.grid[:2] for item in images])
+            together = max(2, len(images) - alone)
+            made = self.module.model.get_image_features(
+                self.pixels(images), sizes, batch_num_images=[*[1] * alone, together]
+            ).pooler_output
+            features.update(zip(images, made, strict=True))
+        if videos:
+            features.update(zip(videos, self._video_features(videos), strict=True))
+        return [features[item] for item in items]
+
+    def _video_features(self, videos: Sequence[MediaItem]) -> list[Tensor]:
+        """All frames as one video's; the newline at the end of that is each one's."""
+        (rows,) = self.module.model.get_video_features(self.pixels(videos).unsqueeze(0)).pooler_output
+        parts = rows[:-1].split([item.shape.num_features - 1 for item in videos])
+        return [torch.cat([part, rows[-1:]]) for part in parts]
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [tiles or frames, 3, side, side], on the device."""
+        kind = item.shape.kind
+        return self._normalizations[kind](from_dlpack(item.view[_PIXELS[kind]]).to(self.spec.device))
+
+
+class LlavaOnevision(Family):
+    """LLaVA-OneVision (Li et al., 2024, arXiv 2408.03326) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' LlavaOnevisionForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> LlavaOnevisionProcessor:
+        return LlavaOnevisionProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> LlavaOnevisionModel:
+        from transformers import LlavaOnevisionForConditionalGeneration
+
+        processor = LlavaOnevisionProcessor(checkpoint)
+        module, spec = load_pretrained(LlavaOnevisionForConditionalGeneration, checkpoint, device, dtype)
+        return LlavaOnevisionModel(module, spec, processor)

@@ -1,0 +1,175 @@
+"""LLaVA-OneVision beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import decode_all, encode_video, moving_frames
+from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_llava import VISION
+from tests.transformers_reference import AutoTokenizer
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<image>", "<video>")
+EDGES = (28, 56, 84, 112)
+PINPOINTS = [[height, width] for height in EDGES for width in EDGES]
+SIZE = {"size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.5, 0.6]}
+PIXELS = {**SIZE, "image_grid_pinpoints": PINPOINTS}
+STATED = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_3"}
+
+
+def write(out, pixels=PIXELS, **settings):
+    tokenizer = save_tokenizer(out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**VISION, vision_use_head=False),
+        text_config=Qwen2Config(
+            vocab_size=400,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            initializer_range=0.1,
+        ),
+        image_token_index=ids("<image>"),
+        video_token_index=ids("<video>"),
+        image_grid_pinpoints=PINPOINTS,
+        vision_aspect_ratio="anyres_max_3",
+        **settings,
+    )
+    save_model(out, LlavaOnevisionForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(out, preprocessor_config=pixels, video_preprocessor_config=SIZE, processor_config=STATED)
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image>", "video": "<video>"}
+
+    def __init__(self, path):
+        super().__init__(
+            LlavaOnevisionForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            LlavaOnevisionProcessor(
+                LlavaOnevisionImageProcessor.from_pretrained(path),
+                AutoTokenizer.from_pretrained(path),
+                LlavaOnevisionVideoProcessor.from_pretrained(path),
+                **STATED,
+            ),
+        )
+
+    def inputs(self, items):
+        """Images nested, so that the processor knows them to be of one prompt."""
+        images = [Image.fromarray(item["image"]) for item in items if "image" in item]
+        videos = [item["video"] for item in items if "video" in item]
+        given = {"images": [images] if images else None, "videos": videos or None}
+        return self.processor(text=[self.text(items)], return_tensors="pt", **given)
+
+
+class TestLlavaOnevision(FamilyContract):
+    name = "llava_onevision"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "an image that is shrunk": [{"image": picture(112, 107)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
+        "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
+        "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"text": "then"}],
+        "mixed, two images": [{"image": picture(9, 9)}, {"video": clip(1, 28, 28)}, {"image": picture(33, 40)}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        images = [item for item in items if item.shape.kind == "image"]
+        videos = [item for item in items if item.shape.kind == "video"]
+        if images:
+            assert [list(item.shape.grid[:2]) for item in images] == expected["image_sizes"].tolist()
+        for item, tiles in zip(images, expected.get("pixel_values", ()), strict=True):
+            found = model.normalized(item)
+            assert torch.equal(found, tiles[: len(found)])
+            assert not tiles[len(found) :].any()
+        for item, frames in zip(videos, expected.get("pixel_values_videos", ()), strict=True):
+            assert torch.equal(model.normalized(item), frames)
+
+    def test_a_tower_of_clips_layers(self, tmp_path, path_file):
+        """Features of two layers; another filter, nothing normalised."""
+        write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False}, vision_feature_layer=[-1, 1])
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    @pytest.mark.parametrize("options", [{}, {"num_frames": 4}, {"fps": 3.0}], ids=str)
+    def test_an_encoded_video_is_sampled_as_the_reference_does(self, options, processor, path, model):
+        video = encode_video(moving_frames(9), fps=10)
+        plan = processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
+        frames = decode_all(video)
+        indices = default_sample_indices_fn(VideoMetadata(total_num_frames=9, fps=10.0), **options)
+        expected = LlavaOnevisionVideoProcessor.from_pretrained(path)([frames[indices]], return_tensors="pt")
+        found = {"pixel_values_videos": np.empty(plan.specs["pixel_values_videos"].shape, np.uint8)}
+        plan.write(found)
+        pixels = model._normalizations["video"](torch.from_numpy(found["pixel_values_videos"]))
+        assert torch.equal(pixels, expected["pixel_values_videos"][0])
+
+    @pytest.mark.parametrize(
+        ("frames", "options", "error", "named"),
+        [
+            (1500, {}, LimitExceeded, "1500 frames .* limit is 1023"),
+            (3, {"num_frames": 4}, InputError, "num_frames 4 .* 3 frames"),
+            (3, {"fps": 2.0}, InputError, "states no frame rate"),
+        ],
+        ids=str,
+    )
+    def test_frames_that_cannot_be_taken_are_refused(self, frames, options, error, named, processor):
+        video = np.zeros((frames, 4, 4, 3), np.uint8)
+        with pytest.raises(error, match=named):
+            processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio is 'anyres'"),
+            ("processor_config", {"num_image_tokens": 17}, "num_image_tokens 17"),
+            ("processor_config", {"vision_aspect_ratio": "anyres_max_9"}, "vision_aspect_ratio 'anyres_max_9'"),
+            ("video_preprocessor_config", {"size": {"shortest_edge": 28}}, "frames are resized"),
+            ("video_preprocessor_config", {"do_resize": False}, "do_resize is False"),
+            ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
