@@ -38,6 +38,25 @@ def fit(height: int, width: int, canvas: Canvas) -> tuple[int, int]:
     return canvas[0], min(math.ceil(width * by_height), canvas[1])
 
 
+def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
+    """Rows and columns of `least` to `most` tiles whose proportions are nearest to those of a picture.
+
+    Of several as near ones the last, those with most tiles, as long as the picture has half as many pixels as they.
+    """
+    sides = range(1, most + 1)
+    # By their number alone: those of one number stay in the order of their columns, as in the reference.
+    grids = sorted(
+        ((rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most), key=math.prod
+    )
+    best, nearest = (1, 1), math.inf
+    for rows, columns in grids:
+        difference = abs(width / height - columns / rows)
+        enough = width * height > 0.5 * tile * tile * columns * rows
+        if difference < nearest or (difference == nearest and enough):
+            best, nearest = (rows, columns), difference
+    return best
+
+
 def without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
     """Of `rows` and `columns` of features of a canvas, those that a picture of `height` and `width` takes."""
     if width / height > columns / rows:
@@ -63,4 +82,4 @@ def write_canvas(rgb: Pixels, canvas: Canvas, tiles: Pixels, resample: Resample)
     tiles[1:] = cut(pad(fitted, *canvas), side)
 
 
-__all__ = ["Canvas", "best_canvas", "cut", "fit", "without_padding", "write_canvas"]
+__all__ = ["Canvas", "best_canvas", "closest_grid", "cut", "fit", "without_padding", "write_canvas"]

@@ -1,0 +1,226 @@
+"""InternVL: an image as tiles in a grid of its proportions and a thumbnail, a video as numbered frames.
+
+Source: arXiv 2504.10479; transformers' internvl, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.frames import Sampling
+from mindie_mm.media.image import Data, open_image, resize
+from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
+from mindie_mm.media.tiles import closest_grid, cut
+from mindie_mm.media.video import open_video
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_DEFAULTS: Mapping[str, Any] = {
+    "resample": 3,
+    "size": {"height": 384, "width": 384},
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "min_patches": 1,
+    "max_patches": 12,
+    "initial_shift": True,
+}
+_TOKENS = ("context_image_token", "start_image_token", "end_image_token", "video_token")
+
+
+class InternVLProcessor(Processor):
+    """The tokenizer's half. A block holds `pixel_values`, uint8 [tiles, side, side, 3]; the grid is (tiles,)."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("InternVLConfig", checkpoint)
+        self._side, self._tile_features = _tile(config, where)
+        stated = checkpoint.json("processor_config.json").get("image_seq_length", self._tile_features)
+        if stated != self._tile_features:
+            raise UnsupportedCheckpoint(
+                f"{where}: image_seq_length is {stated}, a tile has {self._tile_features} features"
+            )
+        spelled = {name: _spelled(checkpoint, name) for name in _TOKENS}
+        context, start, end, _ = (checkpoint.token_id(token) for token in spelled.values())
+        if context != config.image_token_id:
+            raise UnsupportedCheckpoint(
+                f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {context}"
+            )
+        self._placeholders: Mapping[Kind, Placeholder] = {
+            "image": Placeholder((), context, ()),
+            "video": Placeholder((), context, (), spelled["video_token"]),
+        }
+        self._context, self._start, self._end = spelled["context_image_token"], start, end
+        # What these say of crop_to_patches counts for nothing: the reference's processor always asks for tiles.
+        image = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
+        check_type(image, "image_processor_type", ["GotOcr2ImageProcessor"], where)
+        image = {**_DEFAULTS, **image}
+        video = checkpoint.preprocessor("video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+        check_type(video, "video_processor_type", ["InternVLVideoProcessor"], where)
+        video = {**_DEFAULTS, **video}
+        check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
+        for settings in (image, video):
+            if Size.read(settings["size"], where).fixed != (self._side, self._side):
+                raise UnsupportedCheckpoint(
+                    f"{where}: tiles are of {settings['size']}, the tower takes {self._side} pixels a side"
+                )
+        self._least: int = image["min_patches"]
+        self._most: int = image["max_patches"]
+        self._resamples = {"image": resample_of(image, where), "video": resample_of(video, where)}
+        self.normalizations: Mapping[Kind, Normalization] = {
+            "image": Normalization.read(image),
+            "video": Normalization.read(video),
+        }
+        self._shift: bool | float = video["initial_shift"]
+        # Each frame takes the tokens before and after it, too.
+        positions: int = config.get_text_config().max_position_embeddings
+        self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        tiles = self._sampling.limit if kind == "video" else _with_thumbnail(self._most)
+        return tiles * self._tile_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "video":
+            return np.zeros((self._sampling.limit, self._side, self._side, 3), np.uint8)
+        return np.zeros((self._side, self._most * self._side, 3), np.uint8)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        tiles = grid[0] if grid else 0
+        if tiles * self._tile_features != num_features:
+            raise InputError(f"the {kind}'s grid {grid} is not the number of its tiles, of {num_features} features")
+        if kind == "image":
+            return Spelling(runs=[self._run(tiles)])
+        text = "\n".join(f"Frame{number}: {self._context}" for number in range(1, tiles + 1))
+        return Spelling(text, [self._run(1)] * tiles)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del counts
+        return self._plan_video(media, data) if media.kind == "video" else self._plan_image(data)
+
+    def _run(self, tiles: int) -> Sequence[int]:
+        return (self._start, *[self._placeholders["image"].token] * (tiles * self._tile_features), self._end)
+
+    def _plan_image(self, data: Data) -> Plan:
+        image = open_image(data)
+        side, resample = self._side, self._resamples["image"]
+        rows, columns = closest_grid(image.height, image.width, side, self._least, self._most)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            rgb, tiles = image.decode(), arrays["pixel_values"]
+            tiles[: rows * columns] = cut(resize(rgb, rows * side, columns * side, resample), side)
+            if len(tiles) > rows * columns:
+                tiles[-1] = resize(rgb, side, side, resample)
+            faults.point("mid-fill")
+
+        return self._plan(
+            _with_thumbnail(rows * columns), f"{rows}x{columns} tiles of {side}, thumbnail, {resample}", write
+        )
+
+    def _plan_video(self, media: Media, data: Data) -> Plan:
+        video = open_video(data)
+        indices = self._sample(video.num_frames, self._sampling.count(video, media.options))
+        side, resample = self._side, self._resamples["video"]
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            for place, frame in zip(arrays["pixel_values"], video.decode(indices), strict=True):
+                place[...] = resize(frame, side, side, resample)
+
+        return self._plan(len(indices), f"frames {indices} of {side}, {resample}", write)
+
+    def _plan(self, tiles: int, settings: str, write: Any) -> Plan:
+        specs = {"pixel_values": ArraySpec((tiles, self._side, self._side, 3), "uint8")}
+        return Plan(tiles * self._tile_features, specs, settings, write, grid=(tiles,))
+
+    def _sample(self, total: int, count: int) -> list[int]:
+        """Indices of about `count` of `total` frames, ascending: from the middle of the first part, or as stated."""
+        step = total / count
+        # torch's own arange, so that its rounding is the reference's
+        indices: list[int] = torch.arange(step / 2 if self._shift is True else self._shift, total, step).int().tolist()
+        if not indices:
+            raise InputError(f"the video has {total} frames, none behind the initial_shift of {self._shift}")
+        return indices
+
+
+def _with_thumbnail(tiles: int) -> int:
+    return tiles + 1 if tiles > 1 else tiles
+
+
+def _spelled(checkpoint: Checkpoint, name: str) -> str:
+    if (token := checkpoint.special_token(name)) is None:
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no {name}")
+    return token
+
+
+def _tile(config: Any, where: str) -> tuple[int, int]:
+    """Pixels along one side of a tile, and its features. UnsupportedCheckpoint."""
+    vision, ratio, layer = config.vision_config, config.downsample_ratio, config.vision_feature_layer
+    for name, value, served in (
+        ("the tower", vision.model_type, "internvl_vision"),
+        ("vision_feature_select_strategy", config.vision_feature_select_strategy, "default"),
+        ("image_size", vision.image_size[0], vision.image_size[1]),
+        ("patch_size", vision.patch_size[0], vision.patch_size[1]),
+    ):
+        if value != served:
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value!r}, only {served!r} is served")
+    if not isinstance(layer, int):
+        raise UnsupportedCheckpoint(f"{where}: vision_feature_layer is {layer!r}, only one is served")
+    rows = vision.image_size[0] // vision.patch_size[0]
+    if rows * ratio % 1:
+        raise UnsupportedCheckpoint(f"{where}: downsample_ratio is {ratio}, a tile has {rows}x{rows} patches")
+    return vision.image_size[0], int(rows * ratio) ** 2
+
+
+class InternVLModel(PretrainedModel):
+    """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self._normalizations = processor.normalizations
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        features: Tensor = self.module.model.get_image_features(pixels).pooler_output
+        return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [tiles or frames, 3, side, side], on the device."""
+        pixels = from_dlpack(item.view["pixel_values"]).to(self.spec.device)
+        return self._normalizations[item.shape.kind](pixels)
+
+
+class InternVL(Family):
+    """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479), in transformers' own format, over its modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("internvl",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' InternVLForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> InternVLProcessor:
+        return InternVLProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> InternVLModel:
+        from transformers import InternVLForConditionalGeneration
+
+        processor = InternVLProcessor(checkpoint)
+        module, spec = load_pretrained(InternVLForConditionalGeneration, checkpoint, device, dtype)
+        return InternVLModel(module, spec, processor)

@@ -1,0 +1,210 @@
+"""InternVL beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    InternVLVisionConfig,
+    Qwen2Config,
+)
+from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.media.tiles import closest_grid
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import decode_all, encode_video, moving_frames
+from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_llava import VISION
+from tests.transformers_reference import AutoTokenizer
+
+TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+SPECIAL = ("<s>", "<pad>", "</s>", *TOKENS.values())
+SIZE = {"size": {"height": 28, "width": 28}}
+PIXELS = {**SIZE, "image_processor_type": "GotOcr2ImageProcessorFast", "crop_to_patches": False, "max_patches": 6}
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<IMG_CONTEXT>\\n' }}{% elif part['type'] == 'video' %}{{ '<video>\\n' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def write(out, pixels=PIXELS, frames=SIZE, vision=(), **settings):
+    tokenizer = save_tokenizer(
+        out,
+        SPECIAL,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens=TOKENS,
+        chat_template=TEMPLATE,
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    config = InternVLConfig(
+        vision_config=InternVLVisionConfig(**{**VISION, **dict(vision)}),
+        text_config=Qwen2Config(
+            vocab_size=400,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            initializer_range=0.1,
+        ),
+        image_token_id=ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        **settings,
+    )
+    save_model(out, InternVLForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(
+        out, preprocessor_config=pixels, video_preprocessor_config=frames, processor_config={"image_seq_length": 4}
+    )
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<IMG_CONTEXT>", "video": "<video>"}
+
+    def __init__(self, path):
+        super().__init__(
+            InternVLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            InternVLProcessor(
+                GotOcr2ImageProcessor.from_pretrained(path),
+                AutoTokenizer.from_pretrained(path),
+                InternVLVideoProcessor.from_pretrained(path),
+                image_seq_length=4,
+            ),
+        )
+
+
+class TestInternVL(FamilyContract):
+    name = "internvl"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
+        "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.cat([model.normalized(item) for item in items]), expected["pixel_values"])
+
+    def test_grids_are_the_references(self):
+        for height in range(1, 200, 7):
+            for width in range(1, 200, 5):
+                for bounds in ((1, 6), (2, 12), (1, 1)):
+                    rows, columns = closest_grid(height, width, 28, *bounds)
+                    assert (columns, rows) == get_optimal_tiled_canvas((height, width), (28, 28), *bounds)
+
+    @pytest.mark.parametrize(
+        ("settings", "vision", "pixels", "frames"),
+        [
+            ({"vision_feature_layer": 1}, {"use_qk_norm": True}, {"min_patches": 3}, {"resample": 2}),
+            (
+                {},
+                {"use_mean_pooling": False, "norm_type": "rms_norm"},
+                {"resample": 1},
+                {"image_mean": [0.1, 0.2, 0.3]},
+            ),
+            ({}, {"use_absolute_position_embeddings": False}, {"do_normalize": False}, {"do_normalize": False}),
+        ],
+        ids=str,
+    )
+    def test_what_a_configuration_can_say(self, settings, vision, pixels, frames, tmp_path, path_file):
+        write(tmp_path, {**PIXELS, **pixels}, {**SIZE, **frames}, vision, **settings)
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file)
+                if media := model.read(ids.numpy()):
+                    self.assert_arrays(reference.inputs(items), media, model)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    def test_chat(self, tokenizer, reference, model, path_file):
+        image, video = picture(40, 90), clip(2, 28, 28)
+        content = [
+            {"type": "image", "image": image},
+            {"type": "video", "video": video},
+            {"type": "text", "text": "Hm?"},
+        ]
+        ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
+        expected = reference.inputs([{"image": image}, {"text": "\n"}, {"video": video}, {"text": "\nHm?"}])
+        assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
+
+    @pytest.mark.parametrize("options", [{}, {"num_frames": 4}, {"fps": 3.0}], ids=str)
+    def test_an_encoded_video_is_sampled_as_the_reference_does(self, options, processor, path, model):
+        video = encode_video(moving_frames(9), fps=10)
+        plan = processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
+        metadata = {"total_num_frames": 9, "fps": 10.0}
+        expected = InternVLVideoProcessor.from_pretrained(path)(
+            [decode_all(video)],
+            video_metadata=[metadata],
+            do_sample_frames=bool(options),
+            return_tensors="pt",
+            **options,
+        )
+        found = {"pixel_values": np.empty(plan.specs["pixel_values"].shape, np.uint8)}
+        plan.write(found)
+        pixels = model._normalizations["video"](torch.from_numpy(found["pixel_values"]))
+        assert torch.equal(pixels, expected["pixel_values_videos"][0])
+
+    def test_too_many_frames_are_refused(self, processor):
+        video = np.zeros((700, 4, 4, 3), np.uint8)
+        with pytest.raises(LimitExceeded, match=r"700 frames .* limit is 682"):
+            processor.plan(Media("video", video), video, {"video": 1})
+
+    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
+        with pytest.raises(InputError, match=r"grid \(3,\) .* 8 features"):
+            processor.spelling("video", 8, (3,))
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
+            ("config", {"vision_feature_layer": [1, 2]}, r"vision_feature_layer is \[1, 2\]"),
+            ("config", {"downsample_ratio": 0.3}, "downsample_ratio is 0.3"),
+            ("config", {"image_token_id": 2}, "image_token_id is 2"),
+            ("config", {"vision_config": {**VISION, "image_size": [28, 56]}}, "image_size is 28, only 56"),
+            ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "clip_vision_model"),
+            ("processor_config", {"image_seq_length": 16}, "image_seq_length is 16"),
+            ("preprocessor_config", {"size": {"height": 56, "width": 56}}, "tiles are of"),
+            ("video_preprocessor_config", {"size": {"shortest_edge": 28}}, "tiles are of"),
+            ("tokenizer_config", {"extra_special_tokens": {}, "video_token": None}, "no video_token"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
