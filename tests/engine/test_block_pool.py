@@ -1,0 +1,99 @@
+"""Blocks are held by as many sequences as share them, and none is lost."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from mindie_mm.engine.block_pool import BlockPool
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.sequence import Sequence
+from mindie_mm.nn.model import Positions
+
+
+def sequence(length=64):
+    positions = Positions(torch.arange(length).unsqueeze(0))
+    return Sequence("r", SamplingParams(), [0] * length, length, (), positions, None, 1, None)
+
+
+def key(number):
+    return number.to_bytes(32)
+
+
+def test_the_blocks_without_a_key_go_first_then_those_let_go_longest_ago():
+    pool = BlockPool(6, 4)
+    first, second, plain = sequence(), sequence(), sequence()
+    for one, tokens in ((first, 8), (second, 8), (plain, 8)):
+        pool.grow(one, tokens)
+    for i, block in enumerate((*first.blocks, *second.blocks)):
+        pool.keep(block, key(i))
+    for one in (second, first, plain):
+        pool.free(one)
+    taken = sequence()
+    pool.grow(taken, 8)
+    assert pool.find([key(0), key(1)]) == [0, 1]
+    assert pool.find([key(2), key(3)]) == [2, 3]
+    pool.grow(taken, 12)
+    assert pool.find([key(2), key(3)]) == [2], "the end of a prefix goes before its beginning"
+    pool.grow(taken, 16)
+    assert pool.find([key(2)]) == []
+    assert pool.find([key(0), key(1)]) == [0, 1]
+    assert taken.blocks == [4, 5, 3, 2]
+
+
+def test_shared_blocks_that_nobody_holds_are_no_room_to_grow():
+    pool = BlockPool(3, 4)
+    first, second = sequence(), sequence()
+    pool.grow(first, 8)
+    for i, block in enumerate(first.blocks):
+        pool.keep(block, key(i))
+    assert pool.can_grow(second, 12, first.blocks)
+    pool.free(first)
+    shared = pool.find([key(0), key(1)])
+    assert pool.can_grow(second, 12, shared)
+    assert not pool.can_grow(second, 16, shared)
+    pool.share(second, shared)
+    assert pool.usage == pytest.approx(2 / 3)
+    assert not pool.can_grow(sequence(), 8)
+
+
+def test_a_key_that_another_block_has_stays_with_that():
+    pool = BlockPool(4, 4)
+    first, second = sequence(), sequence()
+    pool.grow(first, 4)
+    pool.grow(second, 4)
+    for one in (first, second):
+        pool.keep(one.blocks[0], key(7))
+    assert pool.find([key(7)]) == first.blocks
+
+
+def test_whatever_happens_every_block_is_held_as_often_as_it_is_shared():
+    generator = np.random.default_rng(0)
+    pool, alive = BlockPool(24, 4), []
+    for _ in range(4000):
+        action = generator.integers(4)
+        if action == 0 and len(alive) < 6:
+            new = sequence()
+            shared = pool.find(key(int(i)) for i in generator.integers(40, size=3))
+            wanted = int(generator.integers(1, 64))
+            if pool.num_needed(wanted) >= len(shared) == len(set(shared)) and pool.can_grow(new, wanted, shared):
+                pool.share(new, shared)
+                pool.grow(new, wanted)
+                alive.append(new)
+        elif action == 1 and alive:
+            one = alive[generator.integers(len(alive))]
+            wanted = len(one.blocks) * 4 + int(generator.integers(9))
+            if pool.can_grow(one, wanted):
+                pool.grow(one, wanted)
+        elif action == 2 and alive:
+            one = alive[generator.integers(len(alive))]
+            block = one.blocks[generator.integers(len(one.blocks))]
+            if block not in pool._keys:
+                pool.keep(block, key(int(generator.integers(40))))
+        elif action == 3 and alive:
+            pool.free(alive.pop(generator.integers(len(alive))))
+        held = Counter(block for one in alive for block in one.blocks)
+        assert all(pool._holders[block] == held[block] for block in range(24))
+        assert sorted([*pool._free, *held]) == list(range(24))
+        assert {block: name for name, block in pool._blocks.items()} == pool._keys

@@ -1,0 +1,373 @@
+"""What the KV cache holds of a prompt's beginning is used again, for the same ids and the same media alone."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Abort, Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.models import load_model
+from mindie_mm.nn.model import Positions
+from mindie_mm.shm import free, release
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import clip, picture, run
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"kv_block_size": 4}
+QUESTION = {"text": "What is in the image? Describe this picture."}
+RED, BLUE = (picture(60, 90, seed) for seed in (1, 2))
+PROMPTS = [
+    [{"text": "Hello there, what is a red square?"}],
+    [{"image": RED}, QUESTION],
+    [{"image": RED}, QUESTION],
+    [{"image": RED}, {"text": "What is it?"}],
+    [{"image": BLUE}, QUESTION],
+    [{"image": RED}, {"image": BLUE}, QUESTION],
+    [{"text": "Hello there, what is a red square?"}, {"image": RED}, {"text": "and"}, {"video": clip(4, 56, 84)}],
+    [{"text": "Hello there, what is a red circle?"}],
+]
+
+
+@pytest.fixture(scope="module")
+def model(random_checkpoint):
+    return load_model(random_checkpoint, device="cpu")
+
+
+@pytest.fixture
+def path_file(tmp_path):
+    yield tmp_path / "shm_name.txt"
+    release(tmp_path / "shm_name.txt")
+
+
+@pytest.fixture
+def tokenizer(random_checkpoint, path_file):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        yield tokenizer
+
+
+@pytest.fixture
+def prompts(tokenizer, path_file):
+    return [tokenizer.tokenize(items, path_file) for items in PROMPTS]
+
+
+def ask(engine, ids, params=GREEDY):
+    """The first and the last progress of one request alone."""
+    assert engine.add(Add("r", ids.numpy().tobytes(), params)) is None
+    news = []
+    while engine.has_work():
+        news += engine.step().progress
+    return news[0], news[-1]
+
+
+def cached(engine, ids):
+    return ask(engine, ids)[0].cached_tokens
+
+
+def assert_all_free(engine):
+    """No block is held, none lost, and what can be found is there."""
+    blocks = engine._blocks
+    assert engine.stats.kv_cache_usage == 0
+    assert sorted(blocks._free) == list(range(blocks.num_blocks))
+    assert not any(blocks._holders)
+    assert {block: key for key, block in blocks._blocks.items()} == blocks._keys
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 24, "max_tower_tokens": 8},
+        {"max_num_batched_tokens": 16, "max_tower_bytes": 1},
+        {"kv_cache_bytes": 40 * 4 * 2 * 2 * 2 * 16 * 4, "encoder_cache_bytes": 1000},
+    ],
+    ids=["one step each", "small chunks", "one item at a time", "few blocks, so that some are preempted"],
+)
+def test_outputs_are_those_without_it(settings, model, prompts):
+    config = {**SMALL, **settings}
+    plain, errors = run(Engine(model, EngineConfig(prefix_caching=False, **config)), prompts, max_tokens=12)
+    assert not errors
+    engine = Engine(model, EngineConfig(**config))
+    for order in (slice(None), slice(None, None, -1), slice(1, None, 2)):
+        outputs, errors = run(engine, prompts[order], max_tokens=12)
+        assert not errors
+        assert [*outputs.values()] == [*plain.values()][order]
+        assert_all_free(engine)
+    assert engine.stats.prefix_cache_hits > sum(len(ids) for ids in prompts) / 2
+    if "kv_cache_bytes" in settings:
+        assert engine.stats.preemptions > 0
+
+
+def test_a_preempted_sequence_finds_its_own_blocks(model):
+    """Blocks for one and a half: the second is put back, and what the first does not need meanwhile is still there."""
+    config = EngineConfig(kv_block_size=4, kv_cache_bytes=30 * 4 * model.spec.kv_token_bytes)
+    prompts = [torch.arange(10, 50), torch.arange(100, 150)]
+    params = {"max_tokens": 25, "ignore_eos": True}
+    plain, _ = run(Engine(model, config), prompts[1:], **params)
+    engine = Engine(model, config)
+    for i, ids in enumerate(prompts):
+        engine.add(Add(str(i), ids.numpy().tobytes(), SamplingParams(temperature=0, **params)))
+    second = engine._sequences["1"]
+    found = 0
+    while engine.has_work():
+        engine.step()
+        if not second.blocks and second.num_output and "1" in engine._sequences:
+            found = len(engine._blocks.find(second.keys)) * 4
+    assert engine.stats.preemptions > 0
+    assert second.output_ids == plain[0]
+    assert found >= 48
+    assert_all_free(engine)
+
+
+def test_a_picture_that_comes_again_takes_no_tower_and_no_prefill(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(encoder_cache_bytes=0, **SMALL))
+    asked, other = (tokenizer.tokenize([{"image": one}, QUESTION], path_file) for one in (RED, BLUE))
+    first, last = ask(engine, asked)
+    assert first.cached_tokens == 0
+    assert last.timings.tower_s > 0
+    ask(engine, other)  # the features of the first are dropped
+    again, last = ask(engine, tokenizer.tokenize([{"image": RED}, QUESTION], path_file))
+    assert again.cached_tokens == (len(asked) - 1) // 4 * 4
+    assert last.timings.tower_s == 0
+    assert again.token_ids == first.token_ids
+
+
+def test_a_prompt_that_goes_on_from_an_answer_finds_the_answer(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(**SMALL))
+    ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
+    outputs, _ = run(engine, [ids], max_tokens=9, ignore_eos=True)
+    longer = torch.cat([ids, torch.tensor([*outputs[0], 20, 21, 22])])
+    known = len(ids) + 8  # the last token was never computed
+    assert cached(engine, longer) == known // 4 * 4
+    assert ask(engine, longer)[1].token_ids == ask(Engine(model, EngineConfig()), longer)[1].token_ids
+
+
+def test_requests_of_one_prompt_at_once_compute_it_once(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(**SMALL))
+    ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
+    outputs, _ = run(engine, [ids] * 8, max_tokens=8, ignore_eos=True)
+    assert len({tuple(output) for output in outputs.values()}) == 1
+    assert engine.stats.prefix_cache_hits == 7 * ((len(ids) - 1) // 4 * 4)
+
+
+def test_prompt_logprobs_need_every_row(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(**SMALL))
+    ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    first, _ = ask(engine, ids, params)
+    again, _ = ask(engine, ids, params)
+    assert again.cached_tokens == 0
+    assert len(again.prompt_logprobs) == len(ids) - 1
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert cached(engine, ids) > 0
+
+
+def test_it_can_be_turned_off(model, prompts):
+    engine = Engine(model, EngineConfig(prefix_caching=False))
+    run(engine, prompts * 2, max_tokens=2)
+    assert (engine.stats.prefix_cache_queries, engine.stats.prefix_cache_hits) == (0, 0)
+
+
+def test_aborted_and_failed_requests_leave_what_was_computed_and_no_more(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=16, encoder_cache_bytes=0, **SMALL))
+    ids = tokenizer.tokenize([{"image": RED}, QUESTION, {"image": BLUE}, QUESTION], path_file)
+    engine.add(Add("left", ids.numpy().tobytes(), GREEDY))
+    engine.add(Add("waits", ids.numpy().tobytes(), GREEDY))
+    engine.step()
+    engine.abort(Abort("left"))
+    engine.abort(Abort("waits"))
+    assert_all_free(engine)
+    assert cached(engine, ids) == 16
+
+    (item,) = model.read(tokenizer.tokenize([{"image": picture(60, 90, 3)}], path_file).numpy())
+    bad = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
+    engine.add(Add("bad", bad.numpy().tobytes(), GREEDY))
+    free(model.read(bad.numpy())[0].ref)
+    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # its owner takes the block back
+    assert [progress.error[0] for progress in engine.step().progress] == ["StaleReference"]
+    assert_all_free(engine)
+    good = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
+    assert cached(engine, good) == 0, "the step that failed left nothing"
+    assert item.digest == model.read(good.numpy())[0].digest
+
+
+def png(mode, rows, palette=None, comment=b""):
+    image = Image.fromarray(rows, "P" if palette is not None else None)
+    if palette is not None:
+        image.putpalette(palette)
+    out = io.BytesIO()
+    image.convert(mode).save(out, "PNG", compress_level=0)
+    data = out.getvalue()
+    return data[:33] + chunk(b"tEXt", b"Comment\0" + comment) + data[33:]
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def bmp(rows):
+    out = io.BytesIO()
+    Image.fromarray(rows).save(out, "BMP")
+    return out.getvalue()
+
+
+GREY = picture(56, 84)[:, :, 0]
+TOUCHED = GREY.copy()
+TOUCHED[-1, -1] ^= 1
+RAINBOW = [value for i in range(256) for value in (i, 255 - i, i // 2)]
+INVERTED = [255 - value for value in RAINBOW]
+PAIRS = {
+    "one pixel, the last": (bmp(np.flipud(GREY)), bmp(np.flipud(TOUCHED))),
+    "another mode": (png("L", GREY), png("RGB", GREY)),
+    "grey and its alpha": (png("L", GREY), png("LA", GREY)),
+    "another palette": (png("P", GREY, RAINBOW), png("P", GREY, INVERTED)),
+    "the same indices in grey": (png("P", GREY, RAINBOW), png("L", GREY)),
+    "a different picture behind a long equal beginning": (
+        png("L", GREY, comment=b"x" * 10_000),
+        png("L", TOUCHED, comment=b"x" * 10_000),
+    ),
+    "decoded, another height of as many bytes": (np.zeros((56, 84, 3), np.uint8), np.zeros((84, 56, 3), np.uint8)),
+    "decoded, one pixel": (np.zeros((56, 84, 3), np.uint8), np.eye(56, 84, dtype=np.uint8)[:, :, None].repeat(3, 2)),
+    "a picture and its bytes": (bmp(GREY), np.repeat(GREY[:, :, None], 3, 2)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_a_different_picture_never_hits(pair, model, tokenizer, path_file, tmp_path):
+    engine = Engine(model, EngineConfig(**SMALL))
+    found = []
+    for i, one in enumerate(pair):
+        source = one
+        if isinstance(one, bytes):
+            source = str(tmp_path / f"{i}.png")
+            (tmp_path / f"{i}.png").write_bytes(one)
+        ids = tokenizer.tokenize([{"image": source}, QUESTION], path_file)
+        (item,) = model.read(ids.numpy())
+        found.append((cached(engine, ids), item.digest))
+        assert cached(engine, ids) == (len(ids) - 1) // 4 * 4, "and the same one does"
+    assert [number for number, _ in found] == [0, 0]
+    assert found[0][1] != found[1][1]
+
+
+def test_a_picture_under_other_settings_never_hits(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(**SMALL))
+    for settings in ({}, {"max_pixels": 56 * 56}):
+        ids = tokenizer.tokenize([{"image": RED, **settings}, QUESTION], path_file)
+        assert cached(engine, ids) == 0
+
+
+def test_the_same_ids_with_no_picture_in_them_never_hit(model, tokenizer, path_file):
+    """A client's ids can hold placeholders with no words on them."""
+    engine = Engine(model, EngineConfig(**SMALL))
+    ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
+    ask(engine, ids)
+    plain = ids.clone()
+    plain[ids < 0] = model.module.config.image_token_id
+    assert cached(engine, plain) == 0
+    assert cached(engine, ids) > 0
+
+
+def test_pictures_that_change_places_never_hit(model, tokenizer, path_file):
+    engine = Engine(model, EngineConfig(**SMALL))
+    for order in ((RED, BLUE), (BLUE, RED)):
+        ids = tokenizer.tokenize([*({"image": one} for one in order), QUESTION], path_file)
+        assert cached(engine, ids) == 0
+
+
+def test_an_item_without_a_digest_is_never_found(model, random_checkpoint, path_file):
+    engine = Engine(model, EngineConfig(**SMALL))
+    with Tokenizer.from_pretrained(random_checkpoint, wire="mindie") as tokenizer:
+        ids = tokenizer.tokenize([QUESTION, {"image": RED}, QUESTION], path_file)
+    (item,) = model.read(ids.numpy())
+    assert item.digest is None
+    assert cached(engine, ids) == 0
+    assert cached(engine, ids) == item.start // 4 * 4, "the text before it is"
+
+
+def variant(model, **attributes):
+    """A copy of the model whose class says otherwise."""
+    made = object.__new__(type("Variant", (type(model),), attributes))
+    made.__dict__ = model.__dict__
+    return made
+
+
+def one_group(self, length, items):
+    groups = torch.full((length,), -1)
+    for item in items:
+        groups[item.slots] = 0
+    return groups
+
+
+def a_group_each(self, length, items):
+    groups = torch.full((length,), -1)
+    for number, item in enumerate(items):
+        groups[item.slots] = number
+    return groups
+
+
+def greedy(model, ids, count):
+    out = []
+    for _ in range(count):
+        out.append(int(model.logits(torch.cat([ids, torch.tensor(out, dtype=torch.int64)]))[-1].argmax()))
+    return out
+
+
+@pytest.mark.parametrize("groups", [a_group_each, one_group])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16, "max_tower_tokens": 4},
+        {"max_num_batched_tokens": 1},
+        {"kv_cache_bytes": 40 * 4 * 2 * 2 * 2 * 16 * 4},
+    ],
+    ids=["one step", "chunks smaller than a group", "token by token", "few blocks"],
+)
+def test_groups_are_never_cut(groups, settings, model, prompts):
+    grouped = variant(model, attention_groups=groups)
+    expected = [greedy(grouped, ids, 8) for ids in prompts]
+    assert expected != [greedy(model, ids, 8) for ids in prompts], "the groups matter"
+    engine = Engine(grouped, EngineConfig(**SMALL, **settings))
+    for _ in range(2):
+        outputs, errors = run(engine, prompts, max_tokens=8, ignore_eos=True)
+        assert not errors
+        assert [*outputs.values()] == expected
+        assert_all_free(engine)
+    assert engine.stats.prefix_cache_hits > 0
+
+
+def test_of_a_group_all_must_be_equal(model, tokenizer, path_file):
+    """Its first tokens see the last ones, which stand in other blocks."""
+    engine = Engine(variant(model, attention_groups=one_group), EngineConfig(**SMALL))
+    for second in (RED, BLUE):
+        ids = tokenizer.tokenize([{"text": "0123"}, {"image": RED}, {"text": "and"}, {"image": second}], path_file)
+        start = model.read(ids.numpy())[0].start
+        assert cached(engine, ids) == (0 if second is RED else start // 4 * 4)
+    assert cached(Engine(model, EngineConfig()), ids) == 0
+
+
+def test_media_behind_a_prefix_count_where_the_model_sees_them(model, tokenizer, path_file):
+    seeing = variant(model, prefix_sees_later_media=True)
+    for made, expected in ((seeing, [0, 0]), (model, [0, 32])):
+        engine = Engine(made, EngineConfig(**SMALL))
+        ids = [tokenizer.tokenize([{"text": "0123456789abcdef" * 2}, {"image": one}], path_file) for one in (RED, BLUE)]
+        assert [cached(engine, one) for one in ids] == expected
+        assert cached(engine, ids[0]) == (len(ids[0]) - 1) // 4 * 4
+
+
+def test_a_prompts_length_counts_where_the_model_sees_it(model):
+    def positions(self, length, items):
+        del items
+        return Positions(torch.stack([torch.arange(length)] * 3) + length)
+
+    short, long = torch.arange(100, 130), torch.arange(100, 131)
+    for attributes, expected in (({}, 28), ({"prefix_sees_length": True}, 0), ({"positions": positions}, 0)):
+        engine = Engine(variant(model, **attributes), EngineConfig(**SMALL))
+        assert cached(engine, short) == 0
+        assert cached(engine, long) == expected

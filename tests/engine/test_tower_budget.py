@@ -1,0 +1,99 @@
+"""What the towers take on at once is bounded in features and in bytes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
+from mindie_mm.models import load_model
+from mindie_mm.nn.splice import MediaShape
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import picture, run
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a budget looks at of a media item."""
+
+    digest: bytes | None
+    view: dict
+    shape: MediaShape
+    ref: str = ""
+
+
+def item(name, num_bytes=100, num_features=4):
+    return Item(name, {"pixels": np.zeros(num_bytes, np.uint8)}, MediaShape("image", 5, num_features))
+
+
+@pytest.mark.parametrize(
+    ("limits", "fits"),
+    [
+        (TowerLimits(8, 10**6, 25), [True, True, False]),
+        (TowerLimits(100, 400, 25), [True, True, False]),
+        (TowerLimits(1, 1, 25), [True, False, False]),
+        (TowerLimits(100, 600, 25), [True, True, True]),
+    ],
+    ids=["features", "bytes", "one alone", "all"],
+)
+def test_items_fit_up_to_either_limit(limits, fits):
+    budget = TowerBudget(limits)
+    for number, expected in enumerate(fits):
+        one = item(bytes([number]))
+        assert budget.can_take(one) == expected
+        if expected:
+            budget.take(one)
+    assert budget.can_take(item(b"\0")), "it is in already"
+    assert not budget.copy().untouched
+
+
+def test_without_a_digest_every_reference_is_an_item():
+    budget = TowerBudget(TowerLimits(4, 1000, 1))
+    budget.take(Item(None, {}, MediaShape("image", 5, 4), "one"))
+    assert budget.can_take(Item(None, {}, MediaShape("image", 5, 4), "one"))
+    assert not budget.can_take(Item(None, {}, MediaShape("image", 5, 4), "two"))
+
+
+def calls(engine, prompts):
+    """Items in each call of the tower, while all of `prompts` are answered."""
+    model, sizes = engine._model, []
+
+    class Counted(type(model)):
+        def tower(self, items):
+            sizes.append(len(items))
+            return super().tower(items)
+
+    made = object.__new__(Counted)
+    made.__dict__ = model.__dict__
+    engine._model = engine._runner._model = made
+    outputs, errors = run(engine, prompts, max_tokens=2, ignore_eos=True)
+    assert not errors
+    return sizes, outputs
+
+
+def test_a_burst_of_large_pictures_goes_through_the_tower_in_parts(random_checkpoint, tmp_path):
+    model = load_model(random_checkpoint, device="cpu")
+    path_file = tmp_path / "shm_name.txt"
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        prompts = [tokenizer.tokenize([{"image": picture(112, 112, i)}], path_file) for i in range(12)]
+        (one,) = model.read(prompts[0].numpy())
+        cost = sum(one.view[name].nbytes for name in one.view) + one.shape.num_features * model.spec.feature_bytes
+        sizes, expected = calls(Engine(model, EngineConfig()), prompts)
+        assert sizes == [12], "requests share a call"
+        sizes, outputs = calls(Engine(model, EngineConfig(max_tower_bytes=5 * cost)), prompts)
+        assert sizes == [5, 5, 2]
+        assert outputs == expected
+        together = tokenizer.tokenize([{"image": picture(112, 112, i)} for i in range(12)], path_file)
+        sizes, _ = calls(Engine(model, EngineConfig(max_tower_bytes=5 * cost)), [together])
+        assert sizes == [5, 5, 2], "of one prompt, too"
+        params = SamplingParams(temperature=0, max_tokens=1)
+        engine = Engine(model, EngineConfig(max_tower_bytes=1))
+        engine.add(Add("r", together.numpy().tobytes(), params))
+        while engine.has_work():
+            assert all(progress.error is None for progress in engine.step().progress)
+    release(path_file)
