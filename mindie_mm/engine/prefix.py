@@ -10,7 +10,7 @@ import hashlib
 import sys
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.nn.model import Model
@@ -49,47 +49,48 @@ def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
     if count <= known:
         return
     key = sequence.keys[-1] if known else sequence.root_key
-    for index in range(known, count):
-        start = index * block_size
+    rows = _rows(sequence, known * block_size, count * block_size)
+    for start in range(known * block_size, count * block_size, block_size):
+        end = start + block_size
         block = hashlib.blake2b(key, digest_size=KEY_BYTES)
-        block.update(_content(sequence, start, start + block_size))
+        block.update(rows[start - known * block_size : end - known * block_size].tobytes())
+        block.update(_media(sequence, start, end))
         for span in sequence.spans:
             # Its tokens see those of the group behind the block, too.
-            if span[0] < start + block_size and span[1] > start:
+            if span[0] < end and span[1] > start:
                 block.update(_span_key(sequence, span))
         key = block.digest()
         sequence.keys.append(key)
 
 
+def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
+    """What each of tokens [start, stop) is by itself: its id, its positions, its group; int64 [tokens, columns]."""
+    columns = [sequence.ids(start, stop), *sequence.positions(start, stop).numpy()]
+    if sequence.groups is not None:
+        known = sequence.groups[start:stop].numpy()
+        columns.append(np.pad(known, (0, stop - start - len(known)), constant_values=-1))
+    return np.stack(columns, axis=1)
+
+
+def _media(sequence: Sequence, start: int, stop: int) -> bytes:
+    """Which features stand on which of tokens [start, stop); each part tells the length of the one behind it."""
+    parts: list[bytes] = []
+    for item in sequence.items_in(start, stop):
+        first, last = item.features_in(start, stop)
+        slots = item.slots[first:last] - start
+        parts += [_identity(item), np.array([first, len(slots)], np.int64).tobytes(), slots.tobytes()]
+    return b"".join(parts)
+
+
 def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
     if span not in sequence.span_keys:
-        sequence.span_keys[span] = hashlib.blake2b(_content(sequence, *span), digest_size=KEY_BYTES).digest()
+        content = _rows(sequence, *span).tobytes() + _media(sequence, *span)
+        sequence.span_keys[span] = hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
     return sequence.span_keys[span]
 
 
-def _content(sequence: Sequence, start: int, stop: int) -> bytes:
-    """What tokens [start, stop) are; every part is of a length that those before it tell."""
-    parts = [
-        np.array([stop - start], np.int64),
-        sequence.ids(start, stop),
-        sequence.positions(start, stop).contiguous().numpy(),
-    ]
-    if sequence.groups is not None:
-        groups = torch.full((stop - start,), -1, dtype=torch.int64)
-        known = sequence.groups[start:stop]
-        groups[: len(known)] = known
-        parts.append(groups.numpy())
-    content = [part.tobytes() for part in parts]
-    for item in sequence.items_in(start, stop):
-        first, last = item.features_in(start, stop)
-        content.append(_identity(item))
-        content.append(np.array([first, last - first], np.int64).tobytes())
-        content.append((item.slots[first:last] - start).tobytes())
-    return b"".join(content)
-
-
 def _identity(item: MediaItem) -> bytes:
-    """Names an item's features; the shape goes in although the digest should tell, since wrong pictures cost more."""
+    """Names an item's features, in KEY_BYTES."""
     assert item.digest is not None
-    shape = item.shape.to_array().tobytes()
+    shape = item.shape.to_array().tobytes()  # the digest should tell it; one wrong picture costs more than to say it
     return hashlib.blake2b(len(shape).to_bytes(8) + shape + item.digest, digest_size=KEY_BYTES).digest()
