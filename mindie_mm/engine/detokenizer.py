@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from mindie_mm.nn.checkpoint import Checkpoint
 
 
 class Detokenizer:
@@ -56,13 +56,13 @@ class Detokenizer:
         return text
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, for decoding."""
-    file = path / "tokenizer.json"
+def load_tokenizer(checkpoint: Checkpoint, family: str | None = None) -> Tokenizer:
+    """The checkpoint's tokenizer, for decoding; `family` as in `family_of`. UnsupportedCheckpoint."""
+    file = checkpoint.path / "tokenizer.json"
     if file.is_file():
         return Tokenizer.from_file(str(file))
-    # Late: only checkpoints without a tokenizer.json pay for transformers' conversion.
-    from transformers import AutoTokenizer
+    # Late: only checkpoints without a tokenizer.json pay for torch, and for the conversion.
+    from mindie_mm.models import family_of
 
-    converted: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
+    converted: Tokenizer = family_of(checkpoint, family).tokenizer(checkpoint).backend_tokenizer
     return converted

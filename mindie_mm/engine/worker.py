@@ -69,7 +69,8 @@ class Worker:
         `in_process` tokenises on a thread of this process. UnsupportedCheckpoint, SharedMemoryError, DeviceError,
         InputError, ProcessDied.
         """
-        path = Checkpoint.open(config.model).path
+        checkpoint = Checkpoint.open(config.model)
+        path = checkpoint.path
         starting = (
             asyncio.create_task(_start_tokenizers(config, path, in_process=in_process)),
             asyncio.create_task(AsyncEngine.start(path, config.engine, config.family)),
@@ -83,7 +84,7 @@ class Worker:
                 if not isinstance(part, BaseException):
                     await part.close()
             raise
-        return cls(config, tokenizers, engine, load_tokenizer(path))
+        return cls(config, tokenizers, engine, load_tokenizer(checkpoint, config.family))
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str

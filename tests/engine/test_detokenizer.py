@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
+from mindie_mm.nn.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")
 def tokenizer(random_checkpoint):
-    return load_tokenizer(random_checkpoint)
+    return load_tokenizer(Checkpoint.open(random_checkpoint))
 
 
 def pushed(tokenizer, ids, stop=(), at_once=1):
