@@ -1,0 +1,238 @@
+"""Idefics3: an image as tiles that the prompt names by row and column, and the whole of it behind them.
+
+Source: arXiv 2408.12637; transformers' idefics3, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image, resize
+from mindie_mm.media.preprocess import check_settings, check_type, resample_of
+from mindie_mm.media.tiles import cut
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+MOST_PIXELS = 4096
+"""Of the longer side of a resized picture, whatever the checkpoint says."""
+DEFAULTS: Mapping[str, Any] = {
+    "resample": 1,
+    "size": {"longest_edge": 4 * 364},
+    "max_image_size": {"longest_edge": 364},
+    "image_mean": HALF,
+    "image_std": HALF,
+    "do_image_splitting": True,
+}
+
+
+class Idefics3Processor(Processor):
+    """The tokenizer's half. A block holds `pixel_values`, uint8 [tiles, side, side, 3]; the grid: rows and columns.
+
+    Both are 0 for an image that is one tile.
+    """
+
+    config_name: ClassVar[str] = "Idefics3Config"
+    image_type: ClassVar[str] = "Idefics3ImageProcessor"
+    tokens: ClassVar[Mapping[str, str]] = {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+    }
+    """Its tokens' spellings, where the tokenizer has no names for them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = self.config = read_config(self.config_name, checkpoint)
+        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
+        check_type(settings, "image_processor_type", [self.image_type], where)
+        settings = {**DEFAULTS, **settings}
+        check_settings(settings, {"do_resize": True}, where)  # else the tiles of an image could be any number
+        self._size = read_size(settings["size"], where)
+        self.side = tile_side(settings, where)
+        self._splitting: bool = settings["do_image_splitting"]
+        self._resample = resample_of(settings, where)
+        self.normalization = Normalization.read(settings)
+        patch, scale = config.vision_config.patch_size, config.scale_factor
+        rows = self.side // patch if isinstance(patch, int) else 0
+        if not rows or rows % scale:
+            raise UnsupportedCheckpoint(
+                f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not go together"
+            )
+        self.tile_features: int = (rows // scale) ** 2
+        stated = checkpoint.json("processor_config.json").get("image_seq_len", self.tile_features)
+        if stated != self.tile_features:
+            raise UnsupportedCheckpoint(f"{where}: image_seq_len is {stated}, a tile has {self.tile_features} features")
+        self.image_token, self._fake, self._global = (self._spelled(checkpoint, name) for name in self.tokens)
+        if (token := checkpoint.token_id(self.image_token)) != config.image_token_id:
+            raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of({"image": Placeholder((), self.config.image_token_id, ())}, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        del kind
+        # A square is resized to the most tiles, of whatever size it is.
+        rows, columns = self._grid(self._resized(1, 1))
+        return (rows * columns + 1) * self.tile_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        del kind
+        return np.zeros((self.side, self.side, 3), np.uint8)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        tiles = grid[0] * grid[1] + 1 if len(grid) == 2 and min(grid) >= 0 else 0
+        if tiles * self.tile_features != num_features:
+            raise InputError(
+                f"the {kind}'s grid {grid} is not the rows and columns of tiles of {num_features} features"
+            )
+        rows = (
+            "".join(f"{self._fake}<row_{row}_col_{column}>{self.image_token}" for column in range(1, grid[1] + 1))
+            + "\n"
+            for row in range(1, grid[0] + 1)
+        )
+        text = "".join(rows) + "\n" * (tiles > 1) + self.spell_whole()
+        return Spelling(text, self.runs(tiles))
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del media, counts
+        image = open_image(data)
+        side, resample = self.side, self._resample
+        first = self._resized(image.height, image.width)
+        rows, columns = self._grid(first)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            rgb, tiles = resize(image.decode(), *first, resample), arrays["pixel_values"]
+            if rows:
+                rgb = resize(rgb, rows * side, columns * side, resample)
+                tiles[:-1] = cut(rgb, side)
+            tiles[-1] = resize(rgb, side, side, resample)
+            faults.point("mid-fill")
+
+        tiles = rows * columns + 1
+        return Plan(
+            num_features=tiles * self.tile_features,
+            specs={"pixel_values": ArraySpec((tiles, side, side, 3), "uint8")},
+            settings=f"{first}, {rows}x{columns} tiles of {side}, {resample}",
+            write=write,
+            grid=(rows, columns),
+        )
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size that an image gets before it is cut, or becomes one tile."""
+        return self._size if len(self._size) == 2 else resized(height, width, self._size[0])
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of tiles of an image resized to `size`; 0 and 0 where it is one tile."""
+        height, width = whole_tiles(*size, self.side)
+        rows, columns = height // self.side, width // self.side
+        return (rows, columns) if self._splitting and rows * columns > 1 else (0, 0)
+
+    def spell_whole(self) -> str:
+        """An image in one tile."""
+        return f"{self._fake}{self._global}{self.image_token}{self._fake}"
+
+    def runs(self, tiles: int) -> Sequence[Sequence[int]]:
+        """A run for each tile."""
+        return [(self.config.image_token_id,) * self.tile_features] * tiles
+
+    def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
+        del checkpoint  # the reference has them fixed
+        return self.tokens[name]
+
+
+def read_size(size: Any, where: str) -> tuple[int] | tuple[int, int]:
+    """The longest edge that pictures are resized to, or height and width. UnsupportedCheckpoint."""
+    if isinstance(size, Mapping):
+        edges = {name: int(edge) for name, edge in size.items() if edge is not None}
+        if edges.keys() == {"longest_edge"}:
+            return (edges["longest_edge"],)
+        if edges.keys() == {"height", "width"}:
+            return (edges["height"], edges["width"])
+    raise UnsupportedCheckpoint(f"{where}: size is {size!r}, only longest_edge, or height and width, is served")
+
+
+def tile_side(settings: Mapping[str, Any], where: str) -> int:
+    """Pixels along one side of a tile. UnsupportedCheckpoint."""
+    size = settings["max_image_size"]
+    if not isinstance(size, Mapping) or not isinstance(side := size.get("longest_edge"), int):
+        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}, only a longest_edge is served")
+    return side
+
+
+def resized(height: int, width: int, longest_edge: int) -> tuple[int, int]:
+    """Height and width of a picture whose longer side becomes `longest_edge`, and the other one even."""
+    height, width = _scaled(height, width, longest_edge, multiple=2)
+    return _scaled(height, width, MOST_PIXELS) if max(height, width) > MOST_PIXELS else (height, width)
+
+
+def _scaled(height: int, width: int, longest_edge: int, multiple: int = 1) -> tuple[int, int]:
+    ratio = width / height
+    short = int(longest_edge / ratio) if width >= height else int(longest_edge * ratio)
+    short = max(short + short % multiple, 1)
+    return (short, longest_edge) if width >= height else (longest_edge, short)
+
+
+def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
+    """Height and width as multiples of `side`: the longer one rounded up, the other by its proportion and then up."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        return math.ceil(int(width / ratio) / side) * side, width
+    height = math.ceil(height / side) * side
+    return height, math.ceil(int(height * ratio) / side) * side
+
+
+class Idefics3Model(PretrainedModel):
+    """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Idefics3Processor) -> None:
+        super().__init__(module, spec, module.model.text_model, module.lm_head)
+        self.normalizations: Mapping[Kind, Normalization] = {"image": processor.normalization}
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        # Not by get_image_features: that leaves out tiles whose values are all zero.
+        hidden = self.module.model.vision_model(pixel_values=pixels).last_hidden_state
+        features: Tensor = self.module.model.connector(hidden)
+        return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [tiles, 3, side, side], on the device."""
+        pixels = from_dlpack(item.view["pixel_values"]).to(self.spec.device)
+        return self.normalizations[item.shape.kind](pixels)
+
+
+class Idefics3(Family):
+    """Idefics3 (Laurençon et al., 2024, arXiv 2408.12637) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("idefics3",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "transformers' Idefics3ForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Idefics3Processor:
+        return Idefics3Processor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Idefics3Model:
+        from transformers import Idefics3ForConditionalGeneration
+
+        processor = Idefics3Processor(checkpoint)
+        module, spec = load_pretrained(Idefics3ForConditionalGeneration, checkpoint, device, dtype)
+        return Idefics3Model(module, spec, processor)

@@ -1,0 +1,136 @@
+"""Idefics3 beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+)
+from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import family_named, load_model
+from mindie_mm.models.idefics3 import resized
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_llava import VISION, text_config
+from tests.transformers_reference import AutoTokenizer
+
+TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+SPECIAL = (
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<fake_token_around_image>",
+    "<image>",
+    "<end_of_utterance>",
+    "<global-img>",
+    *TAGS,
+)
+PIXELS = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
+FEATURES = 4
+
+
+def write(out, pixels=PIXELS, features=FEATURES, **settings):
+    tokenizer = save_tokenizer(out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = Idefics3Config(vision_config=VISION, text_config=text_config(), image_token_id=ids("<image>"), **settings)
+    save_model(out, Idefics3ForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(out, preprocessor_config=pixels, processor_config={"image_seq_len": features})
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image>"}
+
+    def __init__(self, path):
+        stated = json.loads((path / "processor_config.json").read_text())
+        images = Idefics3ImageProcessor.from_pretrained(path)
+        super().__init__(
+            Idefics3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            Idefics3Processor(images, AutoTokenizer.from_pretrained(path), **stated),
+        )
+
+
+PROMPTS = {
+    "text": [{"text": "What is in the image? A square, perhaps."}],
+    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+    "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
+}
+
+
+class TestIdefics3(FamilyContract):
+    name = "idefics3"
+    prompts: ClassVar = PROMPTS
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        found = torch.cat([model.normalized(item) for item in items])
+        assert torch.equal(found, expected["pixel_values"][0])
+        assert expected["pixel_attention_mask"].all()
+
+    @pytest.mark.parametrize("side", [112, 27, 5000])
+    def test_sizes_are_the_references(self, side):
+        for height in range(1, 300, 7):
+            for width in range(1, 300, 5):
+                expected = get_resize_output_image_size(torch.empty(3, height, width, device="meta"), side)
+                assert resized(height, width, side) == expected
+
+    @pytest.mark.parametrize(
+        ("settings", "pixels", "features"),
+        [
+            ({}, {"do_image_splitting": False, "do_pad": False}, 4),
+            ({"scale_factor": 4}, {"size": {"longest_edge": 28}, "resample": 2}, 1),
+            ({"scale_factor": 1}, {"max_image_size": {"longest_edge": 56}, "image_mean": [0.1, 0.2, 0.3]}, 64),
+            ({}, {"size": {"height": 30, "width": 80}, "do_normalize": False}, 4),
+        ],
+        ids=str,
+    )
+    def test_what_a_configuration_can_say(self, settings, pixels, features, tmp_path, path_file):
+        write(tmp_path, {**PIXELS, **pixels}, features, **settings)
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
+        with pytest.raises(InputError, match=r"grid \(1, 1\) .* 4 features"):
+            processor.spelling("image", 4, (1, 1))
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"scale_factor": 3}, "scale_factor 3 do not go together"),
+            ("config", {"image_token_id": 2}, "image_token_id is 2"),
+            ("processor_config", {"image_seq_len": 16}, "image_seq_len is 16"),
+            ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
+            ("preprocessor_config", {"size": {"shortest_edge": 28}}, "size is"),
+            ("preprocessor_config", {"max_image_size": {"height": 28}}, "max_image_size is"),
+            ("preprocessor_config", {"image_processor_type": "Idefics2ImageProcessor"}, "Idefics2ImageProcessor"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
