@@ -201,9 +201,9 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 class Idefics3Model(PretrainedModel):
     """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
 
-    def __init__(self, module: Any, spec: ModelSpec, processor: Idefics3Processor) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, normalizations: Mapping[Kind, Normalization]) -> None:
         super().__init__(module, spec, module.model.text_model, module.lm_head)
-        self.normalizations: Mapping[Kind, Normalization] = {"image": processor.normalization}
+        self.normalizations = normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
@@ -235,4 +235,4 @@ class Idefics3(Family):
 
         processor = Idefics3Processor(checkpoint)
         module, spec = load_pretrained(Idefics3ForConditionalGeneration, checkpoint, device, dtype)
-        return Idefics3Model(module, spec, processor)
+        return Idefics3Model(module, spec, {"image": processor.normalization})

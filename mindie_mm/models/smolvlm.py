@@ -1,0 +1,193 @@
+"""SmolVLM: Idefics3's images, and videos whose frames the prompt introduces by their times.
+
+Source: arXiv 2504.05299; transformers' smolvlm, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.image import Data, resize
+from mindie_mm.media.preprocess import check_settings, check_type, resample_of
+from mindie_mm.media.video import Video, open_video
+from mindie_mm.models.idefics3 import DEFAULTS, Idefics3Model, Idefics3Processor, read_size, resized, tile_side
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Spelling, placeholder_of
+from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.shm import ArraySpec
+
+_FPS_OF_FRAMES = 24
+"""What the reference takes the rate of frames to be that are handed in without one."""
+_SKIPPED_S = 1
+"""Seconds at either end of a long video from which no frame is taken."""
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENTHS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_ONES, _TENS = _SMALL.split(), _TENTHS.split()
+
+
+class SmolVLMProcessor(Idefics3Processor):
+    """The tokenizer's half. Images as Idefics3's.
+
+    A video's block holds `pixel_values`, uint8 [frames, side, side, 3]; its grid is the duration and then the time of
+    each frame, all in whole seconds.
+    """
+
+    config_name: ClassVar[str] = "SmolVLMConfig"
+    image_type: ClassVar[str] = "SmolVLMImageProcessor"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        where = str(checkpoint.path)
+        self._video_token = checkpoint.special_token("video_token") or "<video>"
+        checkpoint.token_id(self._video_token)
+        settings = checkpoint.preprocessor(
+            "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
+        )
+        check_type(settings, "video_processor_type", ["SmolVLMVideoProcessor"], where)
+        sampling = settings.get("video_sampling", {})
+        named = {"size": sampling["video_size"]} if "video_size" in sampling else {}
+        settings = {**DEFAULTS, **named, **settings}
+        check_settings(settings, {"do_resize": True}, where)
+        self._frame_size = read_size(settings["size"], where)
+        if (side := tile_side(settings, where)) != self.side:
+            raise UnsupportedCheckpoint(f"{where}: frames are of {side} pixels a side, tiles of {self.side}")
+        self._frame_resample = resample_of(settings, where)
+        self.frame_normalization = Normalization.read(settings)
+        self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
+        self._fps: float | None = sampling.get("fps", settings.get("fps"))
+        # Each frame takes the three tokens around its features, too.
+        positions: int = self.config.get_text_config().max_position_embeddings
+        self._limit = positions // (self.tile_features + 3)
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        token = self.config.image_token_id
+        placeholders: Mapping[Kind, Placeholder] = {
+            "image": Placeholder((), token, ()),
+            "video": Placeholder((), token, (), self._video_token),
+        }
+        return placeholder_of(placeholders, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        return super().max_tokens(kind) if kind == "image" else self._limit * self.tile_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "image":
+            return super().worst_case(kind)
+        return np.zeros((self._limit, self.side, self.side, 3), np.uint8)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        if kind == "image":
+            return super().spelling(kind, num_features, grid)
+        frames = len(grid) - 1
+        if frames < 1 or frames * self.tile_features != num_features or min(grid) < 0:
+            raise InputError(
+                f"the video's grid {grid} is not its duration and the times of frames of {num_features} features"
+            )
+        duration, *seconds = grid
+        intro = (
+            f"You are provided the following series of {in_words(frames)} frames from a "
+            f"{timedelta(seconds=duration)} [H:MM:SS] video.\n"
+        )
+        shown = (f"\nFrame from {time // 60:02d}:{time % 60:02d}:{self.spell_whole()}" for time in seconds)
+        return Spelling(f"{intro}{''.join(shown)}\n\n", self.runs(frames))
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        if media.kind == "image":
+            return super().plan(media, data, counts)
+        video = open_video(data)
+        indices = self._sample(video, media.options)
+        if len(indices) > self._limit:
+            raise LimitExceeded(
+                f"{len(indices)} frames of the video would be taken; the limit is {self._limit}: "
+                "num_frames can ask for fewer"
+            )
+        fps = video.fps or _FPS_OF_FRAMES
+        duration = indices[-1] / fps if video.fps is None else video.num_frames / fps
+        size, side, resample = self._frame_size, self.side, self._frame_resample
+        first = size if len(size) == 2 else resized(video.height, video.width, size[0])
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            for place, frame in zip(arrays["pixel_values"], video.decode(indices), strict=True):
+                place[...] = resize(resize(frame, *first, resample), side, side, resample)
+
+        return Plan(
+            num_features=len(indices) * self.tile_features,
+            specs={"pixel_values": ArraySpec((len(indices), side, side, 3), "uint8")},
+            settings=f"frames {indices}, {first}, then {side}, {resample}",
+            write=write,
+            grid=(int(duration), *(int(index / fps) for index in indices)),
+        )
+
+    def _sample(self, video: Video, options: MediaOptions) -> list[int]:
+        """Indices of the frames taken, ascending; of a video without a rate all, unless a number is asked for."""
+        total, fps = video.num_frames, video.fps
+        if fps is None:
+            if options.num_frames is not None or options.fps is not None:
+                raise InputError("frames are asked for by number or rate, of a video that states no frame rate")
+            return list(range(total))
+        most = options.num_frames or options.max_frames or self._num_frames
+        rate = options.fps or self._fps
+        if most is None or rate is None:
+            raise InputError("the checkpoint names no fps or no num_frames to sample a video by")
+        count = max(min(round(rate * total / fps), most), 1)
+        start, end = 0, total - 1
+        if total / fps - 2 * _SKIPPED_S > most * rate:
+            start, end = int(_SKIPPED_S * fps), min(int(total - _SKIPPED_S * fps), total - 1)
+        if start >= end:
+            start, end = 0, total - 1
+        indices: list[int] = np.unique(np.linspace(start, end, count, dtype=int)).tolist()
+        return indices
+
+    def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
+        return checkpoint.special_token(name) or self.tokens[name]
+
+
+def in_words(number: int) -> str:
+    """An integer below a million, not negative, as one says it: one hundred and twenty-three."""
+    if number < 20:
+        return _ONES[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return _TENS[tens - 2] + (f"-{_ONES[ones]}" if ones else "")
+    if number < 1000:
+        hundreds, rest = divmod(number, 100)
+        return f"{_ONES[hundreds]} hundred" + (f" and {in_words(rest)}" if rest else "")
+    thousands, rest = divmod(number, 1000)
+    joint = ", " if rest >= 100 else " and "
+    return f"{in_words(thousands)} thousand" + (joint + in_words(rest) if rest else "")
+
+
+class SmolVLM(Family):
+    """SmolVLM and SmolVLM2 (Marafioti et al., 2025, arXiv 2504.05299) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("smolvlm",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' SmolVLMForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> SmolVLMProcessor:
+        return SmolVLMProcessor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Idefics3Model:
+        from transformers import SmolVLMForConditionalGeneration
+
+        processor = SmolVLMProcessor(checkpoint)
+        module, spec = load_pretrained(SmolVLMForConditionalGeneration, checkpoint, device, dtype)
+        normalizations: Mapping[Kind, Normalization] = {
+            "image": processor.normalization,
+            "video": processor.frame_normalization,
+        }
+        return Idefics3Model(module, spec, normalizations)

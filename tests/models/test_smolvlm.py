@@ -1,0 +1,163 @@
+"""SmolVLM beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from num2words import num2words
+from PIL import Image
+from transformers import (
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.models import family_named
+from mindie_mm.models.smolvlm import in_words
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from tests.media_samples import decode_all, encode_video, moving_frames
+from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
+from tests.models.test_llava import VISION, text_config
+from tests.transformers_reference import AutoTokenizer
+
+FRAMES = {
+    "max_image_size": {"longest_edge": 28},
+    "video_sampling": {"video_size": {"longest_edge": 56}, "max_frames": 5, "fps": 2},
+    "image_mean": [0.4, 0.5, 0.6],
+}
+
+
+def write(out):
+    tokens = {"image_token": "<image>", "video_token": "<video>", "fake_image_token": "<fake_token_around_image>"}
+    tokenizer = save_tokenizer(
+        out,
+        (*SPECIAL, "<video>"),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={**tokens, "global_image_token": "<global-img>"},
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    config = SmolVLMConfig(vision_config=VISION, text_config=text_config(), image_token_id=ids("<image>"))
+    save_model(out, SmolVLMForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(
+        out,
+        preprocessor_config=PIXELS,
+        video_preprocessor_config=FRAMES,
+        processor_config={"image_seq_len": FEATURES},
+    )
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image>", "video": "<video>"}
+
+    def __init__(self, path):
+        super().__init__(
+            SmolVLMForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            SmolVLMProcessor(
+                SmolVLMImageProcessor.from_pretrained(path),
+                AutoTokenizer.from_pretrained(path),
+                SmolVLMVideoProcessor.from_pretrained(path),
+                image_seq_len=FEATURES,
+            ),
+        )
+
+    def inputs(self, items):
+        """The processor's, whose videos' pixels otherwise replace the images' of the same prompt."""
+        inputs = super().inputs(items)
+        pixels = [self.pixels(item) for item in items if "text" not in item]
+        if pixels:
+            inputs["pixel_values"] = torch.cat(pixels, dim=1)
+            inputs["pixel_attention_mask"] = torch.ones_like(inputs["pixel_values"][:, :, 0], dtype=torch.int64)
+        return inputs
+
+    def pixels(self, item):
+        if "image" in item:
+            image = Image.fromarray(item["image"])
+            return self.processor.image_processor(image, return_tensors="pt")["pixel_values"]
+        return self.processor.video_processor([item["video"]], return_tensors="pt")["pixel_values"]
+
+
+class TestSmolVLM(FamilyContract):
+    name = "smolvlm"
+    prompts: ClassVar = {
+        **PROMPTS,
+        "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
+        "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.cat([model.normalized(item) for item in items]), expected["pixel_values"][0])
+
+    def test_numbers_in_words(self):
+        for number in [*range(1300), 1999, 2000, 2023, 12_100, 20_001, 345_678, 999_999]:
+            assert in_words(number) == num2words(number)
+
+    @pytest.mark.parametrize("options", [{}, {"num_frames": 3}, {"fps": 7.0}], ids=str)
+    @pytest.mark.parametrize("frames", [1, 9, 31, 90])
+    def test_an_encoded_video_is_sampled_as_the_reference_does(
+        self, options, frames, tokenizer, reference, model, path_file
+    ):
+        video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=5)
+        metadata = {"total_num_frames": frames, "fps": 5.0, "duration": frames / 5}
+        expected = reference.processor(
+            text="<video>Hm?",
+            videos=[decode_all(video)],
+            video_metadata=[metadata],
+            do_sample_frames=True,
+            return_tensors="pt",
+            **{"num_frames": 5, "fps": 2, **options},
+        )
+        ids = tokenizer.tokenize([{"video": video, **options}, {"text": "Hm?"}], path_file).numpy()
+        items = model.read(ids)
+        assert plain_ids(ids, items).tolist() == expected["input_ids"][0].tolist()
+        self.assert_arrays(expected, items, model)
+
+    @pytest.mark.parametrize(
+        ("frames", "options", "error", "named"),
+        [(600, {}, LimitExceeded, r"600 frames .* limit is 585"), (3, {"fps": 2.0}, InputError, "no frame rate")],
+        ids=str,
+    )
+    def test_frames_that_cannot_be_taken_are_refused(self, frames, options, error, named, processor):
+        video = np.zeros((frames, 4, 4, 3), np.uint8)
+        with pytest.raises(error, match=named):
+            processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
+
+    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
+        with pytest.raises(InputError, match=r"grid \(3, 0\) .* 8 features"):
+            processor.spelling("video", 8, (3, 0))
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("video_preprocessor_config", {"do_resize": False}, "do_resize is False"),
+            ("video_preprocessor_config", {"max_image_size": {"longest_edge": 56}}, "frames are of 56 pixels"),
+            ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
