@@ -1,0 +1,113 @@
+"""DeepSeek-VL beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import (
+    DeepseekVLConfig,
+    DeepseekVLForConditionalGeneration,
+    DeepseekVLImageProcessor,
+    DeepseekVLProcessor,
+    SiglipVisionConfig,
+)
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_llava import VISION, text_config
+from tests.transformers_reference import AutoTokenizer
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<image_placeholder>")
+PIXELS = {"size": {"height": 28, "width": 28}, "min_size": 3, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5] * 3}
+FEATURES = 16
+
+
+def save_special(out):
+    return save_tokenizer(
+        out,
+        SPECIAL,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image_placeholder>"},
+    )
+
+
+def write(out, pixels=PIXELS, **settings):
+    ids = save_special(out).convert_tokens_to_ids
+    config = DeepseekVLConfig(
+        vision_config=SiglipVisionConfig(**VISION, vision_use_head=False),
+        text_config=text_config(),
+        image_token_id=ids("<image_placeholder>"),
+        **settings,
+    )
+    save_model(out, DeepseekVLForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
+    save_json(out, preprocessor_config=pixels, processor_config={"num_image_tokens": FEATURES})
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image_placeholder>"}
+
+    def __init__(self, path):
+        images, tokenizer = DeepseekVLImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        super().__init__(
+            DeepseekVLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            DeepseekVLProcessor(images, tokenizer, num_image_tokens=FEATURES),
+        )
+
+
+class TestDeepseekVL(FamilyContract):
+    name = "deepseek_vl"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "a line": [{"image": picture(500, 1)}, {"text": "Where?"}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        for name in model._normalizations:
+            assert torch.equal(torch.cat([model.normalized(item, name) for item in items]), expected[name])
+
+    def test_what_a_configuration_can_say(self, tmp_path, path_file):
+        write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False, "min_size": 9}, tie_word_embeddings=False)
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "clip_vision_model"),
+            ("processor_config", {"num_image_tokens": 17}, "num_image_tokens is 17"),
+            ("preprocessor_config", {"do_pad": False}, "do_pad is False"),
+            ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "size is"),
+            ("preprocessor_config", {"min_size": 30}, "min_size 30"),
+            ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))

@@ -1,0 +1,98 @@
+"""DeepSeek-VL with two towers beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import (
+    DeepseekVLHybridConfig,
+    DeepseekVLHybridForConditionalGeneration,
+    DeepseekVLHybridImageProcessor,
+    DeepseekVLHybridProcessor,
+    SamVisionConfig,
+    SiglipVisionConfig,
+)
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import family_named
+from mindie_mm.nn.checkpoint import Checkpoint
+from tests.models import test_deepseek_vl as plain
+from tests.models.contract import FamilyContract
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model
+from tests.models.test_deepseek_vl import FEATURES, PIXELS, save_special
+from tests.models.test_llava import VISION, text_config
+from tests.transformers_reference import AutoTokenizer
+
+HIGH = {"high_res_size": {"height": 64, "width": 64}, "high_res_image_mean": [0.1, 0.2, 0.3], "high_res_resample": 1}
+
+
+class Weighted(DeepseekVLHybridForConditionalGeneration):
+    """Drawn with a share for the layer of SAM's that attends globally, which is otherwise left at nothing."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.high_res_vision_alpha.data.fill_(0.7)
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<image_placeholder>"}
+
+    def __init__(self, path):
+        images, tokenizer = DeepseekVLHybridImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        super().__init__(
+            DeepseekVLHybridForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            DeepseekVLHybridProcessor(images, tokenizer, num_image_tokens=FEATURES),
+        )
+
+
+class TestDeepseekVLHybrid(FamilyContract):
+    name = "deepseek_vl_hybrid"
+    prompts: ClassVar = plain.TestDeepseekVL.prompts
+    assert_arrays = plain.TestDeepseekVL.assert_arrays
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        ids = save_special(out).convert_tokens_to_ids
+        config = DeepseekVLHybridConfig(
+            vision_config=SiglipVisionConfig(**VISION, vision_use_head=False),
+            high_res_vision_config=SamVisionConfig(
+                hidden_size=32,
+                output_channels=8,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                image_size=64,
+                patch_size=8,
+                window_size=4,
+                global_attn_indexes=[0, 2],
+                mlp_dim=64,
+                initializer_range=0.2,
+            ),
+            text_config=text_config(),
+            image_token_id=ids("<image_placeholder>"),
+        )
+        save_model(out, Weighted, config, ids("</s>"), ids("<pad>"))
+        save_json(out, preprocessor_config={**PIXELS, **HIGH}, processor_config={"num_image_tokens": FEATURES})
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"high_res_vision_config": {"model_type": "siglip_vision_model"}}, "siglip_vision_model"),
+            ("preprocessor_config", {"high_res_size": {"height": 32, "width": 32}}, "high_res_size is"),
+            ("preprocessor_config", {"high_res_resample": 0}, "high_res_resample is 0"),
+            ("preprocessor_config", {"image_processor_type": "DeepseekVLImageProcessor"}, "DeepseekVLImageProcessor"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
