@@ -1,0 +1,145 @@
+"""BLIP-2 with OPT beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
+    BlipImageProcessor,
+    OPTConfig,
+    T5Config,
+)
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import family_named
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, Reference, picture
+from tests.models.small_checkpoints import save_json, save_tokenizer
+from tests.transformers_reference import AutoTokenizer
+
+SIDE, QUERIES = 28, 6
+# Of the default range of weights, 1e-10 in the tower, no picture would make a difference.
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
+
+
+def config(image_token_index):
+    text = OPTConfig(
+        vocab_size=400,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        init_std=0.2,
+    )
+    return Blip2Config(
+        vision_config={"image_size": SIDE, "patch_size": 14, **SMALL},
+        qformer_config={"vocab_size": 30, **SMALL},
+        text_config=text.to_dict(),
+        num_query_tokens=QUERIES,
+        image_token_index=image_token_index,
+    )
+
+
+class Blip2Reference(Reference):
+    def __init__(self, path):
+        super().__init__(
+            Blip2ForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            Blip2Processor(BlipImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path), QUERIES),
+        )
+
+    def text(self, items):
+        return "".join(item.get("text", "") for item in items)
+
+    def inputs(self, items):
+        return {name: value for name, value in super().inputs(items).items() if name != "token_type_ids"}
+
+    @torch.inference_mode()
+    def logits(self, items):
+        inputs = self.inputs(items)
+        # The whole insists on pixels.
+        whole = self.model if "pixel_values" in inputs else self.model.language_model
+        return whole(**inputs).logits[0].float()
+
+    @torch.inference_mode()
+    def generate(self, items, count):
+        inputs = self.inputs(items)
+        if "pixel_values" in inputs:
+            return super().generate(items, count)
+        out = self.model.language_model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+class TestBlip2(FamilyContract):
+    name = "blip_2"
+    unspelled = True
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"image": picture(90, 140)}, {"text": "Question: what is it? Answer:"}],
+        "an image behind its question": [{"text": "what is it?"}, {"image": picture(28, 28)}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "no question": [{"image": picture(61, 83)}, {"text": ""}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        tokenizer = save_tokenizer(
+            out, ("</s>", "<pad>", "<image>"), bos_token="</s>", eos_token="</s>", pad_token="<pad>"
+        )
+        # As OPT's: its BOS, which is its EOS too, stands in front of every text.
+        bos = tokenizer.convert_tokens_to_ids("</s>")
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("</s> $A", special_tokens=[("</s>", bos)])
+        tokenizer.save_pretrained(out)
+        torch.manual_seed(0)
+        model = Blip2ForConditionalGeneration(config(tokenizer.convert_tokens_to_ids("<image>")))
+        with torch.no_grad():
+            model.query_tokens.normal_()
+        for settings in (model.generation_config, model.language_model.generation_config):
+            settings.eos_token_id, settings.pad_token_id = 399, 1
+        model.save_pretrained(out)
+        save_json(out, preprocessor_config={"size": {"height": SIDE, "width": SIDE}})
+
+    @classmethod
+    def make_reference(cls, path):
+        return Blip2Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.cat([model.normalized(item) for item in items]), expected["pixel_values"])
+
+    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        first, second = (model.logits(tokenizer.tokenize(items, path_file))[-1] for items in prompts)
+        assert (first - second).abs().max() > 100 * self.tolerance
+
+    def test_one_image_a_prompt(self, tokenizer, path_file):
+        with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
+            tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
+
+    def test_a_chat_is_a_question(self, path, tokenizer, path_file):
+        content = [{"type": "text", "text": "what is it?"}, {"type": "image", "image": picture(30, 30)}]
+        ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file)
+        text = AutoTokenizer.from_pretrained(path)("Question: what is it? Answer:")["input_ids"]
+        assert ids[QUERIES:].tolist() == text
+
+    def test_an_encoder_decoder_is_refused(self, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "t5")
+        stated = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps({**stated, "text_config": T5Config().to_dict()}))
+        with pytest.raises(UnsupportedCheckpoint, match="'t5', an encoder-decoder"):
+            family_named("blip_2").processor(Checkpoint.open(other))
+        with pytest.raises(UnsupportedCheckpoint, match="encoder-decoder"):
+            Tokenizer.from_pretrained(other)
