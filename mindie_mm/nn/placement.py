@@ -17,7 +17,18 @@ from mindie_mm.errors import InputError
 from mindie_mm.nn.model import Model
 
 # What transformers' own modules, and those here, call these parts.
-VISION = ("vision", "vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_backbone")
+VISION = (
+    "vision",
+    "vision_tower",
+    "visual",
+    "vision_model",
+    "vision_encoder",
+    "image_tower",
+    "vision_backbone",
+    "high_res_vision_model",
+    "high_res_vision_neck",
+    "high_res_vision_proj",
+)
 PROJECTOR = ("multi_modal_projector", "merger", "connector", "aligner", "language_projection", "projector", "attn_pool")
 
 
