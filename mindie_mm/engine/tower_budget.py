@@ -53,5 +53,4 @@ class TowerBudget:
             self._bytes -= self._cost(item)
 
     def _cost(self, item: MediaItem) -> int:
-        arrays = sum(item.view[name].nbytes for name in item.view)
-        return arrays + item.shape.num_features * self._limits.feature_bytes
+        return item.view.nbytes + item.shape.num_features * self._limits.feature_bytes

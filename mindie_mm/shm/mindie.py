@@ -207,6 +207,11 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
     def __len__(self) -> int:
         return len(self._arrays)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; told without reading a segment."""
+        return sum(array.nbytes for array in self._arrays.values())
+
     def verify(self) -> None:
         """SegmentMissing if a segment was cut short since."""
         for spec, mapping in self._segments.values():

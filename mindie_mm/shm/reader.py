@@ -45,6 +45,11 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
     def __len__(self) -> int:
         return len(self._header.arrays)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(spec.nbytes for spec, _ in self._header.arrays.values())
+
     def verify(self) -> None:
         """StaleReference if the block was freed, or freed and used again, since it was attached."""
         fence()
