@@ -6,10 +6,13 @@ one item, two items of different size, an extreme aspect ratio, and mixed modali
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -28,6 +31,9 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import encode_video, encoded
+from tests.sound_samples import encode_sound
+from tools.serving import running_service
 
 Items = Sequence[Mapping[str, Any]]
 NUM_TOKENS = 16
@@ -57,6 +63,33 @@ def run(engine: Engine, prompts: Sequence[torch.Tensor], **settings: Any) -> tup
                 errors[int(progress.request_id)] = progress.error
         news = engine.step().progress if engine.has_work() else []
     return outputs, errors
+
+
+FILES: Mapping[str, Callable[[np.ndarray], bytes]] = {
+    "image": lambda pixels: encoded(Image.fromarray(pixels), "PNG"),
+    "video": lambda frames: encode_video(frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]),
+    "audio": lambda samples: encode_sound(samples, 16_000),
+}
+"""Writers of the prompts' arrays as files."""
+
+
+def as_file(kind: str, data: np.ndarray | str) -> bytes:
+    """An item's array, or its file, as a file's bytes."""
+    return Path(data).read_bytes() if isinstance(data, str) else FILES[kind](data)
+
+
+def answer(url: str, items: Items, count: int) -> list[int]:
+    """What a service generates greedily for media given as files' bytes, sent as data: URLs; and no error."""
+    inputs = [
+        {kind: value if kind == "text" else "data:;base64," + base64.b64encode(value).decode()}
+        for item in items
+        for kind, value in item.items()
+    ]
+    body = {"inputs": inputs, "chat_template": False, "parameters": {"max_new_tokens": count, "details": True}}
+    said = httpx2.post(f"{url}/infer", json=body, timeout=60).json()
+    assert "details" in said, said
+    found: list[int] = said["details"]["generated_token_ids"]
+    return found
 
 
 class Reference:
@@ -272,3 +305,21 @@ class FamilyContract:
             plan = processor.plan(Media(kind, data), data, {kind: 1})
             most = processor.max_tokens(kind)
             assert 0.9 * most <= plan.num_features <= most, kind
+
+    def test_it_is_served(self, path, model, tokenizer, path_file, tmp_path):
+        """All prompts at once over HTTP, their media as files, come to what the model generates here."""
+        prompts = [
+            [
+                {kind: value if kind == "text" else as_file(kind, value) for kind, value in item.items()}
+                for item in items
+            ]
+            for items in self.prompts.values()
+        ]
+        settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25, "dtype": "float32"}
+        with running_service(settings, tmp_path / "log", path) as running, ThreadPoolExecutor() as pool:
+            tokenized = [tokenizer.tokenize(items, path_file) for items in prompts]
+            expected, errors = run(Engine(model, EngineConfig()), tokenized, max_tokens=self.num_tokens)
+            assert not errors
+            answers = pool.map(lambda items: answer(running.url, items, self.num_tokens), prompts)
+            assert dict(enumerate(answers)) == expected
+            assert running.wait_until_free()["blocks"] == 0
