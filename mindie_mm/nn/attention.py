@@ -172,7 +172,7 @@ def attend(
     """Causal attention of each row to its own sequence; transformers' AttentionInterface gives the signature.
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns [1, T, heads, head_dim].
-    `sliding_window` limits a token to itself and that many - 1 before it.
+    `sliding_window` limits a token to itself, that many - 1 before it, and those of its group behind it.
     """
     del attention_mask  # causality is in `paged`
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -221,10 +221,13 @@ def _prefill(
     if prefill.context or sliding_window is not None or groups is not None:
         at = torch.arange(prefill.context, key.shape[1], device=query.device).unsqueeze(1)
         to = torch.arange(key.shape[1], device=query.device)
-        mask = to <= at if sliding_window is None else (to <= at) & (to > at - sliding_window)
+        mask = to <= at
         if groups is not None:
             own = groups[prefill.context :].unsqueeze(1)
             mask |= (own == groups) & (own >= 0)
+        if sliding_window is not None:
+            # A group longer than the window is cut by it, on the side of the past alone, as in transformers' Gemma 3.
+            mask &= to > at - sliding_window
     return scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
