@@ -1,0 +1,220 @@
+"""Gemma 3: images of one size, whose tokens see each other both ways; crops beside a long one where asked for.
+
+Source: arXiv 2503.19786; transformers' gemma3, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image, resize
+from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
+from mindie_mm.models.llava import LlavaModel
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained import load_pretrained, read_config
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_TOWER = "siglip_vision_model"
+_DEFAULTS: Mapping[str, Any] = {
+    "resample": 2,
+    "size": {"height": 224, "width": 224},
+    "image_mean": HALF,
+    "image_std": HALF,
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+"""Their spellings, where the tokenizer has no names for them."""
+
+
+class Gemma3Processor(Processor):
+    """The tokenizer's half. A block holds `pixel_values`, uint8 [1 + crops, side, side, 3], the whole image first.
+
+    The grid: the number of crops, or empty where there are none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("Gemma3Config", checkpoint)
+        _check_text(config.text_config, where)
+        self._side: int = config.vision_config.image_size
+        self._features = _features(config, where)
+        stated = checkpoint.json("processor_config.json").get("image_seq_length", 256)
+        if stated != self._features:
+            raise UnsupportedCheckpoint(
+                f"{where}: image_seq_length is {stated}, an image has {self._features} features"
+            )
+        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
+        check_type(settings, "image_processor_type", ["Gemma3ImageProcessor"], where)
+        settings = {**_DEFAULTS, **settings}
+        check_settings(settings, {"do_resize": True}, where)
+        if Size.read(settings["size"], where, square=True).fixed != (self._side, self._side):
+            raise UnsupportedCheckpoint(
+                f"{where}: size is {settings['size']}, the tower takes {self._side} pixels a side"
+            )
+        self._resample = resample_of(settings, where)
+        self.normalization = Normalization.read(settings)
+        self._scanning: bool = settings["do_pan_and_scan"]
+        self._least: int = settings["pan_and_scan_min_crop_size"]
+        self._most_crops: int = settings["pan_and_scan_max_num_crops"]
+        self._ratio: float = settings["pan_and_scan_min_ratio_to_activate"]
+        if self._scanning and not 0 < self._most_crops <= self._least:
+            # More crops than the least of them has pixels, and the last could be empty.
+            raise UnsupportedCheckpoint(
+                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}, only 1 to pan_and_scan_min_crop_size, "
+                f"{self._least}, is served"
+            )
+        self._start, image, self._end = (checkpoint.special_token(name) or text for name, text in _TOKENS.items())
+        for token in (self._start, self._end):
+            checkpoint.token_id(token)
+        if (token_id := checkpoint.token_id(image)) != config.image_token_id:
+            raise UnsupportedCheckpoint(
+                f"{where}: image_token_index is {config.image_token_id}, its tokenizer's {token_id}"
+            )
+        self._image, self._token = image, token_id
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of({"image": Placeholder((), self._token, (), self._start)}, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        del kind
+        return (1 + self._most_crops if self._scanning else 1) * self._features
+
+    def worst_case(self, kind: Kind) -> Data:
+        del kind
+        if not self._scanning:
+            return np.zeros((self._side, self._side, 3), np.uint8)
+        width = max(self._most_crops, math.ceil(self._ratio), 2) * self._least
+        return np.zeros((self._least, width, 3), np.uint8)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        crops = grid[0] if grid else 0
+        if len(grid) > 1 or crops < 0 or (1 + crops) * self._features != num_features:
+            raise InputError(f"the {kind}'s grid {grid} is not the number of crops of {num_features} features")
+        text = whole = f"\n\n{self._start}{self._image}{self._end}\n\n"
+        if crops:
+            text = (
+                f"Here is the original image {whole} and here are some crops to help you see better "
+                f"{' '.join([whole] * crops)}"
+            )
+        return Spelling(text, [(self._token,) * self._features] * (1 + crops))
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del media, counts
+        image, side, resample = open_image(data), self._side, self._resample
+        crops = self.crops(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            rgb, pixels = image.decode(), arrays["pixel_values"]
+            pixels[0] = resize(rgb, side, side, resample)
+            for place, (rows, columns) in zip(pixels[1:], crops, strict=True):
+                place[...] = resize(rgb[rows, columns], side, side, resample)
+            faults.point("mid-fill")
+
+        return Plan(
+            num_features=(1 + len(crops)) * self._features,
+            specs={"pixel_values": ArraySpec((1 + len(crops), side, side, 3), "uint8")},
+            settings=f"gemma3 {side}, {resample}, {len(crops)} crops",
+            write=write,
+            grid=(len(crops),) if crops else (),
+        )
+
+    def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
+        """Rows and columns of the crops of a picture: as many beside each other as it is longer than wide."""
+        long, short = max(height, width), min(height, width)
+        if not self._scanning or long / short < self._ratio:
+            return []
+        # A long picture has at least two, however small they become; then it has none.
+        count = min(math.floor(long / short + 0.5), long // self._least)
+        count = min(max(count, 2), self._most_crops)
+        step = math.ceil(long / count)
+        if min(step, short) < self._least:
+            return []
+        cuts = [slice(start, start + step) for start in range(0, count * step, step)]
+        whole = slice(None)
+        return [(whole, cut) for cut in cuts] if width >= height else [(cut, whole) for cut in cuts]
+
+
+def _features(config: Any, where: str) -> int:
+    """Features of one picture through the tower and the projector's pooling. UnsupportedCheckpoint."""
+    vision, tokens = config.vision_config, config.mm_tokens_per_image
+    if vision.model_type != _TOWER:
+        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {_TOWER} is served")
+    side, patch = vision.image_size, vision.patch_size
+    rows = side // patch if isinstance(side, int) and isinstance(patch, int) else 0
+    pooled = math.isqrt(max(tokens, 0))
+    if not 0 < pooled <= rows:
+        raise UnsupportedCheckpoint(
+            f"{where}: mm_tokens_per_image is {tokens}, of image_size {side} in patches of {patch}"
+        )
+    return int((rows // (rows // pooled)) ** 2)
+
+
+def _check_text(text: Any, where: str) -> None:
+    """UnsupportedCheckpoint for what transformers' layers leave out, or does not fit a decoder."""
+    if text.attn_logit_softcapping is not None:
+        raise UnsupportedCheckpoint(
+            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers' layers leave out"
+        )
+    if text.sliding_window is None and "sliding_attention" in text.layer_types:
+        raise UnsupportedCheckpoint(f"{where}: sliding_window is None, and layer_types have such layers")
+    if text.use_bidirectional_attention:
+        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True, which is no decoder's")
+
+
+class Gemma3Model(LlavaModel):
+    """Tower and decoder of Gemma 3; `module` is transformers' Gemma3ForConditionalGeneration."""
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        features: Tensor = self.module.model.get_image_features(self.pixels(items)).pooler_output
+        return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
+
+    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """A group for each run of image tokens: the whole image, and each of its crops."""
+        if not items:
+            return None
+        slots = np.concatenate([item.slots for item in items])
+        groups = torch.full((length,), -1)
+        groups[slots] = torch.from_numpy(np.cumsum(np.diff(slots, prepend=-2) != 1) - 1)
+        return groups
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """With the soft cap that transformers' Gemma3ForCausalLM puts on the same logits, where the config has one."""
+        logits = super().head(hidden)
+        cap = self.module.config.text_config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class Gemma3(Family):
+    """Gemma 3 (Gemma Team, 2025, arXiv 2503.19786) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "transformers' Gemma3ForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Gemma3Processor:
+        return Gemma3Processor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Gemma3Model:
+        from transformers import Gemma3ForConditionalGeneration
+
+        normalization = Gemma3Processor(checkpoint).normalization  # first: it refuses by name
+        module, spec = load_pretrained(Gemma3ForConditionalGeneration, checkpoint, device, dtype)
+        return Gemma3Model(module, spec, normalization)

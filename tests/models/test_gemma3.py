@@ -1,0 +1,259 @@
+"""Gemma 3 beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Media
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, picture
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.transformers_reference import AutoTokenizer
+
+TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", *TOKENS.values())
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 7,
+    "vision_use_head": False,
+    "initializer_range": 0.2,  # so large that pictures move the logits
+}
+FEATURES = 16
+WINDOW = 12
+"""Less than an image has features: so its last tokens do not see its first ones in a sliding layer."""
+TEXT = {
+    "vocab_size": 400,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.15,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
+PIXELS = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}, "do_pan_and_scan": None}
+SCAN = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 20,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+
+
+def randomized(config):
+    """The model, and what transformers makes zeros drawn at random, too: else no picture would count."""
+    model = Gemma3ForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if "projection_weight" in name or "norm" in name:
+            torch.nn.init.normal_(weight, 1.0 if "vision_tower" in name else 0.0, 0.2)
+    return model
+
+
+def write(out, pixels=PIXELS, vision=None, text=None, stated=None, **settings):
+    tokenizer = save_tokenizer(
+        out, SPECIAL, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", extra_special_tokens=TOKENS
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", ids("<bos>"))]
+    )
+    tokenizer.save_pretrained(out)
+    config = Gemma3Config(
+        vision_config=SiglipVisionConfig(**{**VISION, **(vision or {})}),
+        text_config=Gemma3TextConfig(**{**TEXT, **(text or {})}),
+        image_token_index=ids("<image_soft_token>"),
+        boi_token_index=ids("<start_of_image>"),
+        eoi_token_index=ids("<end_of_image>"),
+        **{"mm_tokens_per_image": FEATURES, **settings},
+    )
+    save_model(out, randomized, config, [ids("<eos>"), ids("<end_of_turn>")], ids("<pad>"))
+    save_json(out, preprocessor_config=pixels, processor_config={"image_seq_length": FEATURES, **(stated or {})})
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<start_of_image>"}
+
+    def __init__(self, path):
+        images = Gemma3ImageProcessor.from_pretrained(path)
+        stated = json.loads((path / "processor_config.json").read_text())
+        processor = Gemma3Processor(images, AutoTokenizer.from_pretrained(path), **stated)
+        # Its class says False, over what the checkpoint's file says of the crops; here the file counts.
+        asked = {name: value for name in SCAN if (value := getattr(images, name)) is not None}
+        processor.images_kwargs = {**processor.images_kwargs, **asked}
+        super().__init__(Gemma3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32), processor)
+
+
+PROMPTS = {
+    "text": [{"text": "What is in the image? A square, perhaps."}],
+    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+    "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
+    "an image across the window's edge": [{"text": "0123"}, {"image": picture(61, 83)}, {"text": "0" * 40}],
+    "images beyond the window": [
+        {"text": "9" * 50},
+        {"image": picture(56, 56)},
+        {"image": picture(40, 50)},
+        {"text": "012345"},
+    ],
+}
+
+
+class TestGemma3(FamilyContract):
+    name = "gemma3"
+    prompts: ClassVar = PROMPTS
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.cat([model.normalized(item) for item in items]), expected["pixel_values"])
+
+    @pytest.mark.parametrize(
+        ("settings", "pixels"),
+        [
+            ({}, SCAN),
+            ({"text": {"sliding_window": 18}}, {**SCAN, "pan_and_scan_max_num_crops": 1}),
+            ({"text": {"sliding_window": FEATURES}}, {**SCAN, "pan_and_scan_min_ratio_to_activate": 2.5}),
+            ({"text": {"sliding_window": FEATURES + 1}}, {"resample": 3, "do_normalize": False}),
+            ({"text": {"sliding_window": 30}}, {"image_mean": [0.1, 0.2, 0.3], "size": 56}),
+            ({"text": {"sliding_window": 1}}, {"do_rescale": False}),
+            ({"text": {"layer_types": ["full_attention"] * 4, "attention_bias": True}}, {}),
+            ({"text": {"layer_types": ["sliding_attention"] * 4}}, {}),
+            ({"text": {"rope_parameters": None, "query_pre_attn_scalar": 4}}, {}),
+            # Pooled by 8 // 3 = 2, a picture has more features than it says.
+            ({"mm_tokens_per_image": 9}, {}),
+            ({"mm_tokens_per_image": 4, "stated": {"image_seq_length": 4}}, {}),
+        ],
+        ids=str,
+    )
+    def test_what_a_configuration_can_say(self, settings, pixels, tmp_path, path_file):
+        write(tmp_path, {**PIXELS, **pixels}, **settings)
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                expected, ids = reference.inputs(items), tokenizer.tokenize(items, path_file)
+                media = model.read(ids.numpy())
+                assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist(), name
+                if media:
+                    self.assert_arrays(expected, media, model)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+        """A test of logits that do not depend on them could not fail."""
+        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        first, second = (model.logits(tokenizer.tokenize(items, path_file))[-1] for items in prompts)
+        assert (first - second).abs().max() > 100 * self.tolerance
+
+    def test_the_tokens_of_a_run_are_a_group(self, model, tokenizer, path_file):
+        ids = tokenizer.tokenize(self.prompts["two images"], path_file)
+        groups = model.attention_groups(len(ids), model.read(ids.numpy())).tolist()
+        token = model.module.config.image_token_id
+        first = [-1] * 4 + [0] * FEATURES
+        assert groups[: len(first)] == first
+        assert groups.count(1) == FEATURES
+        plain = plain_ids(ids.numpy(), model.read(ids.numpy())).tolist()
+        assert [group >= 0 for group in groups] == [index == token for index in plain]
+        assert model.attention_groups(len(ids), []) is None
+
+    def test_crops_are_the_references(self, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        save_json(other, preprocessor_config={**PIXELS, **SCAN})
+        processor, images = family_named(self.name).processor(Checkpoint.open(other)), Gemma3ImageProcessor(**SCAN)
+        arguments = {name: value for name, value in SCAN.items() if name != "do_pan_and_scan"}
+        for height in range(1, 200, 3):
+            for width in range(1, 200, 2):
+                expected = images.pan_and_scan_batched(torch.empty(1, 3, height, width, device="meta"), **arguments)
+                pixels = picture(1, 1).repeat(height, 0).repeat(width, 1)
+                plan = processor.plan(Media("image", pixels), pixels, {"image": 1})
+                assert plan.grid == ((len(expected),) if expected else ()), (height, width)
+                found = [pixels[crop].shape for crop in processor.crops(height, width)]
+                assert found == [(*crop.shape[-2:], 3) for crop in expected]
+
+    def test_worst_case_of_crops(self, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        for most, ratio in ((1, 1.0), (4, 1.2), (2, 7.5)):
+            scan = {"pan_and_scan_max_num_crops": most, "pan_and_scan_min_ratio_to_activate": ratio}
+            save_json(other, preprocessor_config={**PIXELS, **SCAN, **scan})
+            self.test_the_worst_case_takes_the_most_tokens(family_named(self.name).processor(Checkpoint.open(other)))
+
+    def test_soft_caps_of_the_logits(self, tmp_path, path_file):
+        """transformers' Gemma3ForConditionalGeneration leaves them out; its Gemma3ForCausalLM does not."""
+        write(tmp_path, text={"final_logit_softcapping": 2.0})
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        capping = Gemma3ForCausalLM(reference.model.config.text_config).eval()
+        capping.model.load_state_dict(reference.model.model.language_model.state_dict())
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer, torch.inference_mode():
+            found = {name: model.logits(tokenizer.tokenize(items, path_file)) for name, items in self.prompts.items()}
+            text = capping(reference.inputs(self.prompts["text"])["input_ids"]).logits[0]
+        assert (found["text"] - text).abs().max() <= self.tolerance
+        for name, items in self.prompts.items():
+            plain = reference.logits(items)
+            assert plain.abs().max() > 2
+            assert (found[name] - torch.tanh(plain / 2) * 2).abs().max() <= self.tolerance, name
+
+    @pytest.mark.parametrize("grid", [(0, 0), (1,), (-1,)])
+    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, grid, processor):
+        with pytest.raises(InputError, match="is not the number of crops of 16 features"):
+            processor.spelling("image", FEATURES, grid)
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"image_token_index": 2}, "image_token_index is 2"),
+            ("config", {"mm_tokens_per_image": 100}, "mm_tokens_per_image is 100"),
+            ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "the tower is 'clip_vision_model'"),
+            ("config", {"text_config": {**TEXT, "attn_logit_softcapping": 50.0}}, "attn_logit_softcapping is 50.0"),
+            ("config", {"text_config": {**TEXT, "use_bidirectional_attention": True}}, "use_bidirectional_attention"),
+            ("config", {"text_config": {**TEXT, "sliding_window": None}}, "sliding_window is None"),
+            ("processor_config", {"image_seq_length": 256}, "image_seq_length is 256"),
+            ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
+            ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes 56"),
+            ("preprocessor_config", {"resample": 0}, "resample is 0"),
+            ("preprocessor_config", {"image_processor_type": "SiglipImageProcessor"}, "SiglipImageProcessor"),
+            ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 21}, "max_num_crops is 21, only 1 to"),
+            ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 0}, "max_num_crops is 0"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
