@@ -30,6 +30,7 @@ class Case:
         self.images = [folder / image for image in about["images"]]
         self.input_ids = torch.from_numpy(arrays[f"{name}/input_ids"].astype(np.int64))
         self.hidden = torch.from_numpy(arrays[f"{name}/hidden"])
+        self.arrays = {key.removeprefix(f"{name}/"): arrays[key] for key in arrays if key.startswith(f"{name}/")}
 
 
 def cases(folder: Path, items: Any) -> dict[str, Case]:

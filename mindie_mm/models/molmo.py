@@ -1,0 +1,498 @@
+"""Molmo, first generation: overlapping crops, pooled by attention, features added to their slots' embeddings.
+
+Source: arXiv 2409.17146. transformers has no such module: network and preprocessing are written here, under the
+checkpoint's own parameter names, and held against data made with the original implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.crops import Canvas, choose_tiling, cut_crops, cut_patches
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.nn.attention import PagedBatch, paged_attention
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
+from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.pretrained import eos_token_ids
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.weights import build
+from mindie_mm.shm import ArraySpec
+
+CROP, PATCH = 336, 14
+"""Pixels of a crop's side, and of a patch's."""
+STEP = 224
+"""Pixels from one crop to the next; neighbours share the other 112."""
+CELLS = CROP // PATCH // 2
+"""Cells of a crop's side; a cell is 2 x 2 patches, pooled to one feature."""
+
+_GLOBAL, _DETAIL = "global_pixels", "pixels"
+# What the original wrapper has in its code; config.json has it only where it differs.
+_DEFAULTS: Mapping[str, Any] = {
+    "additional_vocab_size": 128,
+    "vit_layers": (-2, -9),
+    "image_pooling_2d": "attention-meanq",
+    "image_padding_embed": "pad_and_partial_pad",
+    "layer_norm_type": "rms",
+    "vision_backbone": {
+        "image_emb_dim": 1024,
+        "image_num_heads": 16,
+        "image_num_layers": 23,
+        "image_head_dim": 64,
+        "image_mlp_dim": 4096,
+        "image_mlp_activations": "quick_gelu",
+        "image_num_pos": 577,
+        "image_norm_eps": 1e-5,
+    },
+}
+_ONLY = ("image_pooling_2d", "image_padding_embed", "layer_norm_type")
+# The geometry above is that of every checkpoint that was released.
+_PREPROCESSING: Mapping[str, Any] = {
+    "base_image_input_size": [CROP, CROP],
+    "image_patch_size": PATCH,
+    "overlap_margins": [4, 4],
+    "image_token_length_h": CELLS,
+    "image_token_length_w": CELLS,
+    "image_padding_mask": True,
+    "do_normalize": True,
+}
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+{%- if message['role'] not in ('user', 'assistant') -%}
+{{- raise_exception('the roles are user and assistant, not ' + message['role']) -}}
+{%- endif -%}
+{{- ' ' + message['role'].capitalize() + ': ' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- ' Assistant:' -}}{%- endif -%}
+"""
+
+
+def detail_size(grid: tuple[int, ...]) -> tuple[int, int]:
+    """Height and width in pixels of what crops (rows, columns) are cut from."""
+    rows, columns = grid
+    return STEP * rows + CROP - STEP, STEP * columns + CROP - STEP
+
+
+def slot_order(rows: int, columns: int) -> Tensor:
+    """int64 [num_features]: the cell, of all crops' cells one after another, of each slot of an item.
+
+    First the global crop's; then those of rows x columns crops as one picture, each cell from the crop in which it
+    lies further from the edge.
+    """
+
+    def owners(crops: int) -> tuple[Tensor, Tensor]:
+        cells = torch.arange(8 * crops + 4)  # crops lie 8 cells apart and are 12 wide
+        crop = ((cells - 2) // 8).clamp(0, crops - 1)
+        return crop, cells - 8 * crop
+
+    (row, y), (column, x) = owners(rows), owners(columns)
+    crop = 1 + row.unsqueeze(1) * columns + column
+    cells = crop * CELLS**2 + y.unsqueeze(1) * CELLS + x
+    return torch.cat([torch.arange(CELLS**2), cells.flatten()])
+
+
+class MolmoProcessor(Processor):
+    """The tokenizer's half.
+
+    A block holds the picture resized to each of its two canvases, float32 [rows, columns, 3] in [0, 1]:
+    `global_pixels`, for the global crop, and `pixels`, which the other crops are cut from. The resize is computed in
+    float32, so uint8 would round it. Padding, overlaps and normalisation are the tower's. The grid: crops (rows,
+    columns).
+
+    Images stand behind the beginning of text, whatever their place among the texts.
+    """
+
+    inserted: ClassVar[bool] = True
+    chat_template: ClassVar[str | None] = CHAT_TEMPLATE
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = checkpoint.json("preprocessor_config.json")
+        _refuse_others(checkpoint, config, _PREPROCESSING)
+        self.max_crops: int = config.get("max_crops", 12)
+        self.mean: tuple[float, ...] = tuple(config.get("image_mean", _CLIP_MEAN))
+        self.std: tuple[float, ...] = tuple(config.get("image_std", _CLIP_STD))
+        special = checkpoint.json("tokenizer_config.json")
+        self._bos = checkpoint.token_id(_content(special.get("bos_token") or special.get("eos_token")))
+        names = ("<im_start>", "<im_patch>", "<im_col>", "<im_end>")
+        self._start, patch, self._column, self._end = (checkpoint.token_id(name) for name in names)
+        self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((), patch, ())}
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def max_tokens(self, kind: Kind) -> int:
+        del kind
+        return CELLS**2 + 12 * (8 * self.max_crops + 4)  # in one row: there the fewest cells overlap
+
+    def worst_case(self, kind: Kind) -> Data:
+        del kind
+        return np.zeros((CROP, STEP * self.max_crops + CROP - STEP, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del media, counts
+        image = open_image(data)
+        margin = CROP - STEP
+        rows, columns = choose_tiling(image.height - margin, image.width - margin, STEP, self.max_crops)
+        canvases = {
+            _GLOBAL: Canvas.fitting(image.height, image.width, CROP, CROP),
+            _DETAIL: Canvas.fitting(image.height, image.width, *detail_size((rows, columns))),
+        }
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            rgb = image.decode()
+            for name, canvas in canvases.items():
+                canvas.resize(rgb, arrays[name])
+
+        specs = {name: ArraySpec((canvas.rows, canvas.columns, 3), "float32") for name, canvas in canvases.items()}
+        return Plan(
+            num_features=CELLS**2 + (8 * rows + 4) * (8 * columns + 4),
+            specs=specs,
+            settings=f"image {rows}x{columns} crops, {[spec.shape for spec in specs.values()]}",
+            write=write,
+            grid=(rows, columns),
+        )
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        token = self.placeholder(kind).token
+        sides = [(CELLS, CELLS), tuple(8 * crops + 4 for crops in grid)] if len(grid) == 2 else []
+        if sum(rows * columns for rows, columns in sides) != num_features:
+            raise InputError(f"the image's grid {grid} is not the crops (rows, columns) of {num_features} features")
+        run: list[int] = []
+        for rows, columns in sides:
+            run += [self._start, *([token] * columns + [self._column]) * rows, self._end]
+        return Spelling(runs=(run,))
+
+    def frame(self, ids: list[int], num_items: int) -> list[int]:
+        del num_items
+        return ids if ids[:1] == [self._bos] else [self._bos, *ids]
+
+    def insert_at(self, ids: Sequence[int]) -> int:
+        del ids
+        return 1
+
+
+class Attention(nn.Module):
+    """Of each query to the keys of its own row, both ways."""
+
+    def __init__(self, width: int, inner: int, out: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.wq, self.wk, self.wv = (nn.Linear(width, inner) for _ in range(3))
+        self.wo = nn.Linear(inner, out)
+
+    def forward(self, query: Tensor, context: Tensor) -> Tensor:
+        """[n, q, width] and [n, k, width] -> [n, q, out]."""
+        q, k, v = (
+            linear(values).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for linear, values in ((self.wq, query), (self.wk, context), (self.wv, context))
+        )
+        out: Tensor = self.wo(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.w1(hidden)
+        out: Tensor = self.w2(inner * torch.sigmoid(1.702 * inner))  # "quick" GELU
+        return out
+
+
+class _VisionBlock(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, heads = config["image_emb_dim"], config["image_num_heads"]
+        self.attention = Attention(width, heads * config["image_head_dim"], width, heads)
+        self.feed_forward = _FeedForward(width, config["image_mlp_dim"])
+        self.attention_norm, self.ffn_norm = (nn.LayerNorm(width, config["image_norm_eps"]) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.attention_norm(hidden)
+        hidden = hidden + self.attention(normed, normed)
+        out: Tensor = hidden + self.feed_forward(self.ffn_norm(hidden))
+        return out
+
+
+class _VisionTransformer(nn.Module):
+    """CLIP's, without its last norm."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width = config["image_emb_dim"]
+        self.class_embedding = nn.Parameter(torch.empty(width))
+        self.positional_embedding = nn.Parameter(torch.empty(config["image_num_pos"], width))
+        self.patch_embedding = nn.Linear(PATCH * PATCH * 3, width, bias=False)
+        self.pre_ln = nn.LayerNorm(width, config["image_norm_eps"])
+        blocks = [_VisionBlock(config) for _ in range(config["image_num_layers"])]
+        self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(blocks)})
+
+    def forward(self, patches: Tensor, layers: Sequence[int]) -> Tensor:
+        """[n, patches, 588] -> [n, patches, len(layers) * width]: what those layers give, side by side."""
+        hidden = self.patch_embedding(patches)
+        hidden = torch.cat([self.class_embedding.expand(len(hidden), 1, -1), hidden], dim=1)
+        hidden = self.pre_ln(hidden + self.positional_embedding)
+        blocks = [*self.transformer["resblocks"].children()]
+        wanted = [range(len(blocks))[layer] for layer in layers]
+        found: dict[int, Tensor] = {}
+        for index in range(max(wanted) + 1):  # checkpoints have blocks behind the last one that is read
+            hidden = blocks[index](hidden)
+            found[index] = hidden
+        return torch.cat([found[index][:, 1:] for index in wanted], dim=-1)
+
+
+class _Projector(nn.Module):
+    def __init__(self, width: int, inner: int, out: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(inner, out, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
+        return out
+
+
+class VisionBackbone(nn.Module):
+    """Crops to features: the vision transformer, pooling, the projector."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        vision, self.layers = config["vision_backbone"], config["vit_layers"]
+        width, heads = vision["image_emb_dim"], vision["image_num_heads"]
+        wide = width * len(self.layers)
+        self.image_vit = _VisionTransformer(vision)
+        self.pad_embed = nn.Parameter(torch.empty(2, wide))
+        self.image_pooling_2d = Attention(wide, heads * vision["image_head_dim"], width, heads)
+        self.image_projector = _Projector(width, config["intermediate_size"] // 2, config["hidden_size"])
+
+    def forward(self, patches: Tensor, padding: Tensor) -> Tensor:
+        """[n, patches, 588], normalised, and their `paddings` -> [n, cells, hidden]."""
+        features = self.image_vit(patches, self.layers)
+        features = features + F.pad(self.pad_embed, (0, 0, 1, 0))[padding]
+        windows = (
+            features.view(-1, CELLS, 2, CELLS, 2, features.shape[-1]).transpose(2, 3).reshape(-1, 4, features.shape[-1])
+        )
+        pooled = self.image_pooling_2d(windows.mean(1, keepdim=True), windows)
+        out: Tensor = self.image_projector(pooled)
+        return out.view(len(patches), CELLS**2, -1)
+
+
+class _Embedding(nn.Module):
+    """The language model's table, and a second one behind it for Molmo's own tokens."""
+
+    def __init__(self, size: int, further: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(size, width))
+        self.new_embedding = nn.Parameter(torch.empty(further, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        size = len(self.embedding)
+        new = F.embedding((ids - size).clamp(min=0), self.new_embedding)
+        return torch.where((ids < size).unsqueeze(-1), F.embedding(ids.clamp(max=size - 1), self.embedding), new)
+
+
+class _Block(nn.Module):
+    """A decoder layer: its norms before attention and feed-forward (7B-D) or after them (7B-O)."""
+
+    def __init__(self, config: Mapping[str, Any], layer: int) -> None:
+        super().__init__()
+        width, heads, eps = config["hidden_size"], config["num_attention_heads"], config["layer_norm_eps"]
+        self.layer, self.head_dim, self.theta = layer, width // heads, config["rope_theta"]
+        self.norm_after: bool = config["norm_after"]
+        kv_width = (config.get("num_key_value_heads") or heads) * self.head_dim
+        self.widths = (width, kv_width, kv_width)
+        self.att_proj = nn.Linear(width, sum(self.widths), bias=config["qkv_bias"])
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.ff_proj = nn.Linear(width, config["intermediate_size"], bias=False)
+        self.ff_out = nn.Linear(config["intermediate_size"] // 2, width, bias=False)
+        self.attn_norm, self.ff_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        normed = config["attention_layer_norm"]
+        self.q_norm, self.k_norm = (RMSNorm(w, eps) if normed else nn.Identity() for w in self.widths[:2])
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, paged: PagedBatch) -> Tensor:
+        if self.norm_after:
+            hidden = hidden + self.attn_norm(self.attend(hidden, cos, sin, paged))
+            out: Tensor = hidden + self.ff_norm(self.feed_forward(hidden))
+            return out
+        hidden = hidden + self.attend(self.attn_norm(hidden), cos, sin, paged)
+        return hidden + self.feed_forward(self.ff_norm(hidden))
+
+    def attend(self, hidden: Tensor, cos: Tensor, sin: Tensor, paged: PagedBatch) -> Tensor:
+        query, key, value = self.att_proj(hidden).split(self.widths, dim=-1)
+        q, k = (
+            rotate(split_heads(norm(values), self.head_dim), cos, sin)
+            for norm, values in ((self.q_norm, query), (self.k_norm, key))
+        )
+        v = split_heads(value, self.head_dim)
+        out: Tensor = self.attn_out(paged_attention(self.layer, q, k, v, paged, self.head_dim**-0.5).flatten(1))
+        return out
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        values, gate = self.ff_proj(hidden).chunk(2, dim=-1)
+        out: Tensor = self.ff_out(F.silu(gate) * values)
+        return out
+
+
+class Transformer(nn.Module):
+    """The decoder, its embeddings and its head."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, size = config["hidden_size"], config["embedding_size"]
+        self.wte = _Embedding(size, config["additional_vocab_size"], width)
+        self.blocks = nn.ModuleList(_Block(config, layer) for layer in range(config["num_hidden_layers"]))
+        self.ln_f = RMSNorm(width, config["layer_norm_eps"])
+        self.ff_out = nn.Linear(width, size, bias=False)
+
+
+class _Parts(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.transformer, self.vision_backbone = Transformer(config), VisionBackbone(config)
+
+
+class Network(nn.Module):
+    """All of it, parameters under the names of the original checkpoints."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = _Parts(config)
+
+
+class MolmoModel(Model):
+    """Vision backbone and decoder."""
+
+    splice_adds: ClassVar[bool] = True
+
+    def __init__(self, module: Network, spec: ModelSpec, config: Mapping[str, Any], processor: MolmoProcessor) -> None:
+        self.spec = spec
+        self.module = module
+        self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
+        self._theta: float = config["rope_theta"]
+        self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        patches = [self.patches(item) for item in items]
+        padding = torch.cat([paddings(item) for item in items]).to(self.spec.device)
+        cells = self._vision(torch.cat(patches).to(self.spec.dtype), padding)
+        own = cells.split([len(crops) for crops in patches])
+        return [
+            features.flatten(0, 1)[slot_order(*item.shape.grid).to(self.spec.device)]
+            for features, item in zip(own, items, strict=True)
+        ]
+
+    def patches(self, item: MediaItem) -> Tensor:
+        """float32 [crops, patches, 588], normalised, on the device: the global crop, then the others row by row."""
+        crops = []
+        for name, canvas in canvases(item).items():
+            picture = canvas.draw(from_dlpack(item.view[name]).to(self.spec.device))
+            crops.append(cut_crops((picture - self._mean) / self._std, CROP, STEP))
+        return cut_patches(torch.cat(crops), PATCH)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self._transformer.wte(input_ids)
+        return hidden
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        cos, sin = rotary_angles(positions[0], self.spec.head_dim, self._theta)
+        for block in self._transformer.blocks:
+            hidden = block(hidden, cos, sin, paged)
+        decoded: Tensor = self._transformer.ln_f(hidden)
+        return decoded
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._transformer.ff_out(hidden)
+        return logits.float()
+
+
+def canvases(item: MediaItem) -> dict[str, Canvas]:
+    """The canvas of each of its pictures."""
+    sizes = {_GLOBAL: (CROP, CROP), _DETAIL: detail_size(item.shape.grid)}
+    return {name: Canvas(*size, *item.view[name].shape[:2]) for name, size in sizes.items()}
+
+
+def paddings(item: MediaItem) -> Tensor:
+    """int64 [crops, patches]: 0 where the picture fills the patch, 1 where it has none of it, else 2.
+
+    As the original has it, and so as the weights were trained: each crop is given the padding of the next one, and
+    the last one that of pictures which leave something of every patch empty.
+    """
+    filled = cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, STEP), PATCH).sum(-1)
+    padding = torch.where(filled == 0, 1, torch.where(filled < PATCH**2, 2, 0))
+    return torch.cat([padding, torch.full_like(padding[:1], 2)])
+
+
+class Molmo(Family):
+    """Molmo (Deitke et al., 2024, arXiv 2409.17146), written here; 7B-D's style and 7B-O's."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("molmo",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "golden data of the original implementation"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> MolmoProcessor:
+        return MolmoProcessor(checkpoint)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        from transformers import PreTrainedTokenizerFast  # late: it takes a second
+
+        # Not by the class that it names: transformers would look for that by a model_type that it does not know.
+        file = checkpoint.path / "tokenizer.json"
+        if not file.is_file():
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint.path, local_files_only=True)
+        # What checkpoints have is the template of the language model that they were made from.
+        tokenizer.chat_template = CHAT_TEMPLATE
+        return tokenizer
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> MolmoModel:
+        config = {**_DEFAULTS, **checkpoint.config}
+        _refuse_others(checkpoint, config, {name: _DEFAULTS[name] for name in _ONLY})
+        module = build(lambda: Network(config), checkpoint, device, dtype)
+        heads, size = config["num_attention_heads"], config["embedding_size"]
+        spec = ModelSpec(
+            vocab_size=size,
+            hidden_size=config["hidden_size"],
+            max_model_len=config["max_position_embeddings"],
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config["hidden_size"] // heads,
+            eos_token_ids=eos_token_ids(checkpoint),
+            device=device.torch_device,
+            dtype=dtype,
+            embedding_size=size + config["additional_vocab_size"],
+        )
+        return MolmoModel(module, spec, config, MolmoProcessor(checkpoint))
+
+
+def _refuse_others(checkpoint: Checkpoint, config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+    for name, value in only.items():
+        if config.get(name, value) != value:
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: {name} is {config[name]!r}, only {value!r} is served")
+
+
+def _content(token: Any) -> str:
+    """A token of tokenizer_config.json, as text or as an object."""
+    return str(token["content"] if isinstance(token, dict) else token)
