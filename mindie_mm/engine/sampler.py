@@ -37,6 +37,7 @@ def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> No
         row.index_add_(0, ids, torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device))
     if params.repetition_penalty != 1:
         seen = torch.tensor(sequence.token_ids, device=row.device).unique()
+        seen = seen[seen < len(row)]  # a prompt may hold ids that have no logits
         scores = row[seen]
         row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and sequence.num_output:
@@ -75,9 +76,14 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def token_logprobs(logits: Tensor, token_ids: Rows[int], num_top: int) -> list[TokenLogprob]:
-    """Log-probabilities of token_ids under raw logits float32 [rows, vocabulary], with the `num_top` likeliest."""
+    """Log-probabilities of token_ids under raw logits float32 [rows, vocabulary], with the `num_top` likeliest.
+
+    That of an id outside the vocabulary, which a prompt may hold, is minus infinity.
+    """
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    ids = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    known = logprobs.gather(1, ids.clamp(max=logits.shape[-1] - 1))
+    chosen = known.masked_fill(ids >= logits.shape[-1], -torch.inf).squeeze(1).tolist()
     values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return [
         TokenLogprob(token, logprob, list(zip(top_ids, top, strict=True)))

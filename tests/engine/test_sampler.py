@@ -94,6 +94,19 @@ def test_penalties_match_their_definitions():
     assert sample(logits(row), [twice], EOS) == [5]
 
 
+def test_ids_that_have_no_logits_are_passed_over():
+    """Molmo's image tokens lie behind its vocabulary: prompts hold them, nothing generates them."""
+    row = logits({5: 4.0, 7: 3.0})
+    penalised = sequence(
+        prompt=(VOCABULARY, 5, VOCABULARY + 3), output=(6,), repetition_penalty=2.0, frequency_penalty=0.5
+    )
+    assert sample(row, [penalised], EOS) == [7]
+    assert row[0, [5, 6]].tolist() == [2.0, -0.5]
+    first, second = token_logprobs(logits({}, {}), [VOCABULARY + 3, 5], num_top=1)
+    assert first.logprob == -np.inf
+    assert second.logprob == pytest.approx(-np.log(VOCABULARY))
+
+
 def test_min_tokens_bans_the_end():
     early = sequence(temperature=0, min_tokens=2, stop_token_ids=(7,))
     assert sample(logits({2: 9.0, 7: 8.0, 4: 1.0}), [early], EOS) == [4]

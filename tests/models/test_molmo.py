@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.models import family_named, load_model
@@ -101,6 +103,20 @@ class TestMolmo(FamilyContract):
         assert (model.logits(ids) - logits).abs().max() <= 1e-4
         slots = np.concatenate([item.slots for item in items])
         assert np.array_equal(np.flatnonzero(plain == items[0].shape.token), slots)
+
+    def test_image_tokens_which_have_no_logits_are_penalised_and_measured(self, model, tokenized):
+        """They lie behind the vocabulary."""
+        ids = tokenized["tiny"].numpy()
+        engine = Engine(model, EngineConfig())
+        params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, prompt_logprobs=1)
+        found = [engine.add(Add("0", ids.tobytes(), params))]
+        while engine.has_work():
+            found += engine.step().progress
+        assert not any(progress.error for progress in found if progress)
+        (prompt,) = (progress.prompt_logprobs for progress in found if progress and progress.prompt_logprobs)
+        logprobs = [position.logprob for position in prompt]
+        plain = plain_ids(ids, model.read(ids))[1:]
+        assert np.array_equal(np.isneginf(logprobs), plain >= model.spec.vocab_size)
 
     def test_chat_is_worded_as_the_original_does(self, tokenizer, path_file):
         text, image = CASES["tiny"].items
