@@ -7,10 +7,12 @@ checkpoint's own parameter names, and held against data made with the original i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.dlpack import from_dlpack
@@ -26,7 +28,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, 
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.pretrained import eos_token_ids
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.weights import build
 from mindie_mm.shm import ArraySpec
 
@@ -380,7 +382,11 @@ class Network(nn.Module):
 
 
 class MolmoModel(Model):
-    """Vision backbone and decoder."""
+    """Vision backbone and decoder.
+
+    The original counts the slots of every image from the prompt's start, so a second image's features replace those
+    of the first. Where config.json says `overwrite_earlier_images`, that is reproduced.
+    """
 
     splice_adds: ClassVar[bool] = True
 
@@ -389,7 +395,20 @@ class MolmoModel(Model):
         self.module = module
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
         self._theta: float = config["rope_theta"]
+        self._overwrites: bool = config.get("overwrite_earlier_images", False)
         self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
+
+    def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
+        items = super().read(ids)
+        if not self._overwrites:
+            return items
+        return [replace(i, slots=i.slots - i.start + items[0].start, placeholders=i.slots) for i in items]
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
+    ) -> Tensor:
+        pieces = _last_of_each_row(splices) if self._overwrites else splices
+        return super().forward(input_ids, positions, pieces, paged, rows)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         patches = [self.patches(item) for item in items]
@@ -423,6 +442,18 @@ class MolmoModel(Model):
     def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._transformer.ff_out(hidden)
         return logits.float()
+
+
+def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
+    """Without the features that have a later one on their row."""
+    pieces: list[Splice] = []
+    taken = np.empty(0, np.int64)
+    for piece in reversed(splices):
+        free = np.flatnonzero(~np.isin(piece.rows, taken))
+        if len(free):
+            pieces.append(Splice(piece.rows[free], piece.features[torch.from_numpy(free)]))
+        taken = np.union1d(taken, piece.rows)
+    return pieces
 
 
 def canvases(item: MediaItem) -> dict[str, Canvas]:

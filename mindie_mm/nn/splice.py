@@ -61,6 +61,8 @@ class MediaItem:
     view: ItemView
     """Its arrays; once attached, they outlive the file that they lie in."""
     shape: MediaShape
+    placeholders: NDArray[np.int64] | None = None
+    """int64 [num_features]: the slots of its words and placeholders, where they are not `slots`."""
 
     @property
     def start(self) -> int:
@@ -149,7 +151,7 @@ def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.
     """`ids` with every word replaced by the placeholder id on which it stands."""
     plain = ids.copy()
     for item in items:
-        plain[item.slots] = item.shape.token
+        plain[item.slots if item.placeholders is None else item.placeholders] = item.shape.token
     return plain
 
 

@@ -104,6 +104,21 @@ class TestMolmo(FamilyContract):
         slots = np.concatenate([item.slots for item in items])
         assert np.array_equal(np.flatnonzero(plain == items[0].shape.token), slots)
 
+    def test_the_originals_slots_of_a_second_image_can_be_asked_for(self, path, tokenizer, path_file, tmp_path):
+        """It puts the second image's features where the first one's are."""
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        config = json.loads((path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "overwrite_earlier_images": True}))
+        model = load_model(tmp_path, device="cpu", dtype="float32")
+        ids = tokenizer.tokenize(TWO.items, path_file)
+        assert np.array_equal(plain_ids(ids.numpy(), model.read(ids.numpy())), TWO.input_ids)
+        expected = TWO.hidden @ load_file(path / "model.safetensors")[HEAD].T
+        assert (model.logits(ids) - expected).abs().max() <= self.tolerance
+        for budget in (1000, 100):
+            engine = Engine(model, EngineConfig(max_num_batched_tokens=budget))
+            outputs, _ = run(engine, [ids], max_tokens=8, ignore_eos=True)
+            assert outputs == {0: TWO.about["generated"]}
+
     def test_image_tokens_which_have_no_logits_are_penalised_and_measured(self, model, tokenized):
         """They lie behind the vocabulary."""
         ids = tokenized["tiny"].numpy()
