@@ -99,7 +99,7 @@ class Gemma3Processor(Processor):
         del kind
         if not self._scanning:
             return np.zeros((self._side, self._side, 3), np.uint8)
-        width = max(self._most_crops, math.ceil(self._ratio), 2) * self._least
+        width = max(self._most_crops, math.ceil(self._ratio)) * self._least
         return np.zeros((self._least, width, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:

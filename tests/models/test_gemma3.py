@@ -76,6 +76,9 @@ def randomized(config):
     for name, weight in model.named_parameters():
         if "projection_weight" in name or "norm" in name:
             torch.nn.init.normal_(weight, 1.0 if "vision_tower" in name else 0.0, 0.2)
+    # Tied to the head, a token's embedding would answer with the token itself, again and again.
+    torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, 0.0, 0.03)
+    torch.nn.init.normal_(model.model.language_model.norm.weight, 4.0, 0.2)
     return model
 
 
@@ -132,6 +135,7 @@ PROMPTS = {
 class TestGemma3(FamilyContract):
     name = "gemma3"
     prompts: ClassVar = PROMPTS
+    bf16_tolerance = 0.3  # the reference itself, in bfloat16, is as far off: 0.15
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -149,6 +153,7 @@ class TestGemma3(FamilyContract):
         [
             ({}, SCAN),
             ({"text": {"sliding_window": 18}}, {**SCAN, "pan_and_scan_max_num_crops": 1}),
+            ({}, {**SCAN, "pan_and_scan_min_ratio_to_activate": 1.0}),
             ({"text": {"sliding_window": FEATURES}}, {**SCAN, "pan_and_scan_min_ratio_to_activate": 2.5}),
             ({"text": {"sliding_window": FEATURES + 1}}, {"resample": 3, "do_normalize": False}),
             ({"text": {"sliding_window": 30}}, {"image_mean": [0.1, 0.2, 0.3], "size": 56}),
@@ -207,7 +212,7 @@ class TestGemma3(FamilyContract):
 
     def test_worst_case_of_crops(self, path, tmp_path):
         other = shutil.copytree(path, tmp_path / "other")
-        for most, ratio in ((1, 1.0), (4, 1.2), (2, 7.5)):
+        for most, ratio in ((1, 1.0), (1, 1.9), (4, 1.2), (2, 7.5)):
             scan = {"pan_and_scan_max_num_crops": most, "pan_and_scan_min_ratio_to_activate": ratio}
             save_json(other, preprocessor_config={**PIXELS, **SCAN, **scan})
             self.test_the_worst_case_takes_the_most_tokens(family_named(self.name).processor(Checkpoint.open(other)))
