@@ -1,0 +1,431 @@
+"""Molmo 2: overlapping crops or frames, pooled by attention; all image tokens of a prompt attend to each other.
+
+Source: allenai/Molmo2; transformers' molmo2, whose ids, pixels and logits these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.crops import choose_tiling, cut_crops, cut_patches
+from mindie_mm.media.image import Data, Pixels, open_image
+from mindie_mm.media.preprocess import Size, check_settings, check_type
+from mindie_mm.media.video import Video, open_video
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_WHOLE, _DETAIL, _FRAMES = "whole", "detail", "frames"
+_DEFAULTS: Mapping[str, Any] = {
+    "size": {"height": 378, "width": 378},
+    "patch_size": 14,
+    "image_mean": HALF,
+    "image_std": HALF,
+}
+_IMAGE: Mapping[str, Any] = {**_DEFAULTS, "max_crops": 8, "overlap_margins": (4, 4), "pooling_size": (2, 2)}
+_VIDEO: Mapping[str, Any] = {
+    **_DEFAULTS,
+    "num_frames": 64,
+    "max_fps": 2,
+    "pooling_size": (3, 3),
+    # As the reference's class has it: a checkpoint has to ask for these.
+    "do_rescale": False,
+    "do_normalize": False,
+}
+_PATCH = "<im_patch>"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Squares of patches, and the windows of them that are pooled to one feature each."""
+
+    side: int
+    """Pixels of a square's side, and of a patch's."""
+    patch: int
+    pooling: tuple[int, int]
+    """Rows and columns of patches of a window."""
+    margins: tuple[int, int] = (0, 0)
+    """Patches at a crop's start and end, on each axis, that are its neighbour's to give."""
+
+    @property
+    def patches(self) -> int:
+        """Of a side."""
+        return self.side // self.patch
+
+    @property
+    def step(self) -> int:
+        """Pixels from one crop to the next."""
+        return (self.patches - sum(self.margins)) * self.patch
+
+    @property
+    def shared(self) -> int:
+        """Pixels of a side that are not its own."""
+        return sum(self.margins) * self.patch
+
+    @property
+    def square_cells(self) -> tuple[int, int]:
+        """Rows and columns of windows of one square."""
+        return self._cells(self.patches, self.patches)
+
+    def canvas(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width in pixels of what rows x columns crops are cut from."""
+        return rows * self.step + self.shared, columns * self.step + self.shared
+
+    def cells(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of windows of that canvas."""
+        height, width = self.canvas(rows, columns)
+        return self._cells(height // self.patch, width // self.patch)
+
+    def _cells(self, height: int, width: int) -> tuple[int, int]:
+        return math.ceil(height / self.pooling[0]), math.ceil(width / self.pooling[1])
+
+    def square_windows(self) -> Tensor:
+        """int64 [cells, patches of a window] of one square: the patches of each, -1 for none."""
+        return self._windows(torch.arange(self.patches**2).view(self.patches, self.patches))
+
+    def canvas_windows(self, rows: int, columns: int) -> Tensor:
+        """The same of the canvas of rows x columns crops, whose patches come one crop after another."""
+        (row, y), (column, x) = self._owners(rows), self._owners(columns)
+        crop = row.unsqueeze(1) * columns + column
+        return self._windows(crop * self.patches**2 + y.unsqueeze(1) * self.patches + x)
+
+    def _owners(self, crops: int) -> tuple[Tensor, Tensor]:
+        """Of each patch along one axis of a canvas: the crop that gives it, and its place there."""
+        window, before = self.step // self.patch, self.margins[0]
+        patches = torch.arange(crops * window + sum(self.margins))
+        crop = ((patches - before) // window).clamp(0, crops - 1)
+        return crop, patches - crop * window
+
+    def _windows(self, patches: Tensor) -> Tensor:
+        high, wide = self.pooling
+        rows, columns = self._cells(*patches.shape)
+        below, right = rows * high - patches.shape[0], columns * wide - patches.shape[1]
+        edges = (right // 2, (right + 1) // 2, below // 2, (below + 1) // 2)
+        padded = F.pad(patches, edges, value=-1).view(rows, high, columns, wide)
+        return padded.transpose(1, 2).reshape(rows * columns, high * wide)
+
+
+class Molmo2Processor(Processor):
+    """The tokenizer's half.
+
+    An image's block holds it at two sizes, uint8 [height, width, 3]: `whole`, one square, and `detail`, which the
+    crops are cut from; its grid: crops (rows, columns). A video's holds `frames`, uint8 [frames, side, side, 3]; its
+    grid: the time of each frame in tenths of seconds.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("Molmo2Config", checkpoint)
+        image = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
+        check_type(image, "image_processor_type", ["Molmo2ImageProcessor"], where)
+        image = {**_IMAGE, **image}
+        video = checkpoint.preprocessor("video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+        check_type(video, "video_processor_type", ["Molmo2VideoProcessor"], where)
+        video = {**_VIDEO, **video}
+        # The reference refuses videos where fps stands beside num_frames.
+        check_settings(video, {"do_sample_frames": True, "fps": None}, where)
+        self.geometries: Mapping[Kind, Geometry] = {
+            "image": _geometry(image, config, where),
+            "video": _geometry(video, config, where),
+        }
+        self.normalizations: Mapping[Kind, Normalization] = {
+            "image": Normalization.read(image),
+            "video": Normalization.read(video),
+        }
+        self._max_crops: int = image["max_crops"]
+        rows, columns = self.geometries["video"].square_cells
+        self._frame_features = rows * columns
+        positions: int = config.get_text_config().max_position_embeddings
+        self._max_frames: int = max(1, min(video["num_frames"], positions // self._frame_features))
+        self._max_fps: float = video["max_fps"]
+        bos = checkpoint.special_token("bos_token") or checkpoint.special_token("eos_token")
+        if bos is None:
+            raise UnsupportedCheckpoint(f"{where}: its tokenizer has no bos_token and no eos_token")
+        self._bos = checkpoint.token_id(bos)
+        self._read_tokens(checkpoint, config)
+
+    def _read_tokens(self, checkpoint: Checkpoint, config: Any) -> None:
+        stated = checkpoint.json("processor_config.json")
+        patch, column = checkpoint.token_id(_PATCH), checkpoint.token_id("<im_col>")
+        if patch != config.image_token_id:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, its tokenizer's {patch}"
+            )
+        columns: bool = stated.get("image_use_col_tokens", True)
+        whole_columns = stated.get("use_single_crop_col_tokens")
+        small = stated.get("use_single_crop_start_token", True)
+        frame = "frame" if stated.get("use_frame_special_tokens", True) else "im"
+        frame_columns: bool = stated.get("video_use_col_tokens", False)
+        names = ("<low_res_im_start>" if small else "<im_start>", "<im_start>", "<im_end>")
+        self._start_whole, self._start, self._end = (checkpoint.token_id(name) for name in names)
+        self._frame_ends = tuple(checkpoint.token_id(f"<{frame}_{name}>") for name in ("start", "end"))
+        self._row_ends = {
+            _WHOLE: [column] if (columns if whole_columns is None else whole_columns) else [],
+            _DETAIL: [column] if columns else [],
+            _FRAMES: [column] if frame_columns else [],
+        }
+        self.tails: Mapping[Kind, int] = {"image": 1 + columns, "video": 1 + frame_columns}
+        """Tokens between the last feature of an item's run and the run's end."""
+        markers: Mapping[Kind, str] = {
+            kind: checkpoint.special_token(f"{kind}_token") or f"<|{kind}|>" for kind in self.geometries
+        }
+        for marker in markers.values():
+            checkpoint.token_id(marker)
+        self._placeholders = {kind: Placeholder((), patch, (), marker) for kind, marker in markers.items()}
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of(self._placeholders, kind)
+
+    def limits(self) -> Mapping[Kind, int]:
+        return {"video": 1}
+
+    def frame(self, ids: list[int], num_items: int) -> list[int]:
+        del num_items
+        return ids if ids[:1] == [self._bos] else [self._bos, *ids]
+
+    def max_tokens(self, kind: Kind) -> int:
+        if kind == "video":
+            return self._max_frames * self._frame_features
+        return max(self._image_features(*tiling) for tiling in self._tilings())
+
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "video":
+            return np.zeros((self._max_frames, 1, 1, 3), np.uint8)
+        tiling = max(self._tilings(), key=lambda tiling: self._image_features(*tiling))
+        return np.zeros((*self.geometries["image"].canvas(*tiling), 3), np.uint8)
+
+    def _tilings(self) -> list[tuple[int, int]]:
+        """The largest numbers of crops, (rows, columns)."""
+        return [(rows, self._max_crops // rows) for rows in range(1, self._max_crops + 1)]
+
+    def _image_features(self, rows: int, columns: int) -> int:
+        geometry = self.geometries["image"]
+        return math.prod(geometry.square_cells) + math.prod(geometry.cells(rows, columns))
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        if kind == "video":
+            return self._spell_video(num_features, grid)
+        if len(grid) != 2 or min(grid) < 1 or self._image_features(*grid) != num_features:
+            raise InputError(f"the image's grid {grid} is not the crops (rows, columns) of {num_features} features")
+        geometry = self.geometries["image"]
+        run = (
+            *(self._start_whole, *self._rows(_WHOLE, *geometry.square_cells), self._end),
+            *(self._start, *self._rows(_DETAIL, *geometry.cells(*grid)), self._end),
+        )
+        return Spelling(_PATCH, [run])
+
+    def _spell_video(self, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        if not grid or min(grid) < 0 or len(grid) * self._frame_features != num_features:
+            raise InputError(f"the video's grid {grid} is not the times of frames of {num_features} features")
+        start, end = self._frame_ends
+        run = (start, *self._rows(_FRAMES, *self.geometries["video"].square_cells), end)
+        return Spelling(" ".join(f"{time // 10}.{time % 10} {_PATCH}" for time in grid), [run] * len(grid))
+
+    def _rows(self, part: str, rows: int, columns: int) -> list[int]:
+        return ([self._placeholders["image"].token] * columns + self._row_ends[part]) * rows
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        if all(counts.get(kind) for kind in self.geometries):
+            raise InputError("the prompt has images and a video; this model takes one or the other")
+        if media.kind == "video":
+            return self._plan_video(media, data)
+        image, geometry = open_image(data), self.geometries["image"]
+        height, width = image.height - geometry.shared, image.width - geometry.shared
+        rows, columns = choose_tiling(height, width, geometry.step, self._max_crops)
+        sizes = {_WHOLE: (geometry.side, geometry.side), _DETAIL: geometry.canvas(rows, columns)}
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            values = _as_planes(image.decode())
+            for name in sizes:
+                _resize(values, arrays[name])
+                faults.point("mid-fill")
+
+        return Plan(
+            num_features=self._image_features(rows, columns),
+            specs={name: ArraySpec((*size, 3), "uint8") for name, size in sizes.items()},
+            settings=f"molmo2 {rows}x{columns} crops, {geometry}",
+            write=write,
+            grid=(rows, columns),
+        )
+
+    def _plan_video(self, media: Media, data: Data) -> Plan:
+        video, geometry = open_video(data), self.geometries["video"]
+        fps = video.fps or media.options.fps or self._max_fps  # without a rate, that of the frames handed in
+        indices = self._sample(video, fps, media.options)
+        # float32, as in the reference: a time between two tenths depends on it.
+        times = tuple(int(f"{time:.1f}".replace(".", "")) for time in (indices / fps).tolist())
+        taken: list[int] = indices.tolist()
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            for place, frame in zip(arrays[_FRAMES], video.decode(taken), strict=True):
+                _resize(_as_planes(frame), place)
+                faults.point("mid-fill")
+
+        return Plan(
+            num_features=len(taken) * self._frame_features,
+            specs={_FRAMES: ArraySpec((len(taken), geometry.side, geometry.side, 3), "uint8")},
+            settings=f"molmo2 frames {taken}, {geometry}",
+            write=write,
+            grid=times,
+        )
+
+    def _sample(self, video: Video, fps: float, options: MediaOptions) -> Tensor:
+        """int32, ascending: indices of the frames taken of a video of rate `fps`. LimitExceeded."""
+        total = video.num_frames
+        seconds = total / fps
+        if options.fps is not None:
+            count = min(max(int(seconds * options.fps), options.min_frames or 1), options.max_frames or total)
+        else:
+            count = options.num_frames or self._max_frames
+            if fps > self._max_fps:
+                count = min(count, int(seconds * self._max_fps))
+        count = max(min(count, total), 1)
+        if count > self._max_frames:
+            raise LimitExceeded(
+                f"{count} frames of the video would be taken; the limit is {self._max_frames}: "
+                "num_frames or fps can ask for fewer"
+            )
+        indices = torch.arange(0, total, total / count).int()
+        return indices[indices < total]  # the step rounded down makes one more, where the reference fails
+
+
+def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
+    """Of images or of videos, as the tower takes them. UnsupportedCheckpoint."""
+    check_settings(settings, {"resample": 2}, where)
+    size, patch, vision = Size.read(settings["size"], where, square=True), settings["patch_size"], config.vision_config
+    side = size.height or 0
+    fits = size.width == side and patch == vision.patch_size and side % patch == 0
+    if not fits or (side // patch) ** 2 != vision.num_position_embeddings:
+        raise UnsupportedCheckpoint(
+            f"{where}: size {settings['size']} in patches of {patch} are not the {vision.num_position_embeddings} "
+            f"patches of {vision.patch_size} that the tower takes"
+        )
+    high, wide = settings["pooling_size"]
+    before, after = settings.get("overlap_margins", (0, 0))
+    if min(high, wide) < 1 or min(before, after) < 0 or before + after >= side // patch:
+        raise UnsupportedCheckpoint(
+            f"{where}: pooling_size {(high, wide)} and overlap_margins {(before, after)} do not go with "
+            f"{side // patch} patches a side"
+        )
+    return Geometry(side, patch, (high, wide), (before, after))
+
+
+def _as_planes(rgb: Pixels) -> Tensor:
+    """uint8 [H, W, 3] -> float32 [1, 3, H, W], in the strides of channels_last: resized nearly three times as fast."""
+    return torch.from_numpy(np.asarray(rgb, np.float32)).permute(2, 0, 1).unsqueeze(0)
+
+
+def _resize(values: Tensor, out: Pixels) -> None:
+    """float32 [1, 3, H, W], bytes, -> `out`, uint8 [height, width, 3]: bilinear in float, not antialiased."""
+    resized = F.interpolate(values, out.shape[:2], mode="bilinear", align_corners=False)
+    torch.from_numpy(out).copy_(resized.round_()[0].permute(1, 2, 0))
+
+
+class Molmo2Model(PretrainedModel):
+    """`module` is transformers' Molmo2ForConditionalGeneration."""
+
+    splice_adds: ClassVar[bool] = True
+    prefix_sees_later_media: ClassVar[bool] = True
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self._geometries = processor.geometries
+        self._normalizations = processor.normalizations
+        self._tails = processor.tails
+
+    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """One group: the runs of all items, their starts, row ends and ends among them, but no frame's time."""
+        if not items:
+            return None
+        groups = torch.full((length,), -1)
+        for item in items:
+            runs = 1 if item.shape.kind == "image" else len(item.shape.grid)
+            for run in item.slots.reshape(runs, -1):
+                groups[run[0] - 1 : run[-1] + 1 + self._tails[item.shape.kind]] = 0
+        return groups
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        features: dict[MediaItem, Tensor] = {}
+        for kind in self._geometries:  # apart: their windows are of different sizes
+            if own := [item for item in items if item.shape.kind == kind]:
+                features.update(zip(own, self._features_of(own), strict=True))
+        return [features[item] for item in items]
+
+    def _features_of(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+        """The features of each of items of one kind."""
+        patches = [self.patches(item) for item in items]
+        windows, offset = [], 0
+        for item, own in zip(items, patches, strict=True):
+            windows.append(_moved(self.windows(item), offset))
+            offset += own.shape[0] * own.shape[1]
+        # Its grids only say where one item's features end: height x width, twice.
+        grids = torch.tensor([[item.shape.num_features, 1, 0, 0] for item in items])
+        pooled: Sequence[Tensor] = self.module.model.get_image_features(
+            torch.cat(patches), torch.cat(windows).to(self.spec.device), grids
+        ).pooler_output
+        return pooled
+
+    def patches(self, item: MediaItem) -> Tensor:
+        """float32 [squares, patches, patch * patch * 3], normalised, on the device: the whole image, then its crops.
+
+        Or a video's frames.
+        """
+        kind = item.shape.kind
+        geometry, arrays = self._geometries[kind], item.view
+        if kind == "video":
+            squares = from_dlpack(arrays[_FRAMES]).to(self.spec.device)
+        else:
+            whole, detail = (from_dlpack(arrays[name]).to(self.spec.device) for name in (_WHOLE, _DETAIL))
+            squares = torch.cat([whole.unsqueeze(0), cut_crops(detail, geometry.side, geometry.step)])
+        return cut_patches(self._normalizations[kind](squares).permute(0, 2, 3, 1), geometry.patch)
+
+    def windows(self, item: MediaItem) -> Tensor:
+        """int64 [num_features, patches of a window]: the item's patches that each of its features is pooled from."""
+        geometry, grid = self._geometries[item.shape.kind], item.shape.grid
+        square, size = geometry.square_windows(), geometry.patches**2
+        if item.shape.kind == "video":
+            return _moved(square, torch.arange(len(grid)).view(-1, 1, 1) * size).flatten(0, 1)
+        return torch.cat([square, _moved(geometry.canvas_windows(*grid), size)])
+
+
+def _moved(windows: Tensor, offset: Tensor | int) -> Tensor:
+    """`windows` of patches that come `offset` patches later."""
+    return torch.where(windows < 0, windows, windows + offset)
+
+
+class Molmo2(Family):
+    """Molmo 2 (Allen Institute for AI, 2025) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("molmo2",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
+    reference: ClassVar[str] = "transformers' Molmo2ForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Molmo2Processor:
+        return Molmo2Processor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Molmo2Model:
+        from transformers import Molmo2ForConditionalGeneration
+
+        processor = Molmo2Processor(checkpoint)  # first: it refuses by name
+        module, spec = load_pretrained(Molmo2ForConditionalGeneration, checkpoint, device, dtype)
+        embeddings = module.model.language_model.get_input_embeddings().num_embeddings
+        return Molmo2Model(module, replace(spec, embedding_size=embeddings), processor)

@@ -1,0 +1,326 @@
+"""Molmo 2 beside transformers' own, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import Molmo2Config, Molmo2ForConditionalGeneration, Molmo2Processor
+from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
+from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.media.crops import choose_tiling
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from mindie_mm.tokenize import Tokenizer
+from tests.media_samples import decode_all, encode_video, moving_frames, photograph
+from tests.models.contract import FamilyContract, clip, picture, run
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.transformers_reference import AutoTokenizer
+
+SPECIAL = (
+    *("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<low_res_im_start>", "<|image|>", "<im_low>"),
+    *("<frame_start>", "<frame_end>", "<|video|>"),
+)
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "image_size": [20, 20],
+    "patch_size": 4,
+    "initializer_range": 0.2,  # so large that pictures move the logits
+}
+ADAPTER = {
+    "vision_feature_layer": [2, -3],
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "text_hidden_size": 48,
+    "initializer_range": 0.2,
+}
+TEXT = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+SIDE = {"size": {"height": 20, "width": 20}, "patch_size": 4}
+PIXELS = {
+    **SIDE,
+    "image_processor_type": "Molmo2ImageProcessor",
+    "max_crops": 6,
+    "overlap_margins": [1, 1],
+    "image_mean": [0.4, 0.5, 0.6],
+}
+FRAMES = {
+    **SIDE,
+    "video_processor_type": "Molmo2VideoProcessor",
+    "num_frames": 6,
+    "do_rescale": True,
+    "do_normalize": True,
+}
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% else %}{{ '<|' + part['type'] + '|>' }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def write(out, pixels=(), frames=(), text=(), adapter=(), stated=(), **tokens):
+    """A checkpoint whose media tokens lie behind the vocabulary, as the released ones' do."""
+    tokens = tokens or {"eos_token": "<|end|>"}
+    tokenizer = save_tokenizer(out, ("<|end|>", "<s>", "<pad>"), pad_token="<pad>", chat_template=TEMPLATE, **tokens)
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})
+    tokenizer.save_pretrained(out)
+    ids = tokenizer.convert_tokens_to_ids
+    config = Molmo2Config(
+        vision_config=VISION,
+        adapter_config={**ADAPTER, **dict(adapter)},
+        text_config={**TEXT, "vocab_size": size, "additional_vocab_size": len(SPECIAL) + 3, **dict(text)},
+        image_start_token_id=ids("<im_start>"),
+        low_res_image_start_token_id=ids("<low_res_im_start>"),
+        image_end_token_id=ids("<im_end>"),
+        image_patch_id=ids("<im_patch>"),
+        frame_start_token_id=ids("<frame_start>"),
+        frame_end_token_id=ids("<frame_end>"),
+    )
+    save_model(out, Molmo2ForConditionalGeneration, config, ids("<|end|>"), ids("<pad>"))
+    save_json(
+        out,
+        preprocessor_config={**PIXELS, **dict(pixels)},
+        video_preprocessor_config={**FRAMES, **dict(frames)},
+        processor_config=dict(stated),
+    )
+
+
+class Reference(BaseReference):
+    markers: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
+
+    def __init__(self, path):
+        stated = json.loads((path / "processor_config.json").read_text())
+        super().__init__(
+            Molmo2ForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
+            Molmo2Processor(
+                Molmo2ImageProcessor.from_pretrained(path),
+                Molmo2VideoProcessor.from_pretrained(path),
+                AutoTokenizer.from_pretrained(path),
+                **stated,
+            ),
+        )
+
+
+class TestMolmo2(FamilyContract):
+    name = "molmo2"
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "a dot": [{"text": "A dot:"}, {"image": picture(2, 3)}],
+        "a video": [{"text": "See"}, {"video": clip(9, 50, 40)}, {"text": "Which way?"}],
+        "a short video": [{"video": clip(2, 20, 20)}, {"text": "Which way?"}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        found = [model.patches(item) for item in items]
+        pixels, pooling = ("pixel_values", "image_token_pooling")
+        if items[0].shape.kind == "video":
+            pixels, pooling = ("pixel_values_videos", "video_token_pooling")
+        assert torch.equal(torch.cat(found).flatten(0, -3), expected[pixels].flatten(0, -3))
+        first = np.cumsum([0, *(len(patches) * patches.shape[1] for patches in found)])
+        windows = [model.windows(item) for item in items]
+        moved = [torch.where(own < 0, own, own + start) for own, start in zip(windows, first, strict=False)]
+        assert torch.equal(torch.cat(moved), expected[pooling].long())
+
+    def test_groups_are_the_references_token_types(self, model, reference, tokenized):
+        for name, items in self.prompts.items():
+            types = reference.inputs(items)["mm_token_type_ids"][0]
+            groups = model.attention_groups(len(types), model.read(tokenized[name].numpy()))
+            expected = None if name == "text" else (types - 1).tolist()
+            assert (None if groups is None else groups.tolist()) == expected, name
+
+    def test_a_prefix_is_not_reused_where_later_images_differ(self, model, tokenizer, reference, path_file):
+        first, *others = (picture(30, 40, seed) for seed in range(3))
+        prompts = [[{"image": first}, {"text": " and "}, {"image": other}, {"text": "?"}] for other in others]
+        engine = Engine(model, EngineConfig(kv_block_size=4))
+        for items in [*prompts, prompts[0]]:
+            outputs, errors = run(engine, [tokenizer.tokenize(items, path_file)], max_tokens=16)
+            assert not errors
+            assert outputs[0] == reference.generate(items, 16)
+
+    @pytest.mark.parametrize(
+        "written",
+        [
+            {"stated": {"image_use_col_tokens": False, "use_single_crop_col_tokens": True}, "bos_token": "<s>"},
+            {"stated": {"video_use_col_tokens": True, "use_frame_special_tokens": False}},
+            {"stated": {"use_single_crop_col_tokens": False, "use_single_crop_start_token": False}},
+            {"pixels": {"overlap_margins": [2, 1], "pooling_size": [3, 2]}, "frames": {"pooling_size": [4, 5]}},
+            {
+                "pixels": {"overlap_margins": [0, 1], "do_normalize": False},
+                "frames": {"do_rescale": False, "do_normalize": None},
+            },
+            {"text": {"qk_norm_type": "olmo", "norm_after": True, "attention_bias": True}},
+            {
+                "text": {
+                    "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+                    "rope_scaling_layers": [1],
+                },
+                "adapter": {"vision_feature_layer": [1]},
+            },
+        ],
+        ids=str,
+    )
+    def test_what_a_configuration_can_say(self, written, tmp_path, path_file):
+        written = {**written, "eos_token": "<|end|>"}
+        write(tmp_path, **written)
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for name, items in self.prompts.items():
+                ids, expected = tokenizer.tokenize(items, path_file), reference.inputs(items)
+                media = model.read(ids.numpy())
+                assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist()
+                if media:
+                    self.assert_arrays(expected, media, model)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+
+    def test_chat(self, tokenizer, reference, model, path_file):
+        image = picture(40, 90)
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]
+        ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
+        expected = reference.inputs([{"image": image}, {"text": "Hm?"}])
+        assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
+
+    def test_photographs_of_the_released_sizes_are_the_references(self, path, tmp_path):
+        """Every pixel: the resize in float, rounded, is the same in either order of the channels."""
+        settings = {"image_processor_type": "Molmo2ImageProcessor"}
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / "config.json").read_text())
+        config["vision_config"] |= {"image_size": [378, 378], "patch_size": 14, "num_position_embeddings": 729}
+        save_json(other, config=config, preprocessor_config=settings, video_preprocessor_config={})
+        processor = family_named(self.name).processor(Checkpoint.open(other))
+        for size in ((640, 480), (1000, 300), (50, 900)):
+            pixels = np.asarray(photograph(size=size))
+            plan = processor.plan(Media("image", pixels), pixels, {"image": 1})
+            arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
+            plan.write(arrays)
+            raw = Molmo2ImageProcessor(do_rescale=False, do_normalize=False)
+            expected = raw([photograph(size=size)], return_tensors="pt")
+            rows, columns = plan.grid
+            assert expected["image_num_crops"].tolist() == [1 + rows * columns]
+            squares = expected["pixel_values"].view(-1, 27, 27, 14, 14, 3).transpose(2, 3).reshape(-1, 378, 378, 3)
+            assert np.array_equal(arrays["whole"], squares[0])
+            step = 19 * 14
+            for index, square in enumerate(squares[1:].numpy()):
+                top, left = index // columns * step, index % columns * step
+                assert np.array_equal(arrays["detail"][top : top + 378, left : left + 378], square)
+
+    def test_tilings_are_the_references(self):
+        images = Molmo2ImageProcessor()
+        for height in range(1, 1500, 37):
+            for width in range(1, 1500, 41):
+                _, crops = images.get_image_grid_and_crops(height, width)
+                rows, columns = choose_tiling(height - 112, width - 112, 266, 8)
+                assert rows * columns + 1 == crops
+                (*_, high, wide), _ = images.get_image_grid_and_crops(height, width)
+                assert (high, wide) == ((19 * rows + 9) // 2, (19 * columns + 9) // 2)
+
+    @pytest.mark.parametrize("options", [{}, {"num_frames": 3}, {"fps": 1.5}], ids=str)
+    @pytest.mark.parametrize("frames", [1, 9, 31, 40])
+    def test_an_encoded_video_is_sampled_as_the_reference_does(
+        self, options, frames, tokenizer, reference, model, path_file
+    ):
+        video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=15)
+        expected = reference.processor(
+            text="<|video|>Hm?",
+            videos=[torch.from_numpy(decode_all(video))],
+            video_metadata=[{"total_num_frames": frames, "fps": 15.0, "duration": frames / 15}],
+            return_tensors="pt",
+            **({"num_frames": None, **options} if "fps" in options else options),
+        )
+        ids = tokenizer.tokenize([{"video": video, **options}, {"text": "Hm?"}], path_file).numpy()
+        items = model.read(ids)
+        assert plain_ids(ids, items).tolist() == expected["input_ids"][0].tolist()
+        self.assert_arrays(expected, items, model)
+
+    def test_an_index_behind_the_last_frame_is_left_out(self, processor):
+        """31 steps of 2999 / 31 do not come to 2999, and the reference asks for frame 2999."""
+        video = np.zeros((2999, 1, 1, 3), np.uint8)
+        with pytest.raises(LimitExceeded, match=r"31 frames .* limit is 6"):
+            processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})
+        processor._max_frames = 64
+        plan = processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})
+        assert len(plan.grid) == 31
+
+    @pytest.mark.parametrize(
+        ("items", "error", "named"),
+        [
+            ([{"video": clip(1, 8, 8)}, {"image": picture(8, 8)}], InputError, "takes one or the other"),
+            ([{"image": picture(8, 8)}, {"video": clip(1, 8, 8)}], InputError, "takes one or the other"),
+            ([{"video": clip(1, 8, 8)}, {"video": clip(2, 8, 8)}], LimitExceeded, "limit is 1"),
+            ([{"video": clip(9, 8, 8), "fps": 9.0}], LimitExceeded, "9 frames .* limit is 6"),
+            ([{"audio": np.zeros(100, np.float32)}], InputError, "takes no audio"),
+        ],
+        ids=str,
+    )
+    def test_what_it_does_not_take_is_refused(self, items, error, named, tokenizer, path_file):
+        with pytest.raises(error, match=named):
+            tokenizer.tokenize(items, path_file)
+
+    @pytest.mark.parametrize(
+        ("kind", "num_features", "grid"),
+        [("image", 18, ()), ("image", 18, (1, 2)), ("image", 18, (0, 1)), ("video", 8, (3,)), ("video", 4, (-1,))],
+    )
+    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, kind, num_features, grid, processor):
+        with pytest.raises(InputError, match=rf"the {kind}'s grid .* of {num_features} features"):
+            processor.spelling(kind, num_features, grid)
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("config", {"image_patch_id": 2}, "image_patch_id is 2"),
+            ("preprocessor_config", {"size": {"height": 24, "width": 24}}, "the tower takes"),
+            ("preprocessor_config", {"size": {"height": 20, "width": 40}}, "the tower takes"),
+            ("preprocessor_config", {"patch_size": 5}, "patches of 5"),
+            ("preprocessor_config", {"resample": 3}, "resample is 3"),
+            ("preprocessor_config", {"overlap_margins": [3, 2]}, r"overlap_margins \(3, 2\) do not go"),
+            ("preprocessor_config", {"image_processor_type": "Other"}, "image_processor_type is 'Other'"),
+            ("video_preprocessor_config", {"do_sample_frames": False}, "do_sample_frames is False"),
+            ("video_preprocessor_config", {"fps": 2}, "fps is 2"),
+            ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
+            ("tokenizer_config", {"eos_token": None}, "no bos_token and no eos_token"),
+            ("tokenizer_config", {"image_token": "<img>"}, "no added token <img>"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / f"{file}.json").read_text())
+        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(other))
