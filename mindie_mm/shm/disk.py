@@ -31,12 +31,13 @@ from mindie_mm.shm.layout import (
 )
 from mindie_mm.shm.life import LifeLock, is_same
 from mindie_mm.shm.spec import ArraySpec
-from mindie_mm.shm.words import MAX_ARENA
+from mindie_mm.shm.words import MAX_ARENA, MAX_BLOCK
 
 GENERATION = 1
 """Of every block: none is ever used again."""
 
 _UNFINISHED = ".partial"
+_ZEROS = 2**20
 
 
 class DiskArena:
@@ -63,10 +64,12 @@ class DiskArena:
         self._mutex = Lock()
 
     @classmethod
-    def create(cls, path: Path, number: int, capacity_bytes: int) -> Self:
+    def create(cls, path: Path, number: int, capacity_bytes: int, num_entries: int | None = None) -> Self:
         """Begins the file that will be `path`; what an earlier writer left unfinished there is written anew.
 
         `number`, 0 to 65,535, is the caller's choice: what the words carry, and what is mounted once at a time.
+        `num_entries` is the most blocks, 1 to 16,384; None: as many as an arena of the capacity has. Neither these
+        nor the capacity take room before they are used, but for 72 bytes an entry.
 
         InputError for a number or a capacity that no file can have, SharedMemoryError if the file cannot be made or
         another process writes it.
@@ -75,7 +78,10 @@ class DiskArena:
             raise InputError(f"number {number} of a file of blocks is not 0 to {MAX_ARENA}")
         if capacity_bytes < 1:
             raise InputError(f"a file of {capacity_bytes} bytes of blocks; it takes at least 1")
+        if num_entries is not None and not 1 <= num_entries <= MAX_BLOCK + 1:
+            raise InputError(f"a file of {num_entries} blocks; it takes 1 to {MAX_BLOCK + 1}")
         header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody()), arena=number)
+        header = header if num_entries is None else replace(header, num_entries=num_entries)
         unfinished = _unfinished(path)
         try:
             descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -108,6 +114,11 @@ class DiskArena:
     def num_blocks(self) -> int:
         """Blocks being filled or published."""
         return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that the file may still have."""
+        return self._header.num_entries - len(self._blocks)
 
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
         """A block with these arrays, all 0. A block on disk outlives its request: no path file records it.
@@ -147,6 +158,29 @@ class DiskArena:
             block.write_header(digest or b"")
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             self._filling.remove(block.entry)
+            ((offset, nbytes),) = block.pieces
+            assert self._mapping is not None
+            self._mapping.madvise(mmap.MADV_DONTNEED, offset, nbytes)  # the file keeps it; this process need not
+
+    def roll_back(self, num_blocks: int) -> None:
+        """As if only the first `num_blocks` blocks had ever been: nobody has a reference to the others.
+
+        InputError while one of them is being filled.
+        """
+        with self._mutex:
+            mapping = self._open_mapping()
+            if any(entry >= num_blocks for entry in self._filling):
+                raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
+            dropped = self._blocks[num_blocks:]
+            if not dropped:
+                return
+            end, self._end = self._end, dropped[0].pieces[0][0]
+            del self._blocks[num_blocks:]
+            words = slice(WORDS_PER_ENTRY * num_blocks, WORDS_PER_ENTRY * (num_blocks + len(dropped)))
+            self._entries[words] = memoryview(bytes(8 * (words.stop - words.start))).cast("Q")
+            for offset in range(self._end, end, _ZEROS):
+                stop = min(offset + _ZEROS, end)
+                mapping[offset:stop] = bytes(stop - offset)
 
     def discard(self, block: Block) -> None:
         """For `Block`: as if it had never been, if it is the last one; else its place stays empty."""

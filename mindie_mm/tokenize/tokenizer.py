@@ -66,7 +66,9 @@ class Tokenizer:
     Not for use by several threads at once.
     """
 
-    def __init__(self, checkpoint: Checkpoint, family: type[Family], wire: WireName, arena: Arena | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, family: type[Family], wire: WireName | Wire, arena: Arena | None
+    ) -> None:
         """For `from_pretrained`."""
         self._processor = family.processor(checkpoint)
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
@@ -76,8 +78,8 @@ class Tokenizer:
             media_ids = {p.token for p in placeholders} & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template)
         self._wire: Wire
-        if wire == "native":
-            self._wire = NativeWire(arena)
+        if wire != "mindie":
+            self._wire = NativeWire(arena) if wire == "native" else wire
             return
         layouts = self._processor.mindie_layouts
         if missing := set(family.kinds) - set(layouts):
@@ -88,7 +90,7 @@ class Tokenizer:
     def from_pretrained(
         cls,
         path: str | Path | None = None,
-        wire: WireName = "native",
+        wire: WireName | Wire = "native",
         arena: Arena | None = None,
         family: str | None = None,
     ) -> Self:
@@ -96,9 +98,10 @@ class Tokenizer:
 
         On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
         on `close` or at the interpreter's exit. With "mindie" each array lies in a segment of its own, as a worker of
-        MindIE's reads it, and there is no arena. InputError, UnsupportedCheckpoint.
+        MindIE's reads it, and there is no arena. A `Wire` is one that the caller made.
+        InputError, UnsupportedCheckpoint.
         """
-        if wire not in get_args(WireName):
+        if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
         if wire != "native" and arena is not None:
             raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
@@ -255,14 +258,14 @@ class Tokenizer:
         """The words of each item, now in shared memory; on any failure nothing of them stays there."""
         if not planned:
             return []
-        if path_file is None:
+        if path_file is None and self._wire.needs_path_file:
             raise InputError("media need a path file, to record what is to be freed")
         with ExitStack() as undo:
             words = [self._store(item, index, path_file, undo) for index, item in enumerate(planned)]
             undo.pop_all()
         return words
 
-    def _store(self, item: _Planned, index: int, path_file: Path, undo: ExitStack) -> Sequence[int]:
+    def _store(self, item: _Planned, index: int, path_file: Path | None, undo: ExitStack) -> Sequence[int]:
         digest = partial(content_digest, item.plan.settings, item.data)
         try:
             return self._wire.store(item.plan, item.shape, digest, path_file, undo)

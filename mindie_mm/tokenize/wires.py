@@ -1,4 +1,4 @@
-"""Where a media item goes, and what words stand for it: an arena's block, or segments as MindIE has them."""
+"""Where a media item goes, and what words stand for it: an arena's block, a file's, or segments as MindIE has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from weakref import finalize
 
 import numpy as np
@@ -17,7 +17,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.splice import ITEM, MediaShape
-from mindie_mm.shm import Arena, ArraySpec, free
+from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena, free
 from mindie_mm.shm.mindie import Segment, create_shm
 
 WireName = Literal["native", "mindie"]
@@ -28,13 +28,16 @@ ARENA_BYTES = 256 * 2**20
 class Wire(ABC):
     """Stores media items."""
 
+    needs_path_file: ClassVar[bool] = True
+    """Whether what it stores is to be freed by a path file."""
+
     @abstractmethod
     def check(self, plan: Plan, kind: Kind) -> None:
         """LimitExceeded for an item that has too few slots for its words."""
 
     @abstractmethod
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
         """Allocates, writes and publishes an item; its words. What frees it again is pushed on `undo`.
 
@@ -61,14 +64,11 @@ class NativeWire(Wire):
         """A single slot will do."""
 
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        item = shape.to_array()
-        specs = {**plan.specs, ITEM: ArraySpec(item.shape, "int64")}
-        with self._own_arena().allocate(specs, path_file=path_file) as block:
+        with self._own_arena().allocate(_specs(plan, shape), path_file=path_file) as block:
             faults.point("allocated")
-            block[ITEM][...] = item
-            plan.write(block)
+            _write(block, plan, shape)
             faults.point("filled")
             ref = block.publish(digest())
         faults.point("published")
@@ -89,6 +89,43 @@ class NativeWire(Wire):
         return self._arena
 
 
+class DiskWire(Wire):
+    """As the native wire, but for a file on disk, which outlives its writer and is nobody's to free."""
+
+    needs_path_file: ClassVar[bool] = False
+
+    def __init__(self, arena: DiskArena | None = None) -> None:
+        self.arena = arena
+        """Where the next items go. It is whoever set it that closes it."""
+        self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
+        """Digest and arrays of each item, in order; for whoever reads it to empty."""
+
+    def check(self, plan: Plan, kind: Kind) -> None:
+        """A single slot will do."""
+
+    def store(
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
+    ) -> Sequence[int]:
+        assert self.arena is not None
+        undo.callback(self.arena.roll_back, self.arena.num_blocks)
+        specs = _specs(plan, shape)
+        with self.arena.allocate(specs) as block:
+            _write(block, plan, shape)
+            content = digest()
+            words = block.publish(content).to_words()
+        self.stored.append((content, specs))
+        return words
+
+
+def _specs(plan: Plan, shape: MediaShape) -> dict[str, ArraySpec]:
+    return {**plan.specs, ITEM: ArraySpec(shape.to_array().shape, "int64")}
+
+
+def _write(block: Block, plan: Plan, shape: MediaShape) -> None:
+    block[ITEM][...] = shape.to_array()
+    plan.write(block)
+
+
 class MindIEWire(Wire):
     """A segment an array, and the words that the family's layout says. It carries no digest."""
 
@@ -101,8 +138,9 @@ class MindIEWire(Wire):
             raise LimitExceeded(f"the {kind} has {plan.num_features} features, MindIE's wire needs {needed} of them")
 
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path, undo: ExitStack
+        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
+        assert path_file is not None
         layout = self._layouts[shape.kind]
         segments: dict[str, Segment] = {}
         arrays: dict[str, np.ndarray[Any, Any]] = {}

@@ -180,6 +180,34 @@ class TestDiskArena(StoreContract):
         (tmp_path / "b.partial").write_bytes(b"left behind" * 1000)
         assert write(tmp_path / "a", lambda _: None) == write(tmp_path / "b", discard)
 
+    def test_what_is_rolled_back_leaves_nothing(self, tmp_path: Path) -> None:
+        def write(name: str, *, also: bool) -> bytes:
+            with DiskArena.create(tmp_path / name, 7, CAPACITY, 8) as arena:
+                fill(arena, 1)
+                if also:
+                    for value in (2, 3):
+                        fill(arena, value)
+                    arena.roll_back(1)
+                    assert (arena.num_blocks, arena.num_free) == (1, 7)
+                fill(arena, 4)
+            return (tmp_path / name).read_bytes()
+
+        def fill(arena: DiskArena, value: int) -> None:
+            with arena.allocate(SPECS) as block:
+                block["pixel_values"][...] = value
+                block.publish(bytes([value]) * 32)
+
+        assert write("a", also=True) == write("b", also=False)
+
+    def test_a_block_being_filled_is_not_rolled_back(self, store: DiskArena) -> None:
+        with store.allocate(SPECS), pytest.raises(InputError, match="still being filled"):
+            store.roll_back(0)
+
+    @pytest.mark.parametrize("num_entries", [0, 16385])
+    def test_a_file_of_too_many_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
+        with pytest.raises(InputError, match=f"a file of {num_entries} blocks; it takes 1 to 16384"):
+            DiskArena.create(tmp_path / "x", 1, CAPACITY, num_entries)
+
     def test_a_file_larger_than_any_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SharedMemoryError, match=r"cannot have [0-9]+ bytes: File too large"):
             DiskArena.create(tmp_path / "huge", 7, 1 << 61)
