@@ -35,8 +35,15 @@ class EngineConfig:
     """Most features that the towers compute in one step, unless a single item has more."""
     max_tower_bytes: int = 256 * MiB
     """Most bytes of the media that they take, and of the features that they give, in one step; as above."""
-    kv_cache_bytes: int = 1 * GiB
-    """Memory for the KV cache; capped by what max_num_seqs full contexts need."""
+    memory_share: float | None = None
+    """Share of the memory that is free beside the weights, for the KV cache, the encoder cache and the largest step
+    together; None: 0.5 on the CPU, else 0.9."""
+    kv_cache_bytes: int | None = None
+    """Memory for the KV cache; None: what the others leave of memory_share. Never more than max_num_seqs full contexts
+    need."""
+    measure_s: float | None = None
+    """About how long the largest step is tried at the start, for the memory that it takes: larger sizes are reckoned
+    from smaller ones. 0: not at all; None: 0.5 on the CPU, else 10."""
     kv_block_size: int = 16
     """Tokens in one block of the KV cache."""
     encoder_cache_bytes: int = 256 * MiB
@@ -66,12 +73,14 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_tower_tokens",
             "max_tower_bytes",
-            "kv_cache_bytes",
             "kv_block_size",
         )
         _require(self, dict.fromkeys(at_least_one, 1) | {"encoder_cache_bytes": 0, "num_threads": 0})
-        if self.max_model_len is not None:
-            _require(self, {"max_model_len": 2})
+        for name, least in (("kv_cache_bytes", 1), ("measure_s", 0), ("max_model_len", 2)):
+            if getattr(self, name) is not None:
+                _require(self, {name: least})
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise InputError(f"memory_share is {self.memory_share}, it must be above 0 and at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,10 +98,10 @@ def _shared_memory(config: WorkerConfig) -> Finding:
 
 def _memory(config: WorkerConfig) -> Finding:
     free = open_device("cpu").free_bytes()
-    needed = config.engine.kv_cache_bytes + config.engine.encoder_cache_bytes
-    found = f"{free / GiB:.1f} GiB available, the caches may take {needed / GiB:.1f} GiB"
+    needed = (config.engine.kv_cache_bytes or 0) + config.engine.encoder_cache_bytes
+    found = f"{free / GiB:.1f} GiB available, the caches need {needed / GiB:.1f} GiB"
     if config.engine.device in ("auto", "cpu") and free < needed:
-        return Finding("host memory", "warning", found, "lower --kv-cache-bytes")
+        return Finding("host memory", "warning", found, "lower --kv-cache-bytes or --encoder-cache-bytes")
     return Finding("host memory", "ok", found)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
@@ -27,4 +30,11 @@ def open_device(name: str = "auto") -> Device:
     raise InputError(f"device is {name!r}, it must be auto, {', '.join(kind.name for kind in KINDS)}")
 
 
-__all__ = ["KINDS", "Device", "open_device"]
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroes on `device`; on the host they take no memory until they are written."""
+    if device.type == CPU.name:
+        return host_memory.zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+__all__ = ["KINDS", "Device", "open_device", "zeros"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +14,10 @@ class Device(ABC):
 
     name: ClassVar[str]
     """What --device takes."""
+    memory_share: ClassVar[float]
+    """Share of `free_bytes` that an engine takes beside the weights, unless it is told otherwise."""
+    measure_s: ClassVar[float]
+    """About how long an engine may try, at its start, what its work takes, unless it is told otherwise."""
 
     @classmethod
     @abstractmethod
@@ -32,7 +37,24 @@ class Device(ABC):
     def free_bytes(self) -> int:
         """Memory that a model and its cache may still take."""
 
+    @abstractmethod
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Does `work` and returns the most memory that it took at a time, beside what was taken before."""
+
     def set_num_threads(self, count: int) -> None:
         """Host threads for compute; 0 keeps torch's choice."""
         if count:
             torch.set_num_threads(count)
+
+
+def allocator_peak_bytes(runtime: Any, work: Callable[[], object]) -> int:
+    """`Device.peak_bytes` by the caching allocator of `runtime`, a module such as torch.cuda."""
+    runtime.synchronize()
+    runtime.empty_cache()
+    runtime.reset_peak_memory_stats()
+    before = runtime.memory_reserved()
+    work()
+    runtime.synchronize()
+    taken = int(runtime.max_memory_reserved()) - int(before)
+    runtime.empty_cache()
+    return taken

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
-import psutil
 import torch
 
+from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
 
 
@@ -14,6 +15,8 @@ class CPU(Device):
     """The host's processor, in float32 unless asked otherwise."""
 
     name: ClassVar[str] = "cpu"
+    memory_share: ClassVar[float] = 0.5  # other processes live in the same memory, and shared memory does
+    measure_s: ClassVar[float] = 0.5
 
     @classmethod
     def missing(cls) -> str | None:
@@ -28,4 +31,7 @@ class CPU(Device):
         return torch.float32
 
     def free_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return host_memory.available_bytes()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return host_memory.peak_bytes(work)

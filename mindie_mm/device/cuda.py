@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 
-from mindie_mm.device.base import Device
+from mindie_mm.device.base import Device, allocator_peak_bytes
 
 
 class CUDA(Device):
     """The current CUDA device, in the checkpoint's own dtype."""
 
     name: ClassVar[str] = "cuda"
+    memory_share: ClassVar[float] = 0.9
+    measure_s: ClassVar[float] = 10.0
 
     @classmethod
     def missing(cls) -> str | None:
@@ -29,3 +32,6 @@ class CUDA(Device):
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return allocator_peak_bytes(torch.cuda, work)

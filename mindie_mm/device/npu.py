@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from mindie_mm.device.base import Device
+from mindie_mm.device.base import Device, allocator_peak_bytes
 
 
 class NPU(Device):
     """The current NPU, in the checkpoint's own dtype."""
 
     name: ClassVar[str] = "npu"
+    memory_share: ClassVar[float] = 0.9
+    measure_s: ClassVar[float] = 10.0
 
     @classmethod
     def missing(cls) -> str | None:
@@ -34,6 +37,9 @@ class NPU(Device):
 
     def free_bytes(self) -> int:
         return int(_npu().mem_get_info()[0])
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return allocator_peak_bytes(_npu(), work)
 
 
 def _npu() -> Any:

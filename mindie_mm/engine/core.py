@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from mindie_mm import faults
-from mindie_mm.config import EngineConfig
+from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.block_pool import BlockPool
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
 from mindie_mm.engine.prefix import share
+from mindie_mm.engine.room import context_length, useful_blocks
 from mindie_mm.engine.runner import PromptRows, Runner
 from mindie_mm.engine.sampler import sample, token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
@@ -30,10 +31,12 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Requests in, progress out. A request that fails, fails alone."""
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig, kv_cache_bytes: int = GiB) -> None:
+        """`kv_cache_bytes` is the room for the KV cache where the configuration leaves it open."""
         self._model = model
-        self._max_model_len = min(config.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
-        blocks = BlockPool(_num_blocks(model, config, self._max_model_len), config.kv_block_size)
+        self._max_model_len = context_length(model.spec, config)
+        held = (config.kv_cache_bytes or kv_cache_bytes) // (model.spec.kv_token_bytes * config.kv_block_size)
+        blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), config.kv_block_size)
         self._capacity_tokens = blocks.num_blocks * blocks.block_size
         self._blocks = blocks
         self._prefix_caching = config.prefix_caching
@@ -218,10 +221,3 @@ def _collect_prompt_logprobs(rows: PromptRows) -> None:
 
 def _failure(request_id: str, error: MindieMMError) -> Progress:
     return Progress(request_id=request_id, error=(error_name(error), str(error)))
-
-
-def _num_blocks(model: Model, config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of the KV cache: what the configured bytes hold, and no more than all sequences at full length need."""
-    spec = model.spec
-    useful = config.max_num_seqs * -(-max_model_len // config.kv_block_size)
-    return max(1, min(config.kv_cache_bytes // (spec.kv_token_bytes * config.kv_block_size), useful))

@@ -13,9 +13,11 @@ from mindie_mm.config import fault_folder
 from mindie_mm.device import open_device
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Start, Stepped, ToEngine
+from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.errors import MindieMMError, error_name
 from mindie_mm.ipc import ChildChannel, Lifeline
-from mindie_mm.models import load_model
+from mindie_mm.models import family_of, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.placement import Placement
 from mindie_mm.shm import collect
 
@@ -70,7 +72,8 @@ def serve(channel: ChildChannel) -> None:
 
 def _load(start: Start) -> Engine:
     config = start.config
-    open_device(config.device).set_num_threads(config.num_threads)
+    device = open_device(config.device)
+    device.set_num_threads(config.num_threads)
     model = load_model(
         Path(start.model) if start.model else None,
         config.device,
@@ -79,7 +82,9 @@ def _load(start: Start) -> Engine:
         vision=Placement(config.vision_device, config.vision_bits),
         projector=Placement(config.projector_device, config.projector_bits),
     )
-    return Engine(model, config)
+    checkpoint = Checkpoint.open(start.model)
+    family = family_of(checkpoint, start.family)
+    return Engine(model, config, kv_cache_bytes(model, family.processor(checkpoint), family.kinds, device, config))
 
 
 def _send(channel: ChildChannel, message: FromEngine) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mindie_mm.device import zeros
+
 NAME = "mindie_mm_paged"
 """The name under which transformers knows `attend`; give it to the text config alone, the towers keep sdpa."""
 
@@ -46,7 +48,7 @@ class PagedCache:
         """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers."""
         shape = (num_blocks, block_size, num_kv_heads)
         keys, values = (
-            tuple(torch.zeros((*shape, width), dtype=dtype, device=device) for _ in range(num_layers))
+            tuple(zeros((*shape, width), dtype, device) for _ in range(num_layers))
             for width in (head_dim, value_head_dim)
         )
         return cls(keys, values, block_size)

@@ -1,0 +1,245 @@
+"""How much of a device's memory is left for the KV cache: the model runs its worst case before that is allocated.
+
+Trials grow by four, up to the worst case or until the next one would take too long; what more tokens or features would
+take is reckoned from the line through the first trial and the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mindie_mm.config import EngineConfig, MiB
+from mindie_mm.device import Device
+from mindie_mm.errors import DeviceError, MindieMMError
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
+
+_log = logging.getLogger(__name__)
+
+Data = bytes | NDArray[Any]
+_PARTS = (1024, 256, 64, 16, 4, 1)
+"""One part in so many of the worst case is tried, one after another."""
+_ADVICE = (
+    "Raise memory_share, lower max_num_batched_tokens, max_tower_tokens, max_tower_bytes, encoder_cache_bytes or "
+    "max_model_len, or set kv_cache_bytes"
+)
+
+
+def context_length(spec: ModelSpec, config: EngineConfig) -> int:
+    """Most tokens of one sequence."""
+    return min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+
+
+def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
+    """Blocks of the KV cache that all sequences at full length hold: more are never used."""
+    return config.max_num_seqs * -(-context_length(spec, config) // config.kv_block_size)
+
+
+def kv_cache_bytes(
+    model: Model, processor: Processor, kinds: tuple[Kind, ...], device: Device, config: EngineConfig
+) -> int:
+    """Bytes for the KV cache of the loaded `model`: the configured ones, else what is left of the share of memory.
+
+    DeviceError where nothing is left, the configured ones do not fit, or the worst case does not run.
+    """
+    spec = model.spec
+    block_bytes = config.kv_block_size * spec.kv_token_bytes
+    useful = useful_blocks(spec, config) * block_bytes
+    worst = _WorstCase(model, processor, device, config)
+    taken = worst.num_bytes(kinds)
+    free = device.free_bytes()
+    share = config.memory_share or device.memory_share
+    says = (
+        f"{_mib(free)} of {spec.device} are free beside the weights; the worst case takes {_mib(taken)}, the encoder "
+        f"cache {_mib(config.encoder_cache_bytes)}"
+    )
+    if config.kv_cache_bytes is not None:
+        asked = min(config.kv_cache_bytes, useful)
+        if asked + taken + config.encoder_cache_bytes > free:
+            raise DeviceError(f"kv_cache_bytes of {_mib(asked)} does not fit: {says}. Lower it, or one of the others")
+        return asked
+    left = int(free * share) - taken - config.encoder_cache_bytes
+    # Of one layer, a decode step gathers what the sequences hold, padded to twice as much at most.
+    left -= 2 * left // (spec.num_layers + 2)
+    if left < block_bytes:
+        raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {_ADVICE}")
+    _log.info(
+        "%s; of a share of %g %s are left, the KV cache takes %s", says, share, _mib(left), _mib(min(left, useful))
+    )
+    return min(left, useful)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Work of one size."""
+
+    size: int
+    """Tokens or features."""
+    prepare: Callable[[], Callable[[], object]]
+    """Returns the work; what it allocates itself is not measured."""
+
+
+class _WorstCase:
+    """The largest step that requests can ask for."""
+
+    def __init__(self, model: Model, processor: Processor, device: Device, config: EngineConfig) -> None:
+        self._model = model
+        self._processor = processor
+        self._device = device
+        self._config = config
+        self._max_model_len = context_length(model.spec, config)
+
+    def num_bytes(self, kinds: tuple[Kind, ...]) -> int:
+        """Bytes that it takes beside the weights and the caches; 0 where nothing may be tried."""
+        seconds = self._device.measure_s if self._config.measure_s is None else self._config.measure_s
+        if not seconds:
+            return 0
+        seconds /= 1 + len(kinds)
+        decoder = self._decoder_bytes(seconds)
+        # Both together: a step's features are there while the decoder runs.
+        return decoder + max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
+
+    def _decoder_bytes(self, seconds: float) -> int:
+        most = min(self._config.max_num_batched_tokens, self._max_model_len)
+        sizes = [-(-most // part) for part in _PARTS]
+        return self._measure(
+            "a prefill", "tokens", (_Trial(n, partial(self._prefill, n)) for n in sizes), most, seconds
+        )
+
+    def _prefill(self, num_tokens: int) -> Callable[[], object]:
+        """The last tokens of the longest sequence, all of them media."""
+        model, spec = self._model, self._model.spec
+        start, stop = self._max_model_len - num_tokens, self._max_model_len
+        num_blocks = -(-stop // self._config.kv_block_size)
+        # All layers have one layer's pages: what they hold does not matter, and more may not be there.
+        layer = PagedCache.allocate(
+            num_layers=1,
+            num_blocks=num_blocks,
+            block_size=self._config.kv_block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_head_dim=spec.value_head_dim or spec.head_dim,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
+        features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
+        return lambda: model.forward(
+            torch.zeros(num_tokens, dtype=torch.int64, device=spec.device),
+            model.positions(stop, ()).of(start, stop).to(spec.device),
+            [Splice(np.arange(num_tokens), features)],
+            PagedBatch.build([Chunk(start, stop, range(num_blocks))], cache, spec.device),
+            torch.arange(min(num_tokens, self._config.max_num_seqs), device=spec.device),
+        )
+
+    def _tower_bytes(self, kind: Kind, seconds: float) -> int:
+        worst = self._largest(kind)
+        if worst is None:
+            return 0
+        plan, config = self._plan(kind, worst), self._config
+        features = plan.num_features
+        item_bytes = sum(spec.nbytes for spec in plan.specs.values()) + features * self._model.spec.feature_bytes
+        in_view = config.max_num_seqs * self._max_model_len
+        copies = max(1, min(min(config.max_tower_tokens, in_view) // features, config.max_tower_bytes // item_bytes))
+        trials = self._tower_trials(kind, worst, copies * features)
+        return self._measure(f"the tower on {kind}s", "features", trials, copies * features, seconds)
+
+    def _tower_trials(self, kind: Kind, worst: Data, most: int) -> Iterator[_Trial]:
+        """Fewer of the worst item, and below one of it, a shorter one, where the family takes any."""
+        whole = self._plan(kind, worst)
+        for part in _PARTS:
+            plan, number = whole, max(1, most // part // whole.num_features)
+            if most // part < whole.num_features:
+                plan = self._try_plan(kind, _cut(worst, most // part, whole.num_features)) or whole
+            yield _Trial(number * plan.num_features, partial(self._encode, kind, plan, number))
+
+    def _encode(self, kind: Kind, plan: Plan, number: int) -> Callable[[], object]:
+        arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
+        plan.write(arrays)
+        shape = MediaShape(kind, self._processor.placeholder(kind).token, plan.num_features, plan.grid)
+        # A tower looks arrays up by name and asks nothing else of a view.
+        item = MediaItem(np.arange(plan.num_features), cast("ItemView", arrays), shape)
+        return torch.inference_mode()(lambda: self._model.tower([item] * number))
+
+    def _largest(self, kind: Kind) -> Data | None:
+        """The family's worst case, cut to what the longest prompt holds; None where that holds no item."""
+        worst = self._processor.worst_case(kind)
+        plan = self._plan(kind, worst)
+        while plan.num_features > self._max_model_len:
+            shorter = _cut(worst, self._max_model_len, plan.num_features)
+            cut = self._try_plan(kind, shorter)
+            if cut is None or len(shorter) == len(worst):
+                return None
+            worst, plan = shorter, cut
+        return worst
+
+    def _plan(self, kind: Kind, data: Data) -> Plan:
+        return self._processor.plan(Media(kind, data), data, {kind: 1})
+
+    def _try_plan(self, kind: Kind, data: Data) -> Plan | None:
+        try:
+            return self._plan(kind, data)
+        except MindieMMError:  # the family takes none that short
+            return None
+
+    def _measure(self, what: str, unit: str, trials: Iterator[_Trial], most: int, seconds: float) -> int:
+        """Bytes that work of size `most` takes, by trials in ascending order and in about so many seconds."""
+        deadline = time.monotonic() + seconds
+        tried: list[tuple[int, int]] = []
+        took = 0.0
+        for trial in trials:
+            if not tried:
+                self._peak_bytes(trial, what, unit)  # what only the first run takes stays taken, and is no peak
+            elif trial.size <= tried[-1][0]:
+                continue
+            elif _reckon(tried, trial.size) > self._device.free_bytes() or (
+                # Two are tried in any case: one alone would not tell what grows from what does not.
+                len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
+            ):
+                break
+            start = time.monotonic()
+            tried.append((trial.size, self._peak_bytes(trial, what, unit)))
+            took = time.monotonic() - start
+        reckoned = _reckon(tried, most)
+        says = "%s of %d %s: %.2f s and %s; reckoned for %d: %s"
+        _log.info(says, what, tried[-1][0], unit, took, _mib(tried[-1][1]), most, _mib(reckoned))
+        return reckoned
+
+    def _peak_bytes(self, trial: _Trial, what: str, unit: str) -> int:
+        try:
+            return self._device.peak_bytes(trial.prepare())
+        except MindieMMError:
+            raise
+        except Exception as error:
+            raise DeviceError(
+                f"{what} of {trial.size} {unit}, which requests may ask for, fails on {self._model.spec.device}: "
+                f"{error}. Lower max_model_len, max_num_batched_tokens, max_tower_tokens or max_tower_bytes, or set "
+                "measure_s to 0 to start without the trial"
+            ) from error
+
+
+def _cut(data: Data, wanted: int, num_features: int) -> Data:
+    """The first rows, frames or samples of an item, in proportion to the features that are wanted."""
+    return data if isinstance(data, bytes) else data[: max(1, len(data) * wanted // num_features)]
+
+
+def _reckon(tried: list[tuple[int, int]], size: int) -> int:
+    """Bytes of work of `size` on the line through the first and the last (size, bytes), or in proportion to the one."""
+    (first, low), (last, high) = (0, 0) if len(tried) == 1 else tried[0], tried[-1]
+    return high + max(0, (high - low) * (size - last) // (last - first))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MiB:.0f} MiB"
