@@ -1,4 +1,4 @@
-"""The model's half of a family: ids with words in, logits out."""
+"""The model's half of a family: ids with words in, logits out. `seq2seq.py` has that of an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -82,18 +82,12 @@ class Positions:
         return torch.cat([known, torch.cat([later, held])], dim=1)
 
 
-class Model(ABC):
-    """A loaded model. A family says how its media are described, placed and encoded, and runs its layers."""
+class MediaModel(ABC):
+    """The part of a loaded model that reads media: from words to features."""
 
     spec: ModelSpec
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
     """The slots of each kind on MindIE's wire; none, and ids of that wire are refused."""
-    splice_adds: ClassVar[bool] = False
-    """Whether features are added to the placeholder's embedding rather than put in its place."""
-    prefix_sees_later_media: ClassVar[bool] = False
-    """Whether the hidden states of a prompt's tokens depend on media behind them."""
-    prefix_sees_length: ClassVar[bool] = False
-    """Whether they depend on the prompt's length."""
 
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -105,6 +99,55 @@ class Model(ABC):
     def describe_segments(self, view: SegmentsView) -> MediaShape:
         """What the arrays of an item on MindIE's wire are; CorruptReference if they are none of the family's."""
         raise CorruptReference(f"the segments hold {', '.join(view)}, none of this model's")
+
+    def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
+        """The media items that the words in ids, int64 [T], name; errors as `read_media`."""
+        return read_media(ids, self.describe, self.mindie_layouts.values())
+
+    def describe(self, view: ItemView) -> MediaShape:
+        """What the arrays of an item are; CorruptReference if they do not say."""
+        return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        """The features of each item; StaleReference if a block was freed or reused while it was read."""
+        try:
+            features = self._features(items)
+            faults.point("mid-tower")
+        finally:
+            # Also where the tower failed: bytes of another content may be why.
+            for item in items:
+                item.view.verify()
+        return features
+
+    def _features(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        """From the tower, or where they were handed in instead of media, as they are."""
+        through_tower = [item for item in items if EMBEDDINGS not in item.view]
+        encoded = iter(self.tower(through_tower) if through_tower else ())
+        features = [next(encoded) if EMBEDDINGS not in item.view else self._given(item) for item in items]
+        for item, rows in zip(items, features, strict=True):
+            if len(rows) != item.shape.num_features:
+                raise FeatureCountMismatch(
+                    f"the {item.shape.kind} has {item.shape.num_features} slots, its features are {len(rows)}"
+                )
+        return features
+
+    def _given(self, item: MediaItem) -> Tensor:
+        width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
+        if width != expected:
+            raise CorruptReference(f"the {item.shape.kind}'s embeddings are {width} wide, the model's {expected}")
+        return torch.tensor(item.view[EMBEDDINGS], device=self.spec.device, dtype=self.spec.dtype)
+
+
+class Model(MediaModel):
+    """A loaded decoder. A family says how its media are described, placed and encoded, and runs its layers."""
+
+    splice_adds: ClassVar[bool] = False
+    """Whether features are added to the placeholder's embedding rather than put in its place."""
+    prefix_sees_later_media: ClassVar[bool] = False
+    """Whether the hidden states of a prompt's tokens depend on media behind them."""
+    prefix_sees_length: ClassVar[bool] = False
+    """Whether they depend on the prompt's length."""
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
@@ -146,44 +189,6 @@ class Model(ABC):
         hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.splice_adds)
         hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
         return self.head(hidden if rows is None else hidden.index_select(0, rows))
-
-    def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
-        """The media items that the words in ids, int64 [T], name; errors as `read_media`."""
-        return read_media(ids, self.describe, self.mindie_layouts.values())
-
-    def describe(self, view: ItemView) -> MediaShape:
-        """What the arrays of an item are; CorruptReference if they do not say."""
-        return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
-
-    @torch.inference_mode()
-    def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """The features of each item; StaleReference if a block was freed or reused while it was read."""
-        try:
-            features = self._features(items)
-            faults.point("mid-tower")
-        finally:
-            # Also where the tower failed: bytes of another content may be why.
-            for item in items:
-                item.view.verify()
-        return features
-
-    def _features(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """From the tower, or where they were handed in instead of media, as they are."""
-        through_tower = [item for item in items if EMBEDDINGS not in item.view]
-        encoded = iter(self.tower(through_tower) if through_tower else ())
-        features = [next(encoded) if EMBEDDINGS not in item.view else self._given(item) for item in items]
-        for item, rows in zip(items, features, strict=True):
-            if len(rows) != item.shape.num_features:
-                raise FeatureCountMismatch(
-                    f"the {item.shape.kind} has {item.shape.num_features} slots, its features are {len(rows)}"
-                )
-        return features
-
-    def _given(self, item: MediaItem) -> Tensor:
-        width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
-        if width != expected:
-            raise CorruptReference(f"the {item.shape.kind}'s embeddings are {width} wide, the model's {expected}")
-        return torch.tensor(item.view[EMBEDDINGS], device=self.spec.device, dtype=self.spec.dtype)
 
     def _extra(self, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
         if not self.spec.extra_width or not splices:

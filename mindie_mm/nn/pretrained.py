@@ -78,11 +78,28 @@ def load_pretrained(
 
     In inference mode, and with the sizes of its text model. `unused` are patterns (fnmatch) of weights that the
     checkpoint may have beside the model's own.
-    UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
-    quantised and a package or a device for that is missing.
+    UnsupportedCheckpoint as `load_module`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    module = load_module(cls, checkpoint, device, dtype, unused=unused)
+    AttentionInterface.register(attention.NAME, attention.attend)
+    AttentionMaskInterface.register(attention.NAME, _no_mask)
+    # A plain name would switch the towers as well; those that are not named keep sdpa.
+    parts = dict.fromkeys(module.config.sub_configs, "sdpa")
+    parts["text_config" if "text_config" in parts else ""] = attention.NAME
+    module.set_attn_implementation(parts)
+    return module, _spec(checkpoint, module.config.get_text_config(), device, dtype)
+
+
+def load_module(
+    cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
+) -> Any:
+    """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, in inference mode, as it comes.
+
+    UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
+    quantised and a package or a device for that is missing.
+    """
     quantized = check_quantization(checkpoint, device)
     # Quantised layers are made on their device; others are moved there as they are.
     placed = {"device_map": {"": device.torch_device}} if quantized else {}
@@ -108,16 +125,10 @@ def load_pretrained(
         )
     # transformers would draw missing ones at random, and the answers would look like a bad model's
     check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
-    AttentionInterface.register(attention.NAME, attention.attend)
-    AttentionMaskInterface.register(attention.NAME, _no_mask)
-    # A plain name would switch the towers as well; those that are not named keep sdpa.
-    parts = dict.fromkeys(module.config.sub_configs, "sdpa")
-    parts["text_config" if "text_config" in parts else ""] = attention.NAME
-    module.set_attn_implementation(parts)
     module.requires_grad_(False).eval()
     if not quantized:
         module.to(device.torch_device)
-    return module, _spec(checkpoint, config.get_text_config(), device, dtype)
+    return module
 
 
 def check_weights(

@@ -70,7 +70,7 @@ def calls(engine, prompts):
 
     made = object.__new__(Counted)
     made.__dict__ = model.__dict__
-    engine._model = engine._runner._model = made
+    engine._model = engine._towers._model = made
     outputs, errors = run(engine, prompts, max_tokens=2, ignore_eos=True)
     assert not errors
     return sizes, outputs

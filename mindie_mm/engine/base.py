@@ -1,0 +1,196 @@
+"""What engines have in common: requests in, progress out. One thread, no I/O: the process around it moves messages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mindie_mm import faults
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
+from mindie_mm.engine.sampler import sample, token_logprobs
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.scheduler import Scheduled
+from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.tower_budget import TowerLimits
+from mindie_mm.engine.towers import Towers
+from mindie_mm.errors import DeviceError, MindieMMError, TokenOutOfRange, WorldError, error_name
+from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.splice import MediaItem
+
+_log = logging.getLogger(__name__)
+
+Draw = tuple[int, list[TokenLogprob] | None]
+"""A token, and its log-probabilities where they are asked for."""
+
+
+class Queue(Protocol):
+    """Who decides which sequences a step computes."""
+
+    waiting: deque[Sequence]
+    running: list[Sequence]
+
+    def has_work(self) -> bool: ...
+
+    def add(self, sequence: Sequence) -> None: ...
+
+    def remove(self, sequence: Sequence) -> None: ...
+
+    def schedule(self) -> list[Scheduled]: ...
+
+
+class BaseEngine(ABC):
+    """Requests in, progress out. A request that fails, fails alone."""
+
+    _scheduler: Queue
+
+    def __init__(self, model: MediaModel, config: EngineConfig) -> None:
+        self._spec = model.spec
+        self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
+        self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
+        self._towers = Towers(model, self._encoder_cache, self._tower_limits)
+        self._sequences: dict[str, Sequence] = {}
+
+    @property
+    @abstractmethod
+    def ready(self) -> Ready:
+        """What the clients must know."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Gauges of this moment."""
+
+    @abstractmethod
+    def _sequence(self, message: Add) -> Sequence:
+        """What becomes of a request; whatever is wrong with it is raised."""
+
+    @abstractmethod
+    def _run(self, step: Rows[Scheduled], progress: list[Progress]) -> None:
+        """Computes a step, and adds its news to `progress`, so that none is lost should a later part fail."""
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def add(self, message: Add) -> Progress | None:
+        """Queues a request; what is wrong with it comes back at once."""
+        try:
+            sequence = self._sequence(message)
+        except MindieMMError as error:
+            return _failure(message.request_id, error)
+        except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
+            _log.exception("request %s", message.request_id)
+            return _failure(message.request_id, WorldError(f"the request failed: {type(error).__name__}"))
+        self._encoder_cache.count(list(sequence.items))
+        self._sequences[message.request_id] = sequence
+        self._scheduler.add(sequence)
+        return None
+
+    def abort(self, message: Abort) -> None:
+        """Forgets a request, if it is still here."""
+        if sequence := self._sequences.get(message.request_id):
+            self._forget(sequence)
+
+    def step(self) -> Stepped:
+        """Computes one step. What no request is to blame for fails the requests of the step, and no other."""
+        step = self._scheduler.schedule()
+        faults.point("scheduled")
+        progress: list[Progress] = []
+        try:
+            self._run(step, progress)
+        except Exception as error:  # noqa: BLE001 - whatever a device or a kernel raises must not end the other requests
+            _log.exception("a step of %d requests failed", len(step))
+            failure = DeviceError(f"the step failed: {type(error).__name__}")
+            progress += [self._fail(s.sequence, failure) for s in step if s.sequence.request_id in self._sequences]
+        return Stepped(progress, self.stats)
+
+    def _read(self, model: MediaModel, ids: NDArray[np.int64]) -> list[MediaItem]:
+        """The media of a prompt's ids, once these are known to the model."""
+        known = self._spec.embedding_size or self._spec.vocab_size
+        if (top := int(ids.max())) >= known:
+            raise TokenOutOfRange(f"token id {top} is not in [0, {known})")
+        items = model.read(ids)
+        faults.point("attached")
+        return items
+
+    def _draw(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
+        """The next token of each sequence, from logits float32 [sequences, vocabulary], which are changed in place."""
+        # Sampling biases the logits in place; log-probabilities are of the model's own.
+        raw = {i: logits[i : i + 1].clone() for i, s in enumerate(sequences) if s.params.logprobs is not None}
+        for row, sequence in zip(logits, sequences, strict=True):
+            self._constrain(row, sequence)
+        tokens = sample(logits, sequences, self._spec.eos_token_ids)
+        logprobs = {i: token_logprobs(row, [tokens[i]], sequences[i].params.logprobs or 0) for i, row in raw.items()}
+        return [(token, logprobs.get(i)) for i, token in enumerate(tokens)]
+
+    def _constrain(self, row: Tensor, sequence: Sequence) -> None:
+        """Changes the logits float32 [vocabulary] of a sequence's next token, whatever its request asks for."""
+
+    def _advance(self, sequence: Sequence, draw: Draw) -> Progress:
+        """Appends a token to a sequence and tells; a finished one is forgotten."""
+        token, logprobs = draw
+        first = sequence.num_output == 0
+        if first:
+            sequence.first_token_s = time.monotonic()
+        sequence.token_ids.append(token)
+        faults.point("first-token" if first else "mid-decode")
+        reason, stop_token_id = self._finished(sequence, token)
+        if reason is not None:
+            self._forget(sequence)
+        return Progress(
+            request_id=sequence.request_id,
+            token_ids=[token],
+            logprobs=logprobs,
+            cached_tokens=sequence.num_cached if first else None,
+            prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            timings=sequence.timings() if reason is not None else None,
+        )
+
+    def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+        params = sequence.params
+        if sequence.num_output >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return "stop", token
+            if token in self._spec.eos_token_ids and not params.ignore_eos:
+                return "stop", None
+        return ("length" if sequence.num_output >= sequence.max_tokens else None), None
+
+    def _fail(self, sequence: Sequence, error: MindieMMError) -> Progress:
+        self._forget(sequence)
+        return _failure(sequence.request_id, error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        faults.point("forgetting")
+        del self._sequences[sequence.request_id]
+        self._scheduler.remove(sequence)
+        for item in sequence.items:
+            if item.digest is None:
+                self._encoder_cache.drop(item)
+
+
+def generator_of(params: SamplingParams) -> torch.Generator | None:
+    """What draws a request's tokens; None where it is greedy."""
+    if params.greedy:
+        return None
+    generator = torch.Generator()
+    if params.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(params.seed)
+    return generator
+
+
+def _failure(request_id: str, error: MindieMMError) -> Progress:
+    return Progress(request_id=request_id, error=(error_name(error), str(error)))
