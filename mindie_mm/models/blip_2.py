@@ -23,7 +23,7 @@ from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_t
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
@@ -109,7 +109,7 @@ class Blip2Model(PretrainedModel):
         self._normalization = normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         features: list[Tensor] = self.module.get_image_features(pixels).pooler_output
         return list(features)
 

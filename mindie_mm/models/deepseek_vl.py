@@ -22,7 +22,7 @@ from mindie_mm.media.preprocess import Size, background_of, check_settings, chec
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
@@ -120,7 +120,7 @@ class DeepseekVLModel(PretrainedModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = {
-            name: torch.cat([self.normalized(item, name) for item in items]).to(self.spec.dtype)
+            name: joined([self.normalized(item, name) for item in items]).to(self.spec.dtype)
             for name in self._normalizations
         }
         features: Tensor = self.module.model.get_image_features(**pixels, return_dict=True).pooler_output

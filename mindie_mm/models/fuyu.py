@@ -24,6 +24,7 @@ from mindie_mm.media.patches import patchify
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
@@ -150,7 +151,7 @@ class FuyuModel(PretrainedModel):
         )
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        patches = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        patches = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         features: Tensor = self.module.model.vision_embed_tokens(patches)
         return list(features.split([item.shape.num_features for item in items]))
 

@@ -24,7 +24,7 @@ from mindie_mm.media.tiles import cut
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import HALF, Normalization
+from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
@@ -206,7 +206,7 @@ class Idefics3Model(PretrainedModel):
         self.normalizations = normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         # Not by get_image_features: that leaves out tiles whose values are all zero.
         hidden = self.module.model.vision_model(pixel_values=pixels).last_hidden_state
         features: Tensor = self.module.model.connector(hidden)

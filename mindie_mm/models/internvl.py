@@ -25,7 +25,7 @@ from mindie_mm.media.video import open_video
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
@@ -196,7 +196,7 @@ class InternVLModel(PretrainedModel):
         self._normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         features: Tensor = self.module.model.get_image_features(pixels).pooler_output
         return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
 

@@ -29,7 +29,7 @@ from mindie_mm.media.preprocess import (
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
@@ -152,7 +152,7 @@ class LlavaModel(PretrainedModel):
 
     def pixels(self, items: Sequence[MediaItem]) -> Tensor:
         """[tiles of all items, 3, height, width], as the tower takes them."""
-        return torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        return joined([self.normalized(item) for item in items]).to(self.spec.dtype)
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles, 3, height, width], on the device."""

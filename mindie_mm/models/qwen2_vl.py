@@ -27,7 +27,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, 
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
-from mindie_mm.nn.pixels import normalize_patches, normalize_planes, repeat_frames
+from mindie_mm.nn.pixels import joined, normalize_patches, normalize_planes, repeat_frames
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.shm import ArraySpec
@@ -379,7 +379,7 @@ class Qwen2VLModel(PretrainedModel):
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
         """The vision tower's output, whose `pooler_output` are the features of all items, one behind another."""
         device, dtype = self.spec.device, self.spec.dtype
-        patches = torch.cat([self.normalized(item) for item in items])
+        patches = joined([self.normalized(item) for item in items])
         grids = torch.tensor([item.shape.grid[:3] for item in items], device=device)
         return self.module.model.visual(patches.to(dtype), grid_thw=grids)
 

@@ -42,6 +42,11 @@ def repeat_frames(patches: torch.Tensor, temporal_patch_size: int, channels: int
     return planes.expand(-1, -1, temporal_patch_size, -1).reshape(len(patches), -1)
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, ...] of each item -> those of all, one behind another; one item's are not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 @dataclass(frozen=True, slots=True)
 class Normalization:
     """How a checkpoint has its pictures rescaled and normalised."""
