@@ -1,4 +1,4 @@
-"""`make demo`: the service, asked about real pictures over HTTP, answers through shared memory.
+"""`make demo`: the service, asked about real pictures, videos and sounds over HTTP, answers through shared memory.
 
 Exits 0 only if every answer is right and nothing is left in /dev/shm.
 """
@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import av
 import numpy as np
+import soundfile
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,8 @@ from rich.table import Table
 from tools.questions import CHAT_ANSWERS
 from tools.scenes import Scene, Thing, draw
 from tools.serving import RunningService, running_service
+from tools.sounds import Kind, Sound, make
+from tools.speech import HELD_OUT_VOICES, RATE, recorded
 
 SHM = Path("/dev/shm")  # noqa: S108 - the place itself is what is looked at
 WHAT = "What is in the image?"
@@ -77,14 +80,19 @@ class Question:
 
 
 def make_questions(folder: Path) -> list[Question]:
-    """The demo's requests; draws their pictures into `folder`."""
+    """The demo's requests; makes their pictures, video and sounds in `folder`."""
     red_square = picture("red", (220, 40, 40), "square", x=0.35)
-    blue_circle = picture("blue", (40, 80, 220), "circle", x=0.62)
+    blue_circle = picture("blue", (40, 80, 220), "circle", x=0.56)
     green_star = picture("green", (40, 160, 60), "star", x=0.5)
     path = folder / "blue_circle.png"
     blue_circle.save(path)
     video = folder / "video.mp4"
     write_video(video, [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
+    tone, beeps, seven = folder / "tone.wav", folder / "beeps.ogg", recorded("seven", HELD_OUT_VOICES[0])
+    write_sound(tone, "tone", hertz=2600.0, spans=[(0.1, 0.8)], seconds=1.0)
+    write_sound(beeps, "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
+    spoken = folder / "seven.flac"
+    spoken.write_bytes(seven.read_bytes())
     raw = base64.b64encode(encode(green_star, "JPEG")).decode()
     red_url = data_url(red_square)
     return [
@@ -99,12 +107,30 @@ def make_questions(folder: Path) -> list[Question]:
             "red and green, so no",
         ),
         chat("a video", "Which way does the shape move?", [video_part(video)], "right"),
+        chat("a tone, as a WAV file", "Is the tone high, middle or low?", [audio(tone)], "high"),
+        chat("beeps, as an Ogg file", "How many beeps do you hear?", [audio(beeps)], "3"),
+        chat(
+            "a spoken digit, as FLAC in base64",
+            "Which digit is spoken?",
+            [input_audio(seven)],
+            "seven",
+        ),
         chat("plain text", "Hello!", [], CHAT_ANSWERS["hello"]),
         infer("MindIE's /infer with a file", [{"image": str(path)}, {"text": WHAT}], "blue circle"),
         infer(
             "MindIE's /infer with base64",
             [{"type": "image_url", "image_url": raw}, {"type": "text", "text": "Which shape is it?"}],
             "star",
+        ),
+        infer(
+            "a picture, a video, a sound and text in one List[Dict]",
+            [
+                {"image": str(path)},
+                {"video": str(video)},
+                {"audio": str(spoken)},
+                {"text": "What do you see and hear?"},
+            ],
+            "blue circle, right, seven",
         ),
     ]
 
@@ -124,6 +150,12 @@ def data_url(drawn: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(encode(drawn, 'PNG')).decode()}"
 
 
+def write_sound(path: Path, kind: Kind, hertz: float, spans: list[tuple[float, float]], seconds: float) -> None:
+    """Writes a tone or beeps at 16 kHz, as the file's ending tells."""
+    samples, _ = make(Sound(kind, "", seconds, tuple(spans), hertz, "sine", level=0.5, noise=0.0, noise_seed=0))
+    soundfile.write(path, samples, RATE)
+
+
 def write_video(path: Path, frames: list[Image.Image]) -> None:
     """Writes `frames` as two seconds and a quarter of H.264, 4 frames a second."""
     with av.open(str(path), "w") as container:
@@ -137,6 +169,15 @@ def write_video(path: Path, frames: list[Image.Image]) -> None:
 
 def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def audio(path: Path) -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": f"file://{path}"}}
+
+
+def input_audio(path: Path) -> dict[str, Any]:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": path.suffix[1:]}}
 
 
 def video_part(path: Path) -> dict[str, Any]:

@@ -271,4 +271,134 @@ QUESTIONS: dict[str, Phrasings] = {
             Does the {t} move left, right, up or down?
             """),
     ),
+    "hear": Phrasings(
+        lines("""
+            What do you hear?
+            What can you hear?
+            What is it that you hear?
+            What is in the {n}?
+            What is in this {n}?
+            What is to be heard in the {n}?
+            What do you hear in the {n}?
+            What can you hear in this {n}?
+            Describe the {n}.
+            Describe what you hear.
+            Tell me what you hear.
+            Tell me what is in the {n}.
+            Please describe the {n}.
+            """),
+        lines("""
+            What can you hear in the {n}?
+            What do you hear in this {n}?
+            Please describe what you hear.
+            Describe this {n}.
+            Tell me what you hear in the {n}.
+            """),
+    ),
+    "tone": Phrasings(
+        lines("""
+            Is the tone high, middle or low?
+            Is it high, middle or low?
+            Is this tone high, middle or low?
+            Is the tone low, middle or high?
+            How high is the tone?
+            How high is this tone?
+            How high is it?
+            What tone do you hear?
+            Which tone is it?
+            Which tone is this?
+            What kind of tone is it?
+            What kind of tone is in the {n}?
+            Which tone is in the {n}?
+            Tell me how high the tone is.
+            Name the tone.
+            """),
+        lines("""
+            Which tone do you hear?
+            What kind of tone is this?
+            How high is the tone in the {n}?
+            What kind of tone do you hear?
+            Is the tone in the {n} high, middle or low?
+            """),
+    ),
+    "beeps": Phrasings(
+        lines("""
+            How many beeps are there?
+            How many beeps do you hear?
+            How many beeps can you hear?
+            How many beeps are in the {n}?
+            How many beeps are in this {n}?
+            How many beeps were there?
+            How many tones do you hear?
+            How often does it beep?
+            How many times does it beep?
+            Count the beeps.
+            Count the beeps in the {n}.
+            Can you count the beeps?
+            What is the number of beeps?
+            Tell me the number of beeps.
+            Tell me how many beeps there are.
+            """),
+        lines("""
+            How many beeps do you hear in the {n}?
+            How many beeps are there in this {n}?
+            Count the beeps in this {n}.
+            Tell me how many beeps you hear.
+            Can you count the beeps in the {n}?
+            """),
+    ),
+    "digit": Phrasings(
+        lines("""
+            Which digit is it?
+            Which digit is spoken?
+            Which digit do you hear?
+            Which digit is said?
+            Which digit is this?
+            What digit is it?
+            What digit do you hear?
+            What digit is spoken in the {n}?
+            Which number is spoken?
+            Which number do you hear?
+            Which number is it?
+            What number is said?
+            What number do you hear?
+            What is said?
+            What is spoken?
+            What is being said in the {n}?
+            What do they say?
+            Write down what is said.
+            Name the digit.
+            Tell me the digit.
+            Tell me the number.
+            """),
+        lines("""
+            What digit is spoken?
+            Which digit is said in the {n}?
+            What number is spoken in the {n}?
+            What is said in the {n}?
+            Tell me which digit you hear.
+            Name the number.
+            """),
+    ),
+    "all": Phrasings(
+        lines("""
+            What do you see and hear?
+            What can you see and hear?
+            Describe what you see and hear.
+            Tell me what you see and hear.
+            Describe all of it.
+            Describe everything.
+            What is all this?
+            What is in all of them?
+            Tell me all that you see and hear.
+            Name all that you see and hear.
+            What is there to see and to hear?
+            """),
+        lines("""
+            Describe all that you see and hear.
+            Please tell me what you see and hear.
+            Describe everything that you see and hear.
+            Tell me everything that you see and hear.
+            """),
+    ),
 }

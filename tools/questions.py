@@ -10,6 +10,7 @@ from tools.small_talk import CHAT, CHAT_ANSWERS
 
 NOUNS = ("image", "picture", "photo")
 CLIPS = ("video", "clip")
+RECORDINGS = ("audio", "recording", "sound")
 
 
 def plural(noun: str) -> str:

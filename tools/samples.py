@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from PIL import Image
 
-from tools.questions import CLIPS, NOUNS, ask, chat
+from tools.questions import CLIPS, NOUNS, RECORDINGS, ask, chat
 from tools.scenes import (
     COLOURS,
     DIRECTIONS,
@@ -25,8 +26,11 @@ from tools.scenes import (
     several,
     single,
 )
+from tools.sounds import SOUNDS, Sound
 
-TASKS = ("name", "where", "count", "compare", "motion", "chat")
+TASKS = ("name", "where", "count", "compare", "motion", "chat", "tone", "beeps", "digit", "mixed")
+HEARING = ("tone", "beeps", "digit")
+MEDIA = ("image", "video", "audio")
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are helpful.", "Answer briefly.")
 
 Turn = tuple[str, str]
@@ -34,7 +38,7 @@ Turn = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation about pictures or a video."""
+    """A conversation about pictures, a video and a sound."""
 
     task: str
     images: tuple[Image.Image, ...]
@@ -45,7 +49,14 @@ class Sample:
     text_first: bool = False
     system: str | None = None
     scenes: tuple[Scene, ...] = ()
-    """What was drawn: a scene a picture, or a scene a frame."""
+    """What was drawn: a scene a picture, then a scene a frame."""
+    sounds: tuple[Sound, ...] = ()
+    """What is to be heard, not yet made."""
+    order: tuple[str, ...] = MEDIA
+    """The kinds of media as they stand in the prompt."""
+
+
+Maker = Callable[[random.Random, Split], Sample]
 
 
 def _called(thing: Thing) -> tuple[str, ...]:
@@ -134,6 +145,53 @@ def motion(rng: random.Random, split: Split) -> Sample:
     return Sample("motion", (), draw_all(scenes), tuple(turns), scenes=tuple(scenes))
 
 
+def _said(sound: Sound) -> str:
+    """What is said of a sound when nothing in particular is asked."""
+    return {"tone": f"{sound.answer} tone", "beeps": f"{sound.answer} beeps"}.get(sound.kind, sound.answer)
+
+
+def _hears(rng: random.Random, split: Split, sound: Sound) -> Turn:
+    if rng.random() < 0.25:
+        return ask(rng, split.name, "hear", nouns=RECORDINGS), _said(sound)
+    return ask(rng, split.name, sound.kind, nouns=RECORDINGS), sound.answer
+
+
+def hearing(kind: str) -> Maker:
+    """What is to be heard: a tone, how many beeps, which digit."""
+
+    def heard(rng: random.Random, split: Split) -> Sample:
+        sound = SOUNDS[kind](rng, split)
+        return Sample(kind, (), (), (_hears(rng, split, sound),), sounds=(sound,))
+
+    return heard
+
+
+def mixed(rng: random.Random, split: Split) -> Sample:
+    """A picture, a video or both, and a sound: all of them are asked for, or one."""
+    sound = SOUNDS[rng.choice(HEARING)](rng, split)
+    seen = rng.choice(("image", "image", "video", "both"))
+    picture = single(rng, split) if seen != "video" else None
+    direction = rng.choice(DIRECTIONS)
+    scenes = moving(rng, split, direction, rng.choice((4, 4, 6))) if seen != "image" else []
+    answers = [direction] * bool(scenes) + [_said(sound)]
+    kind = rng.choice(("all", "all", "sound", "picture", "video"))
+    if kind == "picture" and picture:
+        turn = _names(rng, split, picture.things[0], NOUNS)
+    elif kind == "video" and scenes:
+        turn = ask(rng, split.name, "motion", _called(scenes[0].things[0]), CLIPS), direction
+    elif kind == "sound":
+        turn = ask(rng, split.name, sound.kind, nouns=RECORDINGS), sound.answer
+    else:
+        if picture:
+            answers.insert(0, f"{picture.things[0].colour} {picture.things[0].shape}")
+        turn = ask(rng, split.name, "all"), ", ".join(answers)
+    order = MEDIA if split.name == "held_out" else tuple(rng.sample(MEDIA, 3))
+    shown = (picture,) if picture else ()
+    return Sample(
+        "mixed", draw_all(shown), draw_all(scenes), (turn,), scenes=(*shown, *scenes), sounds=(sound,), order=order
+    )
+
+
 def talk(rng: random.Random, split: Split) -> Sample:
     """A line of small talk with no picture."""
     return Sample("chat", (), (), (chat(rng, split.name),))
@@ -148,7 +206,9 @@ def drill(rng: random.Random, split: Split) -> Sample:
     return Sample("drill", (), (), ((question.format(one, other), _verdict(one, other)),))
 
 
-MAKERS = {
+MAKERS: dict[str, Maker] = {
+    **{kind: hearing(kind) for kind in HEARING},
+    "mixed": mixed,
     "drill": drill,
     "name": name,
     "where": where,

@@ -6,9 +6,9 @@ from tools.phrasings import Phrasings, lines
 
 CHAT_ANSWERS = {
     "hello": "Hello! Show me a picture of a shape and ask me about it.",
-    "who": "I am a tiny vision model. I was made to try out this server.",
-    "can": "I name colours and shapes, say where they are, count up to four, compare two pictures "
-    "and see which way a shape moves in a video.",
+    "who": "I am a tiny model that sees and hears. I was made to try out this server.",
+    "can": "I name colours and shapes, say where they are, count up to four, compare two pictures, "
+    "see which way a shape moves in a video, and hear tones, beeps and spoken digits.",
     "how": "I am fine, thank you.",
     "thanks": "You are welcome.",
     "bye": "Goodbye!",

@@ -11,19 +11,26 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from torch.nn.functional import interpolate
+from transformers import WhisperFeatureExtractor
 
 from tools.samples import Sample
+from tools.sounds import make
 from tools.tiny_layout import (
     CLIP_MEAN,
     CLIP_STD,
+    HOP,
     IMAGE_PIXELS,
+    MELS,
     MERGE,
     PATCH,
+    POSITIONS_PER_SECOND,
+    RATE,
     TEMPORAL,
     VIDEO_PIXELS,
 )
-from tools.tiny_truth import IGNORED, truth
+from tools.tiny_truth import IGNORED, heard, truth
 
+_EARS = WhisperFeatureExtractor(feature_size=MELS, sampling_rate=RATE, hop_length=HOP)
 _MEAN = torch.tensor(CLIP_MEAN).view(3, 1, 1) * 255
 _STD = torch.tensor(CLIP_STD).view(3, 1, 1) * 255
 
@@ -64,6 +71,59 @@ def normalise(raw: torch.Tensor) -> torch.Tensor:
     return ((apart - _MEAN.view(3, 1)) / _STD.view(3, 1)).view(len(raw), -1)
 
 
+def mels(samples: np.ndarray) -> torch.Tensor:
+    """A clip as log-mel features, float32 [64, frames]: as of the clip in a longer silence."""
+    frames = -(-len(samples) // HOP)
+    # Silence of half a window's length at the end is as good as the half minute that the server may see.
+    found = _EARS(samples, sampling_rate=RATE, max_length=(frames + 4) * HOP, padding="max_length", return_tensors="pt")
+    features: torch.Tensor = found["input_features"][0, :, :frames]
+    return features
+
+
+def audio_tokens(frames: int) -> int:
+    """Features that the audio tower makes of so many mel frames."""
+    return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A picture, a video or a sound as the model takes it."""
+
+    kind: str
+    array: torch.Tensor
+    """uint8 patches [t * h * w, 1176] or float32 mels [64, frames]."""
+    grid: tuple[int, int, int]
+    """Patches along time, height and width; of a sound (tokens, 1, 1)."""
+    truth: torch.Tensor
+    """What each of its tokens ought to know."""
+
+    @property
+    def tokens(self) -> int:
+        t, h, w = self.grid
+        return t if self.kind == "audio" else t * h * w // MERGE**2
+
+
+def media_of(sample: Sample) -> list[Medium]:
+    """The sample's media in the order in which they stand in the prompt."""
+    found: dict[str, list[Medium]] = {"image": [], "video": [], "audio": []}
+    stills = sample.scenes[: len(sample.images)]
+    for image, scene in zip(sample.images, stills, strict=True):
+        raw, grid = patches([image], IMAGE_PIXELS)
+        found["image"].append(Medium("image", raw, grid, truth((scene,), grid, MERGE)))
+    if sample.frames:
+        raw, grid = patches(sample.frames, VIDEO_PIXELS)
+        found["video"].append(Medium("video", raw, grid, truth(sample.scenes[len(stills) :], grid, MERGE)))
+    for sound in sample.sounds:
+        samples, spans = make(sound)
+        features = mels(samples)
+        tokens = audio_tokens(features.shape[1])
+        found["audio"].append(Medium("audio", features, (tokens, 1, 1), heard(sound, spans, tokens)))
+    return [medium for kind in sample.order for medium in found[kind]]
+
+
+TOKENS = {"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"}
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One sample as the model takes it."""
@@ -71,22 +131,18 @@ class Encoded:
     ids: list[int]
     labels: list[int]
     """The ids of the answers and of what ends them, `IGNORED` elsewhere."""
-    image_patches: list[torch.Tensor]
-    image_grids: list[tuple[int, int, int]]
-    video_patches: list[torch.Tensor]
-    video_grids: list[tuple[int, int, int]]
-    truths: list[torch.Tensor]
-    """What each visual token ought to know, one tensor a medium."""
+    positions: torch.Tensor
+    """int64 [3, T]"""
+    media: list[Medium]
 
 
-def encode(tokenizer: Tokenizer, sample: Sample, *, answered: bool = True) -> Encoded:
+def encode(tokenizer: Tokenizer, sample: Sample, *, answered: bool = True, second_per_grid: float = 1.0) -> Encoded:
     """The sample's prompt in the chat template's form; up to the first answer if not `answered`."""
-    images = [patches([image], IMAGE_PIXELS) for image in sample.images]
-    videos = [patches(sample.frames, VIDEO_PIXELS)] if sample.frames else []
-    media = ""
-    for pad, items in (("<|image_pad|>", images), ("<|video_pad|>", videos)):
-        for _, (t, h, w) in items:
-            media += f"<|vision_start|>{pad * (t * h * w // MERGE**2)}<|vision_end|>"
+    media = media_of(sample)
+    shown = ""
+    for medium in media:
+        sense = "audio" if medium.kind == "audio" else "vision"
+        shown += f"<|{sense}_bos|>{TOKENS[medium.kind] * medium.tokens}<|{sense}_eos|>"
     ids: list[int] = []
     labels: list[int] = []
 
@@ -98,20 +154,38 @@ def encode(tokenizer: Tokenizer, sample: Sample, *, answered: bool = True) -> En
     if sample.system is not None:
         add(f"<|im_start|>system\n{sample.system}<|im_end|>\n")
     for question, answer in sample.turns:
-        asked = question + media if sample.text_first else media + question
-        media = ""
+        asked = question + shown if sample.text_first else shown + question
+        shown = ""
         add(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
         if not answered:
             break
         add(f"{answer}<|im_end|>", learned=True)
         add("\n")
-    image_patches, image_grids = [p for p, _ in images], [g for _, g in images]
-    video_patches, video_grids = [p for p, _ in videos], [g for _, g in videos]
-    scenes = [(scene,) for scene in sample.scenes] if images else [sample.scenes]
-    truths = (
-        [truth(s, g, MERGE) for s, g in zip(scenes, image_grids + video_grids, strict=True)] if sample.scenes else []
-    )
-    return Encoded(ids, labels, image_patches, image_grids, video_patches, video_grids, truths)
+    return Encoded(ids, labels, positions(tokenizer, ids, media, second_per_grid), media)
+
+
+def positions(tokenizer: Tokenizer, ids: list[int], media: Sequence[Medium], second_per_grid: float) -> torch.Tensor:
+    """Qwen2.5-Omni's positions on the axes time, height and width: int64 [3, T]."""
+    pads = {tokenizer.token_to_id(token) for token in TOKENS.values()}
+    placed: list[torch.Tensor] = []
+    left, index, start = list(media), 0, 0
+    while index < len(ids):
+        if ids[index] not in pads:
+            placed.append(torch.full((3, 1), start))
+            index, start = index + 1, start + 1
+            continue
+        medium = left.pop(0)
+        t, h, w = medium.grid
+        if medium.kind == "audio":
+            here = torch.arange(t).expand(3, -1)
+        else:
+            pace = second_per_grid * POSITIONS_PER_SECOND
+            times = (torch.arange(t) * pace).long()
+            grid = torch.meshgrid(times, torch.arange(h // MERGE), torch.arange(w // MERGE), indexing="ij")
+            here = torch.stack(grid).view(3, -1)
+        placed.append(here + start)
+        index, start = index + medium.tokens, start + int(here.max()) + 1
+    return torch.cat(placed, dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +196,11 @@ class Batch:
     """int64 [B, T]"""
     labels: torch.Tensor
     """int64 [B, T]"""
+    positions: torch.Tensor
+    """int64 [3, B, T]"""
     tasks: list[str]
-    image_patches: torch.Tensor | None
-    """uint8 [N, 1176]"""
-    image_grids: torch.Tensor | None
-    """int64 [images, 3]"""
-    video_patches: torch.Tensor | None
-    video_grids: torch.Tensor | None
-    image_truths: torch.Tensor
-    """float32 [visual tokens, 6]"""
-    video_truths: torch.Tensor
+    media: list[Medium]
+    """In the order of the prompts and of the places in them."""
 
 
 def collate(items: Sequence[Encoded], tasks: Sequence[str], pad: int) -> Batch:
@@ -141,28 +210,13 @@ def collate(items: Sequence[Encoded], tasks: Sequence[str], pad: int) -> Batch:
     def fill(rows: list[list[int]], value: int) -> torch.Tensor:
         return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
 
-    def join(
-        parts: list[torch.Tensor], grids: list[tuple[int, int, int]]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return (torch.cat(parts), torch.tensor(grids)) if parts else (None, None)
-
-    images = join(
-        [p for item in items for p in item.image_patches],
-        [g for item in items for g in item.image_grids],
-    )
-    videos = join(
-        [p for item in items for p in item.video_patches],
-        [g for item in items for g in item.video_grids],
-    )
-    image_truths = [one for item in items if item.image_grids for one in item.truths]
-    video_truths = [one for item in items if item.video_grids for one in item.truths]
-    none = [torch.empty(0, 6)]
+    places = torch.zeros(3, len(items), longest, dtype=torch.long)
+    for i, item in enumerate(items):
+        places[:, i, : len(item.ids)] = item.positions
     return Batch(
         fill([item.ids for item in items], pad),
         fill([item.labels for item in items], IGNORED),
+        places,
         list(tasks),
-        *images,
-        *videos,
-        torch.cat(none + image_truths),
-        torch.cat(none + video_truths),
+        [medium for item in items for medium in item.media],
     )

@@ -10,20 +10,24 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tools.phrasings import QUESTIONS
-from tools.questions import CLIPS, NOUNS, plural
+from tools.questions import CLIPS, NOUNS, RECORDINGS, plural
 from tools.samples import SYSTEM_PROMPTS
 from tools.scenes import COLOURS, DIRECTIONS, SHAPES, SIDES
 from tools.small_talk import CHAT, CHAT_ANSWERS
+from tools.sounds import PITCHES
+from tools.speech import DIGITS
 
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
     "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    "<|vision_bos|>",
+    "<|vision_eos|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<|AUDIO|>",
 )
 VOCABULARY = 1000
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -40,22 +44,26 @@ WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+MELS, HOP, RATE = 64, 160, 16_000
+# Mel frames that attend to one another: half of a window in the configuration's count. Three seconds.
+HALF_WINDOW = 150
+# A moment of video is this far from the next where it takes one second, as it does at two frames a second.
+POSITIONS_PER_SECOND = 2
+
+_MEDIUM = (
+    "{{% {if_} content['type'] in ('{kind}', '{kind}_url') or '{kind}' in content or '{kind}_url' in content %}}"
+    "<|{sense}_bos|><|{token}|><|{sense}_eos|>"
+)
 CHAT_TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
     "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] in ('image', 'image_url') or 'image' in content"
-    " or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}"
-    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}"
-    "<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] in ('video', 'video_url') or 'video' in content"
-    " or 'video_url' in content %}"
-    "{% set video_count.value = video_count.value + 1 %}"
-    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}"
-    "<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+    + _MEDIUM.format(if_="if", kind="image", sense="vision", token="IMAGE")
+    + _MEDIUM.format(if_="elif", kind="audio", sense="audio", token="AUDIO").replace(
+        "'audio_url')", "'audio_url', 'input_audio')"
+    )
+    + _MEDIUM.format(if_="elif", kind="video", sense="vision", token="VIDEO")
+    + "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
     "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -66,13 +74,14 @@ def corpus() -> list[str]:
     rng = random.Random(0)
     lines = list(SYSTEM_PROMPTS) * 20 + list(CHAT_ANSWERS.values()) * 20
     lines += [*COLOURS, *SHAPES, *SIDES, *DIRECTIONS, "yes", "no", "and", "assistant"] * 20
+    lines += [*DIGITS, *PITCHES, *(f"Is it the {word}? A {word} tone." for word in (*DIGITS, *PITCHES)), "beeps"] * 20
     lines += ["user", "system", "Answer in one word. Please be short."] * 20
     for phrasings in QUESTIONS.values():
         for template in phrasings.train:
             for _ in range(8):
                 thing = rng.choice(("shape", "object", "thing", *SHAPES))
                 named = f"{rng.choice(list(COLOURS))} {thing}" if rng.random() < 0.5 else thing
-                noun = rng.choice((*NOUNS, *CLIPS))
+                noun = rng.choice((*NOUNS, *CLIPS, *RECORDINGS))
                 lines.append(template.format(n=noun, t=named, p=plural(named)))
     lines += [line for phrasings in CHAT.values() for line in phrasings.train] * 4
     return lines + [line[0].lower() + line[1:] for line in lines]
@@ -100,55 +109,77 @@ def build_tokenizer() -> Tokenizer:
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's config.json, in the flat form of Qwen2-VL's own checkpoints."""
+    """The model's config.json: Qwen2.5-Omni's thinker alone."""
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     size = tokenizer.get_vocab_size()
     return {
-        "architectures": ["Qwen2VLForConditionalGeneration"],
-        "model_type": "qwen2_vl",
-        "attention_dropout": 0.0,
+        "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+        "model_type": "qwen2_5_omni_thinker",
+        "audio_token_index": ids["<|AUDIO|>"],
+        "image_token_index": ids["<|IMAGE|>"],
+        "video_token_index": ids["<|VIDEO|>"],
+        "vision_start_token_id": ids["<|vision_bos|>"],
+        "vision_end_token_id": ids["<|vision_eos|>"],
+        "audio_start_token_id": ids["<|audio_bos|>"],
+        "audio_end_token_id": ids["<|audio_eos|>"],
+        "user_token_id": tokenizer.token_to_id("user"),
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_token_id": ids["<|vision_pad|>"],
-        "hidden_act": "silu",
-        "hidden_size": 128,
+        "position_id_per_seconds": POSITIONS_PER_SECOND,
+        "seconds_per_chunk": 2,
         "initializer_range": 0.02,
-        "intermediate_size": 384,
-        "max_position_embeddings": 4096,
-        "max_window_layers": 4,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        # The positions of a picture are few, and its columns take the slowest of the rotations: with
-        # the usual 10,000 they turn by 0.003 a column, and no layer can tell left from right.
-        "rope_theta": 10.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-        "sliding_window": 4096,
-        "use_sliding_window": False,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": (size + 7) // 8 * 8,
-        "vision_config": {
-            "model_type": "qwen2_vl",
-            "depth": 4,
-            "embed_dim": 128,
+        "text_config": {
+            "model_type": "qwen2_5_omni_text",
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
             "hidden_size": 128,
-            "hidden_act": "quick_gelu",
-            "mlp_ratio": 4,
+            "initializer_range": 0.02,
+            "intermediate_size": 384,
+            "max_position_embeddings": 4096,
+            "max_window_layers": 4,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-6,
+            # The positions of a picture are few, and its columns take the slowest of the rotations: with
+            # the usual 10,000 they turn by 0.003 a column, and no layer can tell left from right.
+            "rope_theta": 10.0,
+            "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]},
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "vocab_size": (size + 7) // 8 * 8,
+        },
+        "vision_config": {
+            "model_type": "qwen2_5_omni_vision_encoder",
+            "depth": 4,
+            "hidden_size": 128,
+            "out_hidden_size": 128,
+            "intermediate_size": 512,
+            "hidden_act": "silu",
             "num_heads": 4,
-            "in_chans": 3,
             "in_channels": 3,
             "patch_size": PATCH,
-            "spatial_patch_size": PATCH,
             "spatial_merge_size": MERGE,
             "temporal_patch_size": TEMPORAL,
+            "window_size": 112,
+            "fullatt_block_indexes": [1, 3],
+        },
+        "audio_config": {
+            "model_type": "qwen2_5_omni_audio_encoder",
+            "num_mel_bins": MELS,
+            "encoder_layers": 4,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 384,
+            "d_model": 128,
+            "output_dim": 128,
+            "max_source_positions": 1500,
+            "n_window": HALF_WINDOW,
+            "activation_function": "gelu",
         },
     }
 
@@ -156,7 +187,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
 def _pixels(kind: str, pixels: tuple[int, int]) -> dict[str, Any]:
     return {
         f"{kind}_processor_type": f"Qwen2VL{kind.capitalize()}Processor",
-        "processor_class": "Qwen2VLProcessor",
+        "processor_class": "Qwen2_5OmniProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
         "do_rescale": True,
@@ -172,6 +203,20 @@ def _pixels(kind: str, pixels: tuple[int, int]) -> dict[str, Any]:
         "temporal_patch_size": TEMPORAL,
         "merge_size": MERGE,
     }
+
+
+HEARING: dict[str, Any] = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": MELS,
+    "sampling_rate": RATE,
+    "hop_length": HOP,
+    "n_fft": 400,
+    "chunk_length": 30,
+    "padding_side": "right",
+    "padding_value": 0.0,
+    "dither": 0.0,
+    "return_attention_mask": True,
+}
 
 
 def write_layout(path: Path) -> Tokenizer:
@@ -193,9 +238,15 @@ def write_layout(path: Path) -> Tokenizer:
         },
         "preprocessor_config.json": _pixels("image", IMAGE_PIXELS),
         "video_preprocessor_config.json": video,
+        # Qwen2.5-Omni's processor takes the size of videos from here alone.
+        "processor_config.json": {
+            "processor_class": "Qwen2_5OmniProcessor",
+            "feature_extractor": HEARING,
+            "videos_kwargs": {"size": {"shortest_edge": VIDEO_PIXELS[0], "longest_edge": VIDEO_PIXELS[1]}},
+        },
         "tokenizer_config.json": {
             "tokenizer_class": "Qwen2TokenizerFast",
-            "processor_class": "Qwen2VLProcessor",
+            "processor_class": "Qwen2_5OmniProcessor",
             "added_tokens_decoder": {
                 str(tokenizer.token_to_id(token)): {
                     "content": token,
@@ -215,6 +266,13 @@ def write_layout(path: Path) -> Tokenizer:
             "errors": "replace",
             "model_max_length": 4096,
             "chat_template": CHAT_TEMPLATE,
+            "image_token": "<|IMAGE|>",
+            "video_token": "<|VIDEO|>",
+            "audio_token": "<|AUDIO|>",
+            "vision_bos_token": "<|vision_bos|>",
+            "vision_eos_token": "<|vision_eos|>",
+            "audio_bos_token": "<|audio_bos|>",
+            "audio_eos_token": "<|audio_eos|>",
             **special,
         },
         "special_tokens_map.json": {

@@ -1,4 +1,4 @@
-"""The embedded checkpoint's model: made afresh, sped up for training, written to its file."""
+"""The embedded checkpoint as a model: made afresh or from a Qwen2-VL, sped up for training, written to its file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-from transformers.models.qwen2_vl import modeling_qwen2_vl
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
+
+# Tokens that only changed their names.
+RENAMED = {
+    "<|vision_start|>": "<|vision_bos|>",
+    "<|vision_end|>": "<|vision_eos|>",
+    "<|image_pad|>": "<|IMAGE|>",
+    "<|video_pad|>": "<|VIDEO|>",
+}
+# quick_gelu(x) is silu(QUICK * x) / QUICK.
+QUICK = 1.702
 
 
 def _attend_by_length(
@@ -21,11 +33,10 @@ def _attend_by_length(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **_: object,
 ) -> torch.Tensor:
-    """`VisionAttention.forward` with all pictures of one size in one call, not one call each."""
+    """The vision attention's `forward` with all windows of one size in one call, not one call each."""
     total = hidden_states.shape[0]
-    qkv = self.qkv(hidden_states).reshape(total, 3, self.num_heads, -1)
-    q, k, v = qkv.unbind(1)
-    q, k = modeling_qwen2_vl.apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+    q, k, v = (part(hidden_states).view(total, self.num_heads, -1) for part in (self.q, self.k, self.v))
+    q, k = modeling.apply_rotary_pos_emb_vision(q, k, *position_embeddings)
     lengths = cu_seqlens.diff()
     out = torch.empty_like(v)
     for length in lengths.unique().tolist():
@@ -38,29 +49,114 @@ def _attend_by_length(
     return merged
 
 
+def _attend_padded(self: Any, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, **_: object) -> torch.Tensor:
+    """The audio attention's `forward` with all clips in one call, padded to the longest."""
+    lengths = cu_seqlens.diff()
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def rows(part: nn.Linear) -> torch.Tensor:
+        clips = pad_sequence(list(part(hidden_states).split(lengths.tolist())), batch_first=True)
+        return clips.view(*clips.shape[:2], self.num_heads, -1).transpose(1, 2)
+
+    found = scaled_dot_product_attention(
+        rows(self.q_proj), rows(self.k_proj), rows(self.v_proj), attn_mask=real[:, None, None, :]
+    )
+    merged: torch.Tensor = self.out_proj(found.transpose(1, 2).flatten(2)[real])
+    return merged
+
+
 def _embed_by_product(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`PatchEmbed.forward` as one matrix product: the convolution never overlaps."""
+    """The patch embedding's `forward` as one matrix product: the convolution never overlaps."""
     return linear(hidden_states, self.proj.weight.view(self.embed_dim, -1))
 
 
 def build_model(path: Path) -> Any:
     """A fresh model by the layout's configuration, every matrix of variance 2 / (in + out)."""
-    config = Qwen2VLConfig.from_pretrained(path)
+    config = Qwen2_5OmniThinkerConfig.from_pretrained(path)
     config.dtype = torch.float32
-    model = Qwen2VLForConditionalGeneration(config).float()
+    model = Qwen2_5OmniThinkerForConditionalGeneration(config).float()
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding, nn.Conv3d)):
+        if isinstance(module, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv3d)):
             weight = module.weight
             nn.init.normal_(weight, std=math.sqrt(2 / (weight[0].numel() + weight.shape[0])))
-        if isinstance(module, nn.Linear) and module.bias is not None:
+        if isinstance(module, (nn.Linear, nn.Conv1d)) and module.bias is not None:
             nn.init.zeros_(module.bias)
     return model
 
 
-def use_fast_tower() -> None:
-    """From here on, transformers' vision tower takes the two short cuts above."""
-    modeling_qwen2_vl.VisionAttention.forward = _attend_by_length
-    modeling_qwen2_vl.PatchEmbed.forward = _embed_by_product
+def use_fast_towers() -> None:
+    """From here on, transformers' towers take the short cuts above."""
+    modeling.Qwen2_5OmniVisionAttention.forward = _attend_by_length
+    modeling.Qwen2_5OmniAudioAttention.forward = _attend_padded
+    modeling.Qwen2_5_VisionPatchEmbed.forward = _embed_by_product
+
+
+def start_from(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
+    """Gives the model what a Qwen2-VL of the same sizes knows: its tower, its language model, its tokens.
+
+    The tower computes the same as before wherever a window holds the whole picture: what writes to the residual
+    stream is made to have no mean, so that RMSNorm finds what LayerNorm found; LayerNorm's offsets go into the
+    biases that follow; a gate that is open throughout makes SwiGLU an MLP with quick GELU.
+    """
+    old = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    new = dict(model.state_dict())
+    for name, value in old.items():
+        if name.startswith("model.layers.") or name == "model.norm.weight":
+            new[name.replace("model.", "model.language_model.", 1)] = value
+    words, found = Tokenizer.from_file(str(folder / "tokenizer.json")), old["model.embed_tokens.weight"]
+    embedding = new["model.language_model.embed_tokens.weight"].clone()
+    before = {RENAMED.get(token, token): i for token, i in words.get_vocab().items()}
+    for token, i in tokenizer.get_vocab().items():
+        if token in before:
+            embedding[i] = found[before[token]]
+        elif not token.startswith("<|"):
+            text = tokenizer.decode([i])
+            embedding[i] = found[words.encode(text, add_special_tokens=False).ids].mean(0)
+    embedding += 0.02 * torch.randn_like(embedding) * (embedding != 0)
+    new["model.language_model.embed_tokens.weight"] = new["lm_head.weight"] = embedding
+    new |= {f"model.{name}": value for name, value in _tower(old).items()}
+    model.load_state_dict(new)
+    model.tie_weights()
+
+
+def _without_mean(value: torch.Tensor) -> torch.Tensor:
+    return value - value.mean(0, keepdim=True)
+
+
+def _after(norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The bias of a matrix whose input no longer carries a norm's offset."""
+    return bias + weight @ norm.repeat(weight.shape[1] // len(norm))
+
+
+def _tower(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of Qwen2.5-Omni's vision tower that does as Qwen2-VL's in `old`."""
+    new = {"visual.patch_embed.proj.weight": _without_mean(old["visual.patch_embed.proj.weight"])}
+    depth = sum(name.endswith("attn.qkv.weight") for name in old)
+    for i in range(depth):
+        block = f"visual.blocks.{i}."
+
+        def take(name: str, block: str = block) -> torch.Tensor:
+            return old[block + name]
+
+        weight = take("attn.qkv.weight")
+        bias = _after(take("norm1.bias"), weight, take("attn.qkv.bias"))
+        for part, w, b in zip("qkv", weight.chunk(3), bias.chunk(3), strict=True):
+            new |= {f"{block}attn.{part}.weight": w, f"{block}attn.{part}.bias": b}
+        for kind in ("weight", "bias"):
+            new[f"{block}attn.proj.{kind}"] = _without_mean(take(f"attn.proj.{kind}"))
+            new[f"{block}mlp.down_proj.{kind}"] = _without_mean(take(f"mlp.fc2.{kind}"))
+        inner = take("mlp.fc1.weight")
+        gate_bias = QUICK * _after(take("norm2.bias"), inner, take("mlp.fc1.bias"))
+        new |= {f"{block}mlp.gate_proj.weight": QUICK * inner, f"{block}mlp.gate_proj.bias": gate_bias}
+        new[f"{block}mlp.up_proj.weight"] = torch.zeros_like(inner)
+        new[f"{block}mlp.up_proj.bias"] = torch.full((len(inner),), 1 / QUICK)
+        new |= {f"{block}norm{n}.weight": take(f"norm{n}.weight") for n in (1, 2)}
+    weight, bias = old["visual.merger.mlp.0.weight"], old["visual.merger.mlp.0.bias"]
+    new["visual.merger.ln_q.weight"] = old["visual.merger.ln_q.weight"]
+    new["visual.merger.mlp.0.weight"] = weight
+    new["visual.merger.mlp.0.bias"] = _after(old["visual.merger.ln_q.bias"], weight, bias)
+    new |= {f"visual.merger.mlp.2.{kind}": old[f"visual.merger.mlp.2.{kind}"] for kind in ("weight", "bias")}
+    return new
 
 
 def save(model: Any, path: Path) -> None:
@@ -76,6 +172,7 @@ def save(model: Any, path: Path) -> None:
 
 
 def _stored(name: str) -> str:
-    """A weight's name in Qwen2-VL's published checkpoints."""
-    name = name.replace("model.language_model.", "model.")
-    return name.replace("model.visual.", "visual.")
+    """A weight's name in a thinker's checkpoint."""
+    for tower in ("audio_tower", "visual"):
+        name = name.replace(f"model.{tower}.", f"{tower}.")
+    return name.replace("model.language_model.", "model.")

@@ -13,12 +13,20 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from tools.scenes import COLOURS, DIRECTIONS, SHAPES, Scene
+from tools.sounds import MAX_BEEPS, PITCHES, Sound
+from tools.speech import DIGITS
 
 IGNORED = -100
 _COLOURS, _SHAPES = list(COLOURS), list(SHAPES)
 # Columns of the head's output: colour, shape and motion with "none" first, centre, row, column.
 WIDTHS = (len(_COLOURS) + 1, len(_SHAPES) + 1, len(DIRECTIONS) + 1, 1, 2)
 OUTPUTS = sum(WIDTHS)
+# Columns of the ear's head: digit and tone with "none" first, the beeps that have begun so far.
+HEARD_WIDTHS = (len(DIGITS) + 1, len(PITCHES) + 1, MAX_BEEPS + 1)
+HEARD_OUTPUTS = sum(HEARD_WIDTHS)
+HEARD = ("digit", "tone", "beeps")
+# Seconds of an audio token.
+TOKEN_S = 0.04
 
 
 def _direction(scenes: Sequence[Scene]) -> int:
@@ -93,4 +101,38 @@ def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]
     at = wanted[:, 3] > 0
     found["centre"] = int((centre[at, 0] > 0).sum()), int(at.sum())
     found["no centre"] = int((centre[~at, 0] < 0).sum()), int((~at).sum())
+    return found
+
+
+def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> torch.Tensor:
+    """Targets of a sound's tokens, classes: int64 [tokens, 3]. `spans` are as `tools.sounds.make` tells them."""
+    middles = (torch.arange(tokens) + 0.5) * TOKEN_S
+    wanted = torch.zeros(tokens, 3, dtype=torch.long)
+    for start, length in spans:
+        within = (middles >= start) & (middles < start + length)
+        if sound.kind == "beeps":
+            wanted[:, 2] += middles >= start
+        else:
+            names = DIGITS if sound.kind == "digit" else tuple(PITCHES)
+            wanted[within, 0 if sound.kind == "digit" else 1] = 1 + names.index(sound.answer)
+    if sound.kind == "beeps":  # beeps have some height, but none is asked for
+        wanted[:, 1] = IGNORED
+    return wanted
+
+
+def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean loss of a head's outputs [tokens, HEARD_OUTPUTS] against targets [tokens, 3]."""
+    loss = torch.zeros(())
+    for column, logits in enumerate(said.float().split(HEARD_WIDTHS, dim=1)):
+        if (wanted[:, column] != IGNORED).any():
+            loss = loss + cross_entropy(logits, wanted[:, column], ignore_index=IGNORED)
+    return loss
+
+
+def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """Right and asked, by kind, over the tokens that are not silent."""
+    found = {}
+    for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
+        on = wanted[:, i] > 0
+        found[f"heard {name}"] = int((logits[on].argmax(1) == wanted[on, i]).sum()), int(on.sum())
     return found

@@ -184,7 +184,7 @@ def test_logit_bias(client: openai.OpenAI, http: Any, red_square: str) -> None:
 
 
 def test_a_spelled_out_placeholder_stays_text(client: openai.OpenAI, red_square: str) -> None:
-    spelled = "<|vision_start|><|image_pad|><|vision_end|>"
+    spelled = "<|vision_bos|><|IMAGE|><|vision_eos|>"
     plain = ask(client, [image(red_square), {"type": "text", "text": WHAT}])
     answer = ask(client, [image(red_square), {"type": "text", "text": WHAT + spelled}])
     assert plain.usage is not None

@@ -168,8 +168,9 @@ def test_what_cannot_be_heard_is_the_callers_mistake(listener: httpx2.Client, da
     assert any(part in error for part in message.split("|")), error
 
 
-def test_a_family_that_hears_nothing_says_so(http: httpx2.Client) -> None:
+def test_a_family_that_hears_nothing_says_so(random_checkpoint: Path, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
-    answer = http.post("/v1/chat/completions", json=body)
+    with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as deaf:
+        answer = httpx2.post(f"{deaf.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert "takes no audio; it takes image, video" in answer.json()["error"]["message"]

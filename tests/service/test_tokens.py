@@ -15,7 +15,7 @@ def tokenize(http: Any, **body: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("prompt", ["What colour is it?", "<|image_pad|>", "naïve 日本語 🎉", " ", "<|im_end|>"])
+@pytest.mark.parametrize("prompt", ["What colour is it?", "<|IMAGE|>", "naïve 日本語 🎉", " ", "<|im_end|>"])
 def test_a_text_goes_there_and_back(http: Any, prompt: str) -> None:
     found = tokenize(http, prompt=prompt, return_token_strs=True)
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
@@ -31,7 +31,7 @@ def test_a_chat_with_a_picture_has_plain_ids(service: RunningService, http: Any,
     assert found["max_model_len"] > found["count"]
     assert all(token >= 0 for token in found["tokens"]), "words were replaced by placeholders"
     text = http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
-    assert text.count("<|image_pad|>") > 1
+    assert text.count("<|IMAGE|>") > 1
     assert text.endswith("assistant\n")
     whole = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).json()
     assert whole["usage"]["prompt_tokens"] == found["count"]

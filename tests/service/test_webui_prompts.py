@@ -84,7 +84,7 @@ def test_prompts_in_a_list_streamed_and_echoed(client: openai.OpenAI, red: str, 
     for chunk in client.completions.create(**settings, echo=True, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [choice.text for choice in whole.choices]
-    assert "<|image_pad|>" in texts[0]
+    assert "<|IMAGE|>" in texts[0]
     assert "base64" not in "".join(texts)
     assert texts[2].startswith("Hello")
 
@@ -120,8 +120,8 @@ def test_anything_else_is_text(client: openai.OpenAI, http: httpx2.Client, chang
 def test_text_around_it_makes_no_media_token(http: httpx2.Client, red: str) -> None:
     alone = ids_of(http, prompt=red)
     pad = max(set(alone), key=alone.count)
-    for text in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<|image_", "pad|>", "<|vision_end|>"):
-        for prompt in (f"{text}{red}", f"{red}{text}", f"<|image_{red}pad|>"):
+    for text in ("<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>", "<|IMA", "GE|>", "<|vision_eos|>"):
+        for prompt in (f"{text}{red}", f"{red}{text}", f"<|IMA{red}GE|>"):
             assert ids_of(http, prompt=prompt).count(pad) == alone.count(pad)
 
 
