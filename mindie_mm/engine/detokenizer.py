@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -56,11 +59,19 @@ class Detokenizer:
         return text
 
 
-def load_tokenizer(checkpoint: Checkpoint, family: str | None = None) -> Tokenizer:
-    """The checkpoint's tokenizer, for decoding; `family` as in `family_of`. UnsupportedCheckpoint."""
+def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_tokens: Collection[str] = ()) -> Tokenizer:
+    """The checkpoint's tokenizer, for decoding; `family` as in `family_of`. UnsupportedCheckpoint.
+
+    `shown_tokens` are those of its special tokens that answers show.
+    """
     file = checkpoint.path / "tokenizer.json"
     if file.is_file():
-        return Tokenizer.from_file(str(file))
+        if not shown_tokens:
+            return Tokenizer.from_file(str(file))
+        described = checkpoint.json("tokenizer.json")
+        for token in described["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in shown_tokens
+        return Tokenizer.from_str(json.dumps(described))
     # Late: only checkpoints without a tokenizer.json pay for torch, and for the conversion.
     from mindie_mm.models import family_of
 

@@ -25,6 +25,9 @@ T = TypeVar("T")
 class TokenizerStage(Protocol):
     """Where prompts are made: the pool's processes, or a thread."""
 
+    shown_tokens: list[str]
+    """As `Tokenizer.shown_tokens`."""
+
     @property
     def pids(self) -> list[int]:
         """Processes that tokenise at this moment."""

@@ -84,7 +84,8 @@ class Worker:
                 if not isinstance(part, BaseException):
                     await part.close()
             raise
-        return cls(config, tokenizers, engine, load_tokenizer(checkpoint, config.family))
+        shown = tokenizers.shown_tokens
+        return cls(config, tokenizers, engine, load_tokenizer(checkpoint, config.family, shown))
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str

@@ -21,6 +21,8 @@ class LocalTokenizer:
     def __init__(self, tokenizer: Tokenizer, arena: Arena) -> None:
         self._tokenizer = tokenizer
         self._arena = arena
+        self.shown_tokens = tokenizer.shown_tokens
+        """As `Tokenizer.shown_tokens`."""
         self._thread = ThreadPoolExecutor(1, "mindie_mm-tokenizer")
 
     @classmethod

@@ -45,6 +45,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Process to pool, once: the checkpoint is read."""
 
+    shown_tokens: list[str] = []
+    """As `Tokenizer.shown_tokens`."""
+
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
     """Process to pool: the prompt of request `id`."""

@@ -55,6 +55,8 @@ class TokenizerPool:
         self._keepers: list[asyncio.Task[None]] = []
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
+        self.shown_tokens: list[str] = []
+        """As `Tokenizer.shown_tokens`; known once a process is ready."""
         self._next_id = 0
         self._some_alive = asyncio.Event()
         self._why_down = _STARTING
@@ -158,6 +160,7 @@ class TokenizerPool:
         if isinstance(reply, Failed):
             raise reply.exception()
         assert isinstance(reply, Ready), reply
+        self.shown_tokens = reply.shown_tokens
 
     async def _keep(self, process: _Process) -> None:
         """Serves `process`, and its successors, until cancelled."""

@@ -74,5 +74,5 @@ def main(
         except MindieMMError as error:
             channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
             return
-        channel.send(msgspec.msgpack.encode(Ready()))
+        channel.send(msgspec.msgpack.encode(Ready(tokenizer.shown_tokens)))
         serve(channel, tokenizer, arena)

@@ -74,6 +74,10 @@ class Tokenizer:
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         tokenizer = family.tokenizer(checkpoint)
+        plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
+        stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
+        self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
+        """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
         if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
             media_ids = {p.token for p in placeholders} & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template)

@@ -61,3 +61,10 @@ def test_special_tokens_are_silent(tokenizer):
     end = tokenizer.token_to_id("<|im_end|>")
     ids = [*tokenizer.encode("done", add_special_tokens=False).ids, end]
     assert pushed(tokenizer, ids)[1] == "done"
+
+
+def test_unless_the_family_shows_them(random_checkpoint, tokenizer):
+    showing = load_tokenizer(Checkpoint.open(random_checkpoint), shown_tokens=["<|im_start|>"])
+    ids = [tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert pushed(showing, ids)[1] == "<|im_start|>"
+    assert pushed(showing, tokenizer.encode("done", add_special_tokens=False).ids)[1] == "done"

@@ -6,18 +6,21 @@ import json
 import shutil
 from typing import ClassVar
 
+import httpx2
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
+from mindie_mm import LLM, SamplingParams
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.models import family_named, load_model
 from mindie_mm.models.deepseek_vl2 import Gate, best_resolution
 from mindie_mm.nn.checkpoint import Checkpoint
 from tests.models.contract import FamilyContract, picture
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
+from tools.serving import running_service
 
 FOLDER = GOLDEN / "deepseek_vl2"
 BOS, EOS, IMAGE = 0, 1, 503
@@ -132,6 +135,20 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         assert not {EOS, IMAGE, 509} & set(ids)
         tags = tokenizer.tokenize([{"text": "<|grounding|><|ref|>a<|/ref|>"}], path_file).tolist()
         assert [token for token in tags if token > IMAGE] == [508, 504, 505]
+
+    def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
+        """The reference decodes special tokens, too, and reads the places from between them."""
+        tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]
+        assert tokenizer.shown_tokens == tags
+        settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25}
+        with running_service(settings, tmp_path / "log", path) as running:
+            for token, shown in [*enumerate(tags, IMAGE + 1), (IMAGE + 6, ""), (IMAGE + 7, ""), (EOS, "")]:
+                body = {"prompt": "a", "max_tokens": 1, "temperature": 0, "logit_bias": {token: 100}}
+                said = httpx2.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
+                assert said["choices"][0]["text"] == shown
+        with LLM(path) as llm:
+            params = SamplingParams(max_tokens=2, temperature=0, logit_bias={IMAGE + 3: 100})
+            assert llm.generate([[{"text": "a"}]], params)[0].text == "<|det|><|det|>"
 
     def test_a_picture_too_long_for_a_view_is_refused(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match="800x1 pixels: one side is more than 768 times"):
