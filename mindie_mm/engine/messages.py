@@ -84,10 +84,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     vocab_size: int
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """Most tokens of prompt and output together, or of the prompt alone where `max_output_len` is given."""
     device: str
     kv_cache_tokens: int
     """Tokens that the KV cache holds."""
+    max_output_len: int | None = None
+    """Most tokens of output, where they take none of the prompt's room."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

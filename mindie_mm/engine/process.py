@@ -11,14 +11,17 @@ from transformers.utils.logging import disable_progress_bar
 from mindie_mm import faults
 from mindie_mm.config import fault_folder
 from mindie_mm.device import open_device
+from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Start, Stepped, ToEngine
 from mindie_mm.engine.room import kv_cache_bytes
+from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError, error_name
 from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.placement import Placement
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import collect
 
 _log = logging.getLogger(__name__)
@@ -70,7 +73,7 @@ def serve(channel: ChildChannel) -> None:
             faults.point("after-reply")
 
 
-def _load(start: Start) -> Engine:
+def _load(start: Start) -> BaseEngine:
     config = start.config
     device = open_device(config.device)
     device.set_num_threads(config.num_threads)
@@ -84,7 +87,8 @@ def _load(start: Start) -> Engine:
     )
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
-    return Engine(model, config, kv_cache_bytes(model, family.processor(checkpoint), family.kinds, device, config))
+    room = kv_cache_bytes(model, family.processor(checkpoint), family.kinds, device, config)
+    return Seq2SeqEngine(model, config, room) if isinstance(model, Seq2SeqModel) else Engine(model, config, room)
 
 
 def _send(channel: ChildChannel, message: FromEngine) -> None:

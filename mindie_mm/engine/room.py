@@ -24,6 +24,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
 
 _log = logging.getLogger(__name__)
@@ -47,8 +48,17 @@ def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_num_seqs * -(-context_length(spec, config) // config.kv_block_size)
 
 
+def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
+    """Bytes that all sequences at full length hold."""
+    spec = model.spec
+    if isinstance(model, Seq2SeqModel):
+        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # as long a prompt as an answer
+        return config.max_num_seqs * context_length(spec, config) * token_bytes
+    return useful_blocks(spec, config) * config.kv_block_size * spec.kv_token_bytes
+
+
 def kv_cache_bytes(
-    model: Model, processor: Processor, kinds: tuple[Kind, ...], device: Device, config: EngineConfig
+    model: Model | Seq2SeqModel, processor: Processor, kinds: tuple[Kind, ...], device: Device, config: EngineConfig
 ) -> int:
     """Bytes for the KV cache of the loaded `model`: the configured ones, else what is left of the share of memory.
 
@@ -56,7 +66,7 @@ def kv_cache_bytes(
     """
     spec = model.spec
     block_bytes = config.kv_block_size * spec.kv_token_bytes
-    useful = useful_blocks(spec, config) * block_bytes
+    useful = useful_bytes(model, config)
     worst = _WorstCase(model, processor, device, config)
     taken = worst.num_bytes(kinds)
     free = device.free_bytes()
@@ -94,7 +104,7 @@ class _Trial:
 class _WorstCase:
     """The largest step that requests can ask for."""
 
-    def __init__(self, model: Model, processor: Processor, device: Device, config: EngineConfig) -> None:
+    def __init__(self, model: Model | Seq2SeqModel, processor: Processor, device: Device, config: EngineConfig) -> None:
         self._model = model
         self._processor = processor
         self._device = device
@@ -112,7 +122,9 @@ class _WorstCase:
         return decoder + max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
 
     def _decoder_bytes(self, seconds: float) -> int:
-        most = min(self._config.max_num_batched_tokens, self._max_model_len)
+        most = self._max_model_len
+        if not isinstance(self._model, Seq2SeqModel):  # which takes a prompt whole
+            most = min(self._config.max_num_batched_tokens, most)
         sizes = [-(-most // part) for part in _PARTS]
         return self._measure(
             "a prefill", "tokens", (_Trial(n, partial(self._prefill, n)) for n in sizes), most, seconds
@@ -121,6 +133,8 @@ class _WorstCase:
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
         """The last tokens of the longest sequence, all of them media."""
         model, spec = self._model, self._model.spec
+        if isinstance(model, Seq2SeqModel):
+            return partial(self._encode_prompt, model, num_tokens)
         start, stop = self._max_model_len - num_tokens, self._max_model_len
         num_blocks = -(-stop // self._config.kv_block_size)
         # All layers have one layer's pages: what they hold does not matter, and more may not be there.
@@ -143,6 +157,15 @@ class _WorstCase:
             PagedBatch.build([Chunk(start, stop, range(num_blocks))], cache, spec.device),
             torch.arange(min(num_tokens, self._config.max_num_seqs), device=spec.device),
         )
+
+    @staticmethod
+    def _encode_prompt(model: Seq2SeqModel, num_tokens: int) -> None:
+        """A prompt of that many tokens, all of them media, and the first of an answer's."""
+        spec = model.spec
+        features = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
+        ids = torch.zeros(num_tokens, dtype=torch.int64)
+        decoding = model.encode_prompt(ids, [Splice(np.arange(num_tokens), features)])
+        model.decode(decoding, [model.rules.start_token_id])
 
     def _tower_bytes(self, kind: Kind, seconds: float) -> int:
         worst = self._largest(kind)

@@ -105,10 +105,14 @@ class Worker:
 
     def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
         """`request` with the room that the context leaves beside what `params` ask for; ContextLengthExceeded."""
-        context, wanted = self.engine.info.max_model_len, params.max_tokens or 1
-        if wanted >= context:
-            raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {context} with a prompt in it")
-        return msgspec.structs.replace(request, max_tokens=context - wanted, truncate=self.config.truncate)
+        info, wanted = self.engine.info, params.max_tokens or 1
+        room = info.max_model_len - wanted
+        if info.max_output_len is not None:
+            room = info.max_model_len if wanted <= info.max_output_len else 0
+        if room < 1:
+            most = info.max_output_len or info.max_model_len - 1
+            raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {most} beside a prompt")
+        return msgspec.structs.replace(request, max_tokens=room, truncate=self.config.truncate)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""

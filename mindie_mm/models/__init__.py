@@ -20,6 +20,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 
 GROUP = "mindie_mm.models"
 
@@ -88,7 +89,7 @@ def load_model(
     *,
     vision: Placement = TOGETHER,
     projector: Placement = TOGETHER,
-) -> Model:
+) -> Model | Seq2SeqModel:
     """The model of a checkpoint directory (None: the embedded one), its weights on the device.
 
     `dtype` is auto, the name of a torch dtype, or one; `family` as in `family_of`; `vision` and `projector` say where

@@ -1,7 +1,7 @@
 """BLIP-2: an image as the outputs of a Q-Former's queries, in front of the text, before its BOS.
 
-Source: arXiv 2301.12597; transformers' blip_2, whose ids, pixels and logits these are. Its decoders alone (OPT); the
-checkpoints with a T5 are encoder-decoders, and refused.
+Source: arXiv 2301.12597; transformers' blip_2, whose ids, pixels and logits these are. The text model is a decoder
+(OPT) or an encoder-decoder (T5).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
-from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.generation import GenerationRules
+from mindie_mm.nn.model import MediaModel, ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
@@ -36,6 +38,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
+_T5_POSITIONS = 512
+"""What T5 was trained with, as its tokenizer and config.json usually say; its positions are relative."""
 
 
 class Blip2Processor(Processor):
@@ -55,10 +59,6 @@ class Blip2Processor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("Blip2Config", checkpoint)
-        if not config.use_decoder_only_language_model:
-            raise UnsupportedCheckpoint(
-                f"{where}: the text model is {config.text_config.model_type!r}, an encoder-decoder; decoders are served"
-            )
         if config.image_token_id is None:
             raise UnsupportedCheckpoint(f"{where}: config.json has no image_token_index")
         settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
@@ -101,12 +101,11 @@ class Blip2Processor(Processor):
         return Plan(self._num_features, {"pixel_values": spec}, f"blip_2 {self._steps}", write)
 
 
-class Blip2Model(PretrainedModel):
-    """Tower, Q-Former and decoder; `module` is transformers' Blip2ForConditionalGeneration."""
+class _Tower(MediaModel):
+    """Tower and Q-Former; `module` is transformers' Blip2ForConditionalGeneration."""
 
-    def __init__(self, module: Any, spec: ModelSpec, normalization: Normalization) -> None:
-        super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
-        self._normalization = normalization
+    module: Any
+    _normalization: Normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
@@ -118,8 +117,30 @@ class Blip2Model(PretrainedModel):
         return self._normalization(from_dlpack(item.view["pixel_values"]).to(self.spec.device))
 
 
+class Blip2Model(_Tower, PretrainedModel):
+    """With a decoder."""
+
+    def __init__(self, module: Any, spec: ModelSpec, normalization: Normalization) -> None:
+        super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
+        self._normalization = normalization
+
+
+class Blip2Seq2Seq(_Tower, Seq2SeqModel):
+    """With an encoder-decoder."""
+
+    def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, normalization: Normalization) -> None:
+        super().__init__(module, spec, module.language_model, self._head, rules)
+        self._normalization = normalization
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        text = self.module.language_model
+        scaled = hidden * text.model_dim**-0.5 if text.config.scale_decoder_outputs else hidden
+        logits: Tensor = text.lm_head(scaled)
+        return logits
+
+
 class Blip2(Family):
-    """BLIP-2 (Li et al., 2023, arXiv 2301.12597) with a decoder, over transformers' own modules."""
+    """BLIP-2 (Li et al., 2023, arXiv 2301.12597), over transformers' own modules."""
 
     model_types: ClassVar[tuple[str, ...]] = ("blip-2",)
     kinds: ClassVar[tuple[Kind, ...]] = ("image",)
@@ -130,10 +151,15 @@ class Blip2(Family):
         return Blip2Processor(checkpoint)
 
     @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Blip2Model:
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Blip2Model | Blip2Seq2Seq:
         # Late: the layers take seconds to import, and a tokenizer process never needs them.
         from transformers import Blip2ForConditionalGeneration
 
         normalization = Blip2Processor(checkpoint).normalization  # first: it refuses by name
+        config = read_config("Blip2Config", checkpoint)
+        if not config.use_decoder_only_language_model:
+            longest = checkpoint.config["text_config"].get("n_positions", _T5_POSITIONS)
+            whole, sizes, rules = load_seq2seq(Blip2ForConditionalGeneration, checkpoint, device, dtype, longest)
+            return Blip2Seq2Seq(whole, sizes, rules, normalization)
         module, spec = load_pretrained(Blip2ForConditionalGeneration, checkpoint, device, dtype)
         return Blip2Model(module, spec, normalization)

@@ -22,6 +22,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import ArraySpec
 
 
@@ -151,7 +152,7 @@ class Family(ABC):
 
     @classmethod
     @abstractmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Model:
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
         """The model's half, weights loaded on `device` as `dtype`."""
 
     @classmethod

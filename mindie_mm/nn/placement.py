@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mindie_mm.device import open_device
 from mindie_mm.errors import InputError
-from mindie_mm.nn.model import Model
+from mindie_mm.nn.model import MediaModel
 
 # What transformers' own modules, and those here, call these parts.
 VISION = (
@@ -52,7 +52,7 @@ TOGETHER = Placement()
 """With the rest of the model."""
 
 
-def place(model: Model, vision: Placement, projector: Placement) -> None:
+def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
     """Moves the tower and the projector of `model`.
 
     Weights and pixels are rounded to the model's dtype before; what counts in 32 bits is the arithmetic.
@@ -69,7 +69,7 @@ def place(model: Model, vision: Placement, projector: Placement) -> None:
             _move(part, what, device, placement.dtype(model.spec.dtype))
 
 
-def _parts(model: Model, names: tuple[str, ...]) -> Iterator[nn.Module]:
+def _parts(model: MediaModel, names: tuple[str, ...]) -> Iterator[nn.Module]:
     """The outermost modules of these names."""
     roots = [value for value in vars(model).values() if isinstance(value, nn.Module)]
     seen: set[nn.Module] = set()

@@ -1,7 +1,5 @@
-"""BLIP-2 with OPT beside transformers' own, on random weights."""
+"""BLIP-2 with OPT and with T5 beside transformers' own, on random weights."""
 
-import json
-import shutil
 from typing import ClassVar
 
 import pytest
@@ -16,11 +14,10 @@ from transformers import (
     T5Config,
 )
 
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.tokenize import Tokenizer
+from mindie_mm.errors import InputError
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 from tests.models.contract import FamilyContract, Reference, picture
+from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import save_json, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
@@ -35,17 +32,32 @@ SMALL = {
 }
 
 
-def config(image_token_index):
-    text = OPTConfig(
-        vocab_size=400,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        init_std=0.2,
-    )
+OPT_CONFIG = OPTConfig(
+    vocab_size=400,
+    hidden_size=32,
+    word_embed_proj_dim=32,
+    ffn_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=512,
+    init_std=0.2,
+)
+T5_CONFIG = T5Config(
+    vocab_size=400,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    initializer_factor=1.4,
+    feed_forward_proj="gated-gelu",
+    decoder_start_token_id=0,
+)
+DECODER_INPUT_IDS = (0, 77, 300, 12, 12, 5)
+
+
+def config(image_token_index, text=OPT_CONFIG):
     return Blip2Config(
         vision_config={"image_size": SIDE, "patch_size": 14, **SMALL},
         qformer_config={"vocab_size": 30, **SMALL},
@@ -135,11 +147,50 @@ class TestBlip2(FamilyContract):
         text = AutoTokenizer.from_pretrained(path)("Question: what is it? Answer:")["input_ids"]
         assert ids[QUERIES:].tolist() == text
 
-    def test_an_encoder_decoder_is_refused(self, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "t5")
-        stated = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps({**stated, "text_config": T5Config().to_dict()}))
-        with pytest.raises(UnsupportedCheckpoint, match="'t5', an encoder-decoder"):
-            family_named("blip_2").processor(Checkpoint.open(other))
-        with pytest.raises(UnsupportedCheckpoint, match="encoder-decoder"):
-            Tokenizer.from_pretrained(other)
+
+class Blip2T5Reference(Blip2Reference, Seq2SeqReference):
+    decoder_input_ids = DECODER_INPUT_IDS
+
+    def part(self, items):
+        return (
+            self.model if any("image" in item for item in items) else self.model.language_model
+        )  # it insists on pixels
+
+    logits = Seq2SeqReference.logits
+    generate = Seq2SeqReference.generate
+
+
+class TestBlip2T5(Seq2SeqContract):
+    name = "blip_2"
+    bf16_tolerance = 0.5  # transformers' own layers are as far from themselves: T5's attention is not scaled
+    unspelled = True
+    decoder_input_ids = DECODER_INPUT_IDS
+    prompts = TestBlip2.prompts
+    assert_arrays = TestBlip2.assert_arrays
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        tokenizer = save_tokenizer(out, ("<pad>", "</s>", "<image>"), eos_token="</s>", pad_token="<pad>")
+        # As T5's: its EOS stands behind every text.
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+        tokenizer.save_pretrained(out)
+        torch.manual_seed(0)
+        model = Blip2ForConditionalGeneration(config(2, T5_CONFIG))
+        with torch.no_grad():
+            model.query_tokens.normal_()
+        model.save_pretrained(out)
+        save_json(out, preprocessor_config={"size": {"height": SIDE, "width": SIDE}})
+
+    @classmethod
+    def make_reference(cls, path):
+        return Blip2T5Reference(path)
+
+    def test_it_is_an_encoder_decoder(self, model):
+        assert isinstance(model, Seq2SeqModel)
+        assert model.rules.start_token_id == 0
+        assert model.spec.eos_token_ids == (1,)
+
+    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        first, second = (self.logits(model, tokenizer.tokenize(items, path_file)) for items in prompts)
+        assert (first - second).abs().max() > 100 * self.tolerance

@@ -1,0 +1,215 @@
+"""The engine of encoder-decoders: each prompt encoded at once, each answer decoded over keys and values of its own.
+
+An answer's position counts from its own start, and a prompt is attended to both ways, so neither pages nor prefixes are
+shared. What a sequence may come to hold is set aside when it starts: none is ever preempted, the others wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence as Step
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindie_mm import faults
+from mindie_mm.config import EngineConfig, GiB
+from mindie_mm.engine.base import BaseEngine, generator_of
+from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.messages import Add, Progress, Ready, Stats
+from mindie_mm.engine.room import context_length, useful_bytes
+from mindie_mm.engine.scheduler import Scheduled
+from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
+from mindie_mm.engine.towers import Features
+from mindie_mm.errors import ContextLengthExceeded, DeviceError, InputError
+from mindie_mm.nn.model import Positions
+from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel
+from mindie_mm.nn.splice import Splice, plain_ids
+
+_log = logging.getLogger(__name__)
+
+
+class Admission:
+    """Sequences that wait, and those that run; first come, first served, as many as the room holds."""
+
+    def __init__(
+        self, model: Seq2SeqModel, config: EngineConfig, encoder_cache: EncoderCache, limits: TowerLimits, room: int
+    ) -> None:
+        """`room` are bytes."""
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.room = room
+        self.used = 0
+        """Bytes set aside for the sequences that run."""
+        self._prompt_token_bytes = model.prompt_token_bytes
+        self._output_token_bytes = model.spec.kv_token_bytes
+        self._config = config
+        self._encoder_cache = encoder_cache
+        self._tower_limits = limits
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence that finished, failed or was aborted, and takes its room back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.used -= self.num_bytes(sequence.num_prompt, sequence.max_tokens)
+        else:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> list[Scheduled]:
+        """Every running sequence's next token, and the prompts of those that start."""
+        step = [Scheduled(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in self.running]
+        tokens, tower = self._config.max_num_batched_tokens, TowerBudget(self._tower_limits)
+        while self.waiting and len(self.running) < self._config.max_num_seqs:
+            sequence = self.waiting[0]
+            num_bytes = self.num_bytes(sequence.num_prompt, sequence.max_tokens)
+            # A prompt is not cut, so a step's first one may be more than the budgets.
+            first = tokens == self._config.max_num_batched_tokens
+            if self.used + num_bytes > self.room or not (first or self._fits(sequence, tokens, tower)):
+                break
+            for item in sequence.items:
+                if item not in self._encoder_cache:
+                    tower.take(item)
+            tokens -= sequence.num_prompt
+            self.used += num_bytes
+            sequence.scheduled_s = time.monotonic()
+            self.running.append(self.waiting.popleft())
+            step.append(Scheduled(sequence, 0, sequence.num_prompt))
+        return step
+
+    def num_bytes(self, num_prompt: int, max_tokens: int) -> int:
+        """What a sequence comes to hold at most."""
+        return num_prompt * self._prompt_token_bytes + max_tokens * self._output_token_bytes
+
+    def longest_output(self, num_prompt: int) -> int:
+        """Most tokens of an answer that the room holds beside a prompt; below 1 where the prompt is too long."""
+        return (self.room - num_prompt * self._prompt_token_bytes) // self._output_token_bytes
+
+    def _fits(self, sequence: Sequence, tokens: int, tower: TowerBudget) -> bool:
+        tried = tower.copy()
+        for item in sequence.items:
+            if item not in self._encoder_cache:
+                if not tried.can_take(item):
+                    return False
+                tried.take(item)
+        return sequence.num_prompt <= tokens
+
+
+class Seq2SeqEngine(BaseEngine):
+    """Continuous batching of answers, each by itself: a sequence's tokens are the same whatever runs beside it."""
+
+    _scheduler: Admission
+
+    def __init__(self, model: Seq2SeqModel, config: EngineConfig, kv_cache_bytes: int = GiB) -> None:
+        """`kv_cache_bytes` is the room for all sequences where the configuration leaves it open."""
+        super().__init__(model, config)
+        self._model = model
+        self._max_len = context_length(model.spec, config)
+        room = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
+        self._scheduler = Admission(model, config, self._encoder_cache, self._tower_limits, room)
+        self._decodings: dict[Sequence, Decoding] = {}
+
+    @property
+    def ready(self) -> Ready:
+        return Ready(
+            vocab_size=self._spec.vocab_size,
+            max_model_len=self._max_len,
+            max_output_len=self._max_len,
+            device=str(self._spec.device),
+            kv_cache_tokens=self._scheduler.room // self._model.prompt_token_bytes,
+        )
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_cache_usage=self._scheduler.used / self._scheduler.room,
+            encoder_cache_queries=self._encoder_cache.queries,
+            encoder_cache_hits=self._encoder_cache.hits,
+        )
+
+    def _sequence(self, message: Add) -> Sequence:
+        params = message.params.check(self._spec.vocab_size)
+        if params.prompt_logprobs is not None:
+            raise InputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, but this model is an encoder-decoder: it predicts no "
+                "tokens of a prompt"
+            )
+        ids = np.frombuffer(message.input_ids, dtype=np.int64)
+        most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), params.max_tokens or 1
+        if not 0 < len(ids) <= self._max_len or wanted > most:
+            raise ContextLengthExceeded(
+                f"{len(ids)} prompt tokens and {wanted} to generate; this encoder-decoder takes prompts of 1 to "
+                f"{self._max_len} tokens, and generates at most {max(most, 0)} for one of {len(ids)}"
+            )
+        items = self._read(self._model, ids)
+        return Sequence(
+            request_id=message.request_id,
+            params=params,
+            token_ids=plain_ids(ids, items).tolist(),
+            num_prompt=len(ids),
+            items=items,
+            prompt_positions=Positions(torch.arange(len(ids)).unsqueeze(0)),
+            groups=None,
+            max_tokens=most if params.max_tokens is None else params.max_tokens,
+            generator=generator_of(params),
+            num_cached=0,
+        )
+
+    def _run(self, step: Step[Scheduled], progress: list[Progress]) -> None:
+        features, failed = self._towers.encode(step)
+        rows: dict[Sequence, Tensor] = {}
+        for scheduled in step:
+            sequence = scheduled.sequence
+            if sequence in failed:
+                continue
+            try:
+                rows[sequence] = self._next_logits(sequence, features)
+            except Exception as error:  # noqa: BLE001 - each runs by itself, and so fails alone
+                _log.exception("request %s", sequence.request_id)
+                failed[sequence] = DeviceError(f"the step failed: {type(error).__name__}")
+        progress += [self._fail(sequence, error) for sequence, error in failed.items()]
+        if not rows:
+            return
+        draws = self._draw(torch.cat([*rows.values()]), [*rows])
+        progress += [self._advance(sequence, draw) for sequence, draw in zip(rows, draws, strict=True)]
+
+    def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
+        """float32 [1, vocabulary]."""
+        if (decoding := self._decodings.get(sequence)) is not None:
+            return self._model.decode(decoding, sequence.token_ids[-1:])
+        splices = [Splice(item.slots, features[item.ref]) for item in sequence.items]
+        prompt = torch.from_numpy(sequence.ids(0, sequence.num_prompt))
+        decoding = self._decodings[sequence] = self._model.encode_prompt(prompt, splices)
+        faults.point("mid-prefill")
+        return self._model.decode(decoding, [self._model.rules.start_token_id])
+
+    def _constrain(self, row: Tensor, sequence: Sequence) -> None:
+        last = sequence.num_output + 1 == sequence.max_tokens and self._forces_eos(sequence)
+        self._model.rules.constrain(row, sequence.output_ids, last=last)
+
+    def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+        if sequence.num_output == sequence.max_tokens and self._forces_eos(sequence):
+            return "length", None  # the model did not end it
+        return super()._finished(sequence, token)
+
+    def _forces_eos(self, sequence: Sequence) -> bool:
+        """Whether the last token that a request allows has to be an end-of-sequence token."""
+        params = sequence.params
+        return bool(self._model.rules.forced_eos_token_ids) and not (
+            params.ignore_eos or params.min_tokens >= sequence.max_tokens
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        super()._forget(sequence)
+        self._decodings.pop(sequence, None)

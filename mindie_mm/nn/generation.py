@@ -1,0 +1,104 @@
+"""What a checkpoint asks of its answers' tokens, whatever a request says: transformers' own logits processors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindie_mm.errors import UnsupportedCheckpoint
+
+_log = logging.getLogger(__name__)
+
+# Settings that change the answers of transformers' `generate`, and the values at which they do not.
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "constraints": (None,),
+    "diversity_penalty": (None, 0.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "force_words_ids": (None,),
+    "guidance_scale": (None, 1.0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "repetition_penalty": (None, 1.0),
+    "sequence_bias": (None,),
+    "watermarking_config": (None,),
+}
+
+
+class GenerationRules:
+    """The tokens that a checkpoint forces or bars.
+
+    Of its sampling settings and lengths nothing is taken: those are the request's.
+    """
+
+    def __init__(self, configs: Sequence[Any], where: str, device: torch.device) -> None:
+        """`configs` are transformers' GenerationConfig, the first one that states a setting counts.
+
+        UnsupportedCheckpoint for one that would change the answers, and is not served.
+        """
+        from transformers.generation import logits_process as rules
+
+        def stated(name: str) -> Any:
+            values = (getattr(config, name, None) for config in configs)
+            return next((value for value in values if value is not None), None)
+
+        _check({name: stated(name) for name in (*_NOT_SERVED, "num_beams")}, where)
+        start, bos = stated("decoder_start_token_id"), stated("bos_token_id")
+        if start is None and bos is None:
+            raise UnsupportedCheckpoint(f"{where}: its generation config has no decoder_start_token_id")
+        self.start_token_id: int = bos if start is None else start
+        """The decoder's first input."""
+        self.eos_token_ids = _ids(stated("eos_token_id"))
+        """What ends an answer."""
+        self.forced_eos_token_ids = _ids(stated("forced_eos_token_id"))
+        """What the last token is one of, where an answer is as long as it may be."""
+        forced_bos = stated("forced_bos_token_id")
+        self._rules = rules.LogitsProcessorList()
+        if size := stated("no_repeat_ngram_size"):
+            self._rules.append(rules.NoRepeatNGramLogitsProcessor(size))
+        if words := stated("bad_words_ids"):
+            self._rules.append(rules.NoBadWordsLogitsProcessor(words, list(self.eos_token_ids)))
+        if forced_bos is not None:
+            self._rules.append(rules.ForcedBOSTokenLogitsProcessor(forced_bos))
+        self._barred = rules.LogitsProcessorList()
+        if tokens := stated("suppress_tokens"):
+            self._barred.append(rules.SuppressTokensLogitsProcessor(tokens, device=str(device)))
+        if tokens := stated("begin_suppress_tokens"):
+            begin = 1 if forced_bos is None else 2
+            self._barred.append(rules.SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=str(device)))
+
+    def constrain(self, row: Tensor, output_ids: Sequence[int], *, last: bool) -> None:
+        """Changes the logits float32 [vocabulary] of the token behind `output_ids`, in place.
+
+        `last`: it is the last one that the answer may have.
+        """
+        scores = row.unsqueeze(0)
+        if self._rules or self._barred:
+            ids = torch.tensor([[self.start_token_id, *output_ids]], device=row.device)
+            scores = self._rules(ids, scores)
+        if last and self.forced_eos_token_ids:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, list(self.forced_eos_token_ids)] = 0
+        if self._barred:
+            scores = self._barred(ids, scores)
+        row.copy_(scores[0])
+
+
+def _check(settings: Mapping[str, Any], where: str) -> None:
+    for name, neutral in _NOT_SERVED.items():
+        if (value := settings[name]) not in neutral:
+            raise UnsupportedCheckpoint(f"{where}: its generation config has {name} {value!r}, which is not served")
+    if (beams := settings["num_beams"] or 1) > 1:
+        # A better answer for more work: a request's own choice, and the answer is the model's without it, too.
+        _log.warning("%s: its generation config has num_beams %d; answers are decoded without beams", where, beams)
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

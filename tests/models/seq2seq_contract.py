@@ -1,0 +1,105 @@
+"""What every encoder-decoder is held against: the contract of families, where prompt and answer are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.messages import Abort, Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.seq2seq import Seq2SeqEngine
+from tests.models.contract import FamilyContract, Items, Reference, run
+
+
+class Seq2SeqReference(Reference):
+    """A family whose whole model takes no text alone overrides `part`."""
+
+    decoder_input_ids: ClassVar[Sequence[int]]
+    """Of the logits that are compared: the start token, and any others."""
+
+    def part(self, items: Items) -> Any:
+        """What generates."""
+        del items
+        return self.model
+
+    @torch.inference_mode()
+    def answer_logits(self, items: Items, decoder_input_ids: Sequence[int]) -> torch.Tensor:
+        """float32 [n, vocabulary]."""
+        ids = torch.tensor([[*decoder_input_ids]])
+        return self.part(items)(**self.inputs(items), decoder_input_ids=ids).logits[0].float()
+
+    def logits(self, items: Items) -> torch.Tensor:
+        return self.answer_logits(items, self.decoder_input_ids)
+
+    @torch.inference_mode()
+    def generate(self, items: Items, count: int) -> list[int]:
+        out = self.part(items).generate(
+            **self.inputs(items), max_new_tokens=count, do_sample=False, num_beams=1, length_penalty=None
+        )
+        return out[0, 1:].tolist()
+
+
+class Seq2SeqContract(FamilyContract):
+    """Subclasses are named Test<Family>; their references are Seq2SeqReferences."""
+
+    def engine(self, model: Any, **settings: Any) -> Seq2SeqEngine:
+        return Seq2SeqEngine(model, EngineConfig(**settings))
+
+    def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.logits(ids, torch.tensor([*self.decoder_input_ids]))
+
+    def test_a_flat_batch_of_all_in_two_orders(self, reference, model, tokenized):
+        for names in ([*self.prompts], [*self.prompts][::-1]):
+            engine = self.engine(model)
+            params = SamplingParams(temperature=0, max_tokens=self.num_tokens, logprobs=0)
+            for name in names:
+                assert engine.add(Add(name, tokenized[name].numpy().tobytes(), params)) is None
+            found: dict[str, list[Any]] = {name: [] for name in names}
+            while engine.has_work():
+                for progress in engine.step().progress:
+                    found[progress.request_id] += progress.logprobs
+            for name, drawn in found.items():
+                tokens = [one.token_id for one in drawn]
+                start = [model.rules.start_token_id]
+                expected = reference.answer_logits(self.prompts[name], [*start, *tokens[:-1]]).log_softmax(-1)
+                chosen = expected.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+                assert (torch.tensor([one.logprob for one in drawn]) - chosen).abs().max() <= self.tolerance, name
+
+    def test_preempted_sequences_come_to_the_same_tokens(self, reference, model, tokenized):
+        """None is preempted: with room for one, the others wait for it."""
+        longest = max(len(ids) for ids in tokenized.values())
+        room = longest * model.prompt_token_bytes + self.num_tokens * model.spec.kv_token_bytes
+        engine = self.engine(model, kv_cache_bytes=room, encoder_cache_bytes=1000)
+        outputs, errors = run(engine, [*tokenized.values()], max_tokens=self.num_tokens)
+        assert not errors
+        for i, items in enumerate(self.prompts.values()):
+            assert outputs[i] == reference.generate(items, self.num_tokens)
+        assert engine.stats.kv_cache_usage == 0
+        _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
+        assert {name for name, _ in errors.values()} == {"ContextLengthExceeded"}
+
+    def test_room_is_given_back_on_every_way_out(self, model, tokenized):
+        engine = self.engine(model, max_num_seqs=2)
+        for i, ids in enumerate(tokenized.values()):
+            params = SamplingParams(temperature=0, max_tokens=100 if i else 1, ignore_eos=True)
+            engine.add(Add(str(i), ids.numpy().tobytes(), params))
+        engine.step()
+        assert engine.stats.num_running == 1, "the first one has its token"
+        engine.step()
+        stats = engine.step().stats
+        assert stats.num_running == 2
+        assert stats.kv_cache_usage > 0
+        assert stats.num_waiting == len(tokenized) - 3
+        for i in range(len(tokenized)):
+            engine.abort(Abort(str(i)))
+        assert not engine.has_work()
+        assert engine.stats.kv_cache_usage == 0
+
+    def test_a_prompt_has_no_logprobs(self, model, tokenized):
+        _, errors = run(self.engine(model), [tokenized["text"]], max_tokens=2, prompt_logprobs=0)
+        (error,) = errors.values()
+        assert error[0] == "InputError"
+        assert "encoder-decoder" in error[1]
