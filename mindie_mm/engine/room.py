@@ -203,7 +203,7 @@ class _WorstCase:
         while plan.num_features > self._max_model_len:
             shorter = _cut(worst, self._max_model_len, plan.num_features)
             cut = self._try_plan(kind, shorter)
-            if cut is None or len(shorter) == len(worst):
+            if cut is None or np.shape(shorter) == np.shape(worst):
                 return None
             worst, plan = shorter, cut
         return worst
@@ -254,8 +254,12 @@ class _WorstCase:
 
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:
-    """The first rows, frames or samples of an item, in proportion to the features that are wanted."""
-    return data if isinstance(data, bytes) else data[: max(1, len(data) * wanted // num_features)]
+    """The first frames, rows or samples of an item, in proportion to the features that are wanted."""
+    if isinstance(data, bytes):
+        return data
+    if data.ndim > 3 and len(data) == 1:  # of a single frame, the first rows
+        return data[:, : max(1, data.shape[1] * wanted // num_features)]
+    return data[: max(1, len(data) * wanted // num_features)]
 
 
 def _reckon(tried: list[tuple[int, int]], size: int) -> int:
