@@ -64,10 +64,13 @@ def without_padding(height: int, width: int, rows: int, columns: int) -> tuple[i
     return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
 
 
-def cut(rgb: Pixels, tile: int) -> Pixels:
-    """uint8 [rows * tile, columns * tile, 3] -> [rows * columns, tile, tile, 3], row by row."""
+def cut(rgb: Pixels, tiles: Pixels) -> None:
+    """uint8 [rows * tile, columns * tile, 3] -> `tiles` [rows * columns, tile, tile, 3], row by row."""
+    tile = tiles.shape[1]
     rows, columns = rgb.shape[0] // tile, rgb.shape[1] // tile
-    return rgb.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
+    for row in range(rows):
+        strip = rgb[row * tile : (row + 1) * tile].reshape(tile, columns, tile, 3)
+        tiles[row * columns : (row + 1) * columns] = strip.swapaxes(0, 1)
 
 
 def write_canvas(rgb: Pixels, canvas: Canvas, tiles: Pixels, resample: Resample) -> None:
@@ -79,7 +82,7 @@ def write_canvas(rgb: Pixels, canvas: Canvas, tiles: Pixels, resample: Resample)
     tiles[0] = resize(rgb, side, side, resample)
     height, width = fit(rgb.shape[0], rgb.shape[1], canvas)
     fitted = resize(rgb, height, width, resample)
-    tiles[1:] = cut(pad(fitted, *canvas), side)
+    cut(pad(fitted, *canvas), tiles[1:])
 
 
 __all__ = ["Canvas", "best_canvas", "closest_grid", "cut", "fit", "without_padding", "write_canvas"]

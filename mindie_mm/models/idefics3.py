@@ -120,7 +120,7 @@ class Idefics3Processor(Processor):
             rgb, tiles = resize(image.decode(), *first, resample), arrays["pixel_values"]
             if rows:
                 rgb = resize(rgb, rows * side, columns * side, resample)
-                tiles[:-1] = cut(rgb, side)
+                cut(rgb, tiles[:-1])
             tiles[-1] = resize(rgb, side, side, resample)
             faults.point("mid-fill")
 

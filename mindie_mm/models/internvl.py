@@ -125,7 +125,7 @@ class InternVLProcessor(Processor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             rgb, tiles = image.decode(), arrays["pixel_values"]
-            tiles[: rows * columns] = cut(resize(rgb, rows * side, columns * side, resample), side)
+            cut(resize(rgb, rows * side, columns * side, resample), tiles[: rows * columns])
             if len(tiles) > rows * columns:
                 tiles[-1] = resize(rgb, side, side, resample)
             faults.point("mid-fill")
