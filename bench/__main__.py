@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("preprocess", "shm", "engine")
+NAMES = ("preprocess", "shm", "engine", "models")
 
 
 def main() -> None:

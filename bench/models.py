@@ -1,0 +1,430 @@
+"""Each family beside transformers: preprocessing of an item, the tower over it, prefill of text.
+
+The checkpoints are those of the tests, of random weights and a few layers, made again with the published ones' sizes of
+pictures, patches and tiles, and their settings of sound. A photograph comes as a JPEG's bytes; transformers gets its
+pixels from libjpeg-turbo, as torchvision's decoder gives them, and has its arithmetic from tests/stubs. Frames and
+samples come decoded to both. Ours ends with a published block in shared memory. The towers here begin with bytes,
+transformers' with normalised floats: so the sum of both steps counts, too. Where the reference is golden data there is
+nothing to take turns with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import inspect
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+from numpy.typing import NDArray
+
+from bench.report import RESULTS, median, write
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Processor
+from mindie_mm.nn.model import Model
+from mindie_mm.shm import Arena, release
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.tokenizer import content_digest
+from tests.media_samples import encoded, photograph
+from tests.models.contract import FamilyContract
+from tests.sound_samples import tone
+from tests.transformers_reference import AutoTokenizer
+
+PICTURE = (640, 480)
+CLIP = (8, 360, 480)
+"""Frames, height, width."""
+SECONDS = 10.0
+PROMPT = 1000
+"""Tokens of text, or as many as the checkpoint's context holds."""
+FEWEST, MOST, LONG_ENOUGH_S = 5, 60, 0.3
+"""Turns of each contestant: within these, until it has run so long."""
+
+_CLIP_336 = {
+    "config": {"vision_config": {"image_size": 336, "patch_size": 14}},
+    "preprocessor_config": {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    "processor_config": {"patch_size": 14},
+}
+_VISION_384 = {"vision_config": {"image_size": 384, "patch_size": 16}}
+_SIDE_384 = {"size": {"height": 384, "width": 384}, "min_size": 14}
+_QWEN_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 12_845_056}
+_QWEN_VIDEOS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28}
+_SOUND = {"feature_size": 128, "chunk_length": 30, "n_samples": 480_000, "nb_max_frames": 3000}
+_LONG_SOUND = {"feature_size": 128, "chunk_length": 300, "n_samples": 4_800_000, "nb_max_frames": 30_000}
+REAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "qwen2_vl": {"preprocessor_config": _QWEN_PIXELS},
+    "qwen2_5_vl": {"preprocessor_config": _QWEN_PIXELS, "video_preprocessor_config": _QWEN_VIDEOS},
+    "qwen3_vl": {
+        "preprocessor_config": {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}},
+        "video_preprocessor_config": {"size": {"shortest_edge": 4096, "longest_edge": 25_165_824}},
+    },
+    "qwen2_5_omni": {
+        "config": {"audio_config": {"num_mel_bins": 128, "max_source_positions": 1500}},
+        "processor_config": {
+            "image_processor": {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}},
+            "video_processor": {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}},
+            "feature_extractor": _LONG_SOUND,
+        },
+    },
+    "qwen2_audio": {
+        "config": {"audio_config": {"num_mel_bins": 128, "max_source_positions": 1500}},
+        "processor_config": {"feature_extractor": _SOUND},
+    },
+    "llava": _CLIP_336,
+    "llava_next": {
+        **_CLIP_336,
+        "config": {
+            **_CLIP_336["config"],
+            "image_grid_pinpoints": (pins := [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]),
+        },
+        "preprocessor_config": {**_CLIP_336["preprocessor_config"], "image_grid_pinpoints": pins},
+    },
+    "llava_onevision": {
+        "config": {
+            "vision_config": {"image_size": 384, "patch_size": 14},
+            "image_grid_pinpoints": (many := [[384 * h, 384 * w] for h in range(1, 7) for w in range(1, 7)]),
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+        "preprocessor_config": {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": many},
+        "video_preprocessor_config": {"size": {"height": 384, "width": 384}},
+        "processor_config": {"num_image_tokens": 729, "vision_aspect_ratio": "anyres_max_9"},
+    },
+    "internvl": {
+        "config": {"vision_config": {"image_size": [448, 448], "patch_size": [14, 14]}, "image_seq_length": 256},
+        "preprocessor_config": {
+            "size": {"height": 448, "width": 448},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 12,
+        },
+        "video_preprocessor_config": {"size": {"height": 448, "width": 448}},
+        "processor_config": {"image_seq_length": 256},
+    },
+    "gemma3": {
+        "config": {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
+        "preprocessor_config": {"size": {"height": 896, "width": 896}},
+        "processor_config": {"image_seq_length": 256},
+    },
+    "idefics3": {
+        "config": {"vision_config": {"image_size": 364, "patch_size": 14}},
+        "preprocessor_config": {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+        "processor_config": {"image_seq_len": 169},
+    },
+    "smolvlm": {
+        "config": {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
+        "preprocessor_config": {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+        "video_preprocessor_config": {
+            "size": {"longest_edge": 512},
+            "max_image_size": {"longest_edge": 512},
+            "video_sampling": {"video_size": {"longest_edge": 512}, "max_frames": 64, "fps": 1},
+        },
+        "processor_config": {"image_seq_len": 64},
+    },
+    "fuyu": {
+        "config": {"patch_size": 30},
+        "preprocessor_config": {"size": {"height": 1080, "width": 1920}, "patch_size": {"height": 30, "width": 30}},
+    },
+    "chameleon": {
+        "config": {"vq_config": {"resolution": 512, "channel_multiplier": [1, 1, 2, 2, 4]}},
+        "preprocessor_config": {"size": {"shortest_edge": 512}, "crop_size": {"height": 512, "width": 512}},
+        "processor_config": {"image_seq_length": 1024},
+    },
+    "blip_2": {
+        "config": {"vision_config": {"image_size": 224, "patch_size": 14}},
+        "preprocessor_config": {"size": {"height": 224, "width": 224}},
+    },
+    "deepseek_vl": {
+        "config": _VISION_384,
+        "preprocessor_config": _SIDE_384,
+        "processor_config": {"num_image_tokens": 576},
+    },
+    "deepseek_vl_hybrid": {
+        "config": {**_VISION_384, "high_res_vision_config": {"image_size": 1024, "patch_size": 16, "window_size": 14}},
+        "preprocessor_config": {**_SIDE_384, "high_res_size": {"height": 1024, "width": 1024}},
+        "processor_config": {"num_image_tokens": 576},
+    },
+}
+"""What the published checkpoints' files say otherwise than the tests' small ones; None: they do not say it."""
+
+Contestants = dict[str, Callable[[], object]]
+OURS, THEIRS = "ours", "transformers"
+
+
+def contracts() -> dict[str, type[FamilyContract]]:
+    """Each family's test, by the family's name."""
+    folder = Path(__file__).parents[1] / "mindie_mm" / "models"
+    found: dict[str, type[FamilyContract]] = {}
+    for file in sorted(folder.glob("[a-z]*.py")):
+        module = importlib.import_module(f"tests.models.test_{file.stem}")
+        found[file.stem] = next(
+            value
+            for name, value in vars(module).items()
+            if name.startswith("Test") and getattr(value, "name", None) == file.stem
+        )
+    # This test makes videos small by a class of its own; here the published processor's defaults count.
+    small = importlib.import_module("tests.models.test_qwen2_5_omni").SmallVideosProcessor
+    small.videos_kwargs = small.__base__.videos_kwargs
+    return found
+
+
+def write_checkpoint(contract: type[FamilyContract], out: Path) -> None:
+    """The test's checkpoint, with the published sizes of pictures."""
+    contract.write_checkpoint(out)
+    changes = REAL.get(contract.name, {})
+    kind = type(contract.make_reference(out).model) if "config" in changes else None
+    for name, change in changes.items():
+        file = out / f"{name}.json"
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(merged(known, change)))
+    if kind is not None:
+        from transformers import GenerationConfig  # behind tests/stubs, which it looks for once
+
+        torch.manual_seed(0)
+        model = kind(kind.config_class.from_pretrained(out))
+        model.generation_config = GenerationConfig.from_pretrained(out)
+        model.save_pretrained(out)
+    if contract.name in {"idefics3", "smolvlm"}:  # the small vocabularies know fewer tiles than a photograph has
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+        tokenizer.add_tokens(tags, special_tokens=True)
+        tokenizer.save_pretrained(out)
+
+
+def merged(known: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    out = {**known}
+    for name, value in change.items():
+        inner = isinstance(value, Mapping) and isinstance(known.get(name), Mapping) and name.endswith(("fig", "or"))
+        out[name] = merged(known[name], value) if inner else value
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def sources() -> dict[Kind, Any]:
+    """An item of each kind, as it comes in."""
+    frames = np.stack([np.asarray(photograph("coffee.png", (CLIP[2], CLIP[1])))] * CLIP[0])
+    for index, frame in enumerate(frames):
+        frames[index] = np.roll(frame, 4 * index, axis=1)
+    return {"image": encoded(photograph("coffee.png", PICTURE), quality=90), "video": frames, "audio": tone(SECONDS)}
+
+
+def preprocessing(
+    kind: Kind, data: Any, processor: Processor, reference: Any, arena: Arena, path_file: Path
+) -> Contestants:
+    """The item to a published block, and to transformers' arrays."""
+
+    def ours() -> None:
+        plan = processor.plan(Media(kind, data), data, {kind: 1})
+        with arena.allocate(plan.specs, path_file=path_file) as block:
+            plan.write(block)
+            block.publish(content_digest(plan.settings, data))
+
+    def theirs() -> object:
+        if kind == "image":
+            rgb = torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB")).permute(2, 0, 1)
+            return reference.processor.image_processor(images=[rgb], return_tensors="pt")
+        if kind == "video":
+            return reference.processor.video_processor(videos=[data], return_tensors="pt")
+        settings = {"sampling_rate": 16_000, "padding": "max_length", "return_attention_mask": True}
+        return reference.processor.feature_extractor(data, return_tensors="pt", **settings)
+
+    return {OURS: ours} if reference is None else {OURS: ours, THEIRS: theirs}
+
+
+def towers(kind: Kind, data: Any, model: Model, tokenizer: Tokenizer, reference: Any, path_file: Path) -> Contestants:
+    """From the arrays to the features."""
+    ids = tokenizer.tokenize([{kind: data}], path_file)
+    items = model.read(ids.numpy())
+    contestants: Contestants = {OURS: lambda: model.encode(items)}
+    if reference is not None:
+        pixels = simplejpeg.decode_jpeg(data, "RGB") if kind == "image" else data
+        contestants[THEIRS] = reference_tower(reference, kind, pixels)
+    return contestants
+
+
+def reference_tower(reference: Any, kind: Kind, item: NDArray[Any]) -> Callable[[], object]:
+    inputs = dict(reference.inputs([{kind: item}, {"text": "?"}]))
+    methods = (f"get_{kind}_features", "get_image_features")
+    owners = (reference.model, getattr(reference.model, "model", None))
+    method = next((getattr(o, name) for name in methods for o in owners if hasattr(o, name)), None)
+    if method is None:  # Qwen2-Audio's model has the steps in its forward alone
+        parts = dict(reference.model.named_modules())
+        tower, projector = (
+            next(part for name, part in parts.items() if name.endswith(end)) for end in ("_tower", "_projector")
+        )
+
+        def hear() -> object:
+            with torch.inference_mode():
+                return projector(tower(inputs["input_features"]).last_hidden_state)
+
+        return hear
+    names = inspect.signature(method).parameters
+    given = {name: inputs[name] for name in names if name in inputs}
+    if "pixel_values" in names and "pixel_values" not in given:
+        given["pixel_values"] = next(
+            inputs[name] for name in ("pixel_values_videos", "image_patches") if name in inputs
+        )
+
+    def see() -> object:
+        with torch.inference_mode():
+            return method(**given)
+
+    return see
+
+
+def prefill(model: Model, reference: Any, length: int) -> Contestants:
+    """Text to its first token: the engine's queue, pages and sampler with ours; one call of the model with theirs."""
+    ids = np.random.default_rng(0).integers(30, 100, length, dtype=np.int64)
+    engine = Engine(model, EngineConfig(prefix_caching=False, kv_cache_bytes=2**27))
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    def ours() -> None:
+        engine.add(Add("0", ids.tobytes(), params))
+        while engine.has_work():
+            engine.step()
+
+    if reference is None:
+        return {OURS: ours}
+    # BLIP-2's whole insists on pixels.
+    whole = reference.model.language_model if type(reference.model).__name__.startswith("Blip2") else reference.model
+    batch = torch.from_numpy(ids)[None]
+
+    def theirs() -> None:
+        with torch.inference_mode():
+            whole(input_ids=batch, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+
+    return {OURS: ours, THEIRS: theirs}
+
+
+def milliseconds(
+    contestants: Contestants, clock: Callable[[], float], path_file: Path | None = None
+) -> dict[str, float]:
+    """Of each, taking turns in random order: the median, on two cores, which others want too, the least.
+
+    What `path_file` names is given back behind each turn.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for entry in contestants.values():  # warms up
+        entry()
+    order = random.Random(0)
+    gc.collect()
+    while True:
+        for name in order.sample(list(contestants), len(contestants)):
+            start = clock()
+            contestants[name]()
+            seconds[name].append(clock() - start)
+            if path_file is not None:
+                release(path_file)
+                path_file.unlink(missing_ok=True)
+        turns = len(seconds[OURS])
+        if turns >= MOST or (turns >= FEWEST and min(map(sum, seconds.values())) >= LONG_ENOUGH_S):
+            middle = median if clock is time.process_time else min
+            return {name: 1e3 * middle(values) for name, values in seconds.items()}
+
+
+def figures_of(ms: Mapping[str, float], scale: float = 1.0) -> dict[str, float]:
+    figures = {name: round(value * scale, 2) for name, value in ms.items()}
+    return {**figures, "ratio": round(ms[THEIRS] / ms[OURS], 2)} if THEIRS in ms else figures
+
+
+@contextmanager
+def threads(count: int) -> Iterator[Callable[[], float]]:
+    """Torch on `count` threads; the clock to use: of one thread processor time, so that other load counts little."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield time.process_time if count == 1 else time.perf_counter
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: Sequence[int]) -> dict[str, Any]:
+    """All figures of one family, on each number of cores."""
+    write_checkpoint(contract, folder)
+    family = family_named(contract.name)
+    reference = None if "golden" in family.reference else contract.make_reference(folder)
+    processor, model = family.processor(Checkpoint.open(folder)), load_model(folder, device="cpu", dtype="float32")
+    length, path_file = min(PROMPT, model.spec.max_model_len - 2), folder / "shm_name.txt"
+    figures: dict[str, Any] = {"reference": family.reference}
+    data = {kind: value for kind, value in sources().items() if kind in family.kinds}
+    with Tokenizer.from_pretrained(folder, arena=arena) as tokenizer:
+        steps: dict[str, Contestants] = {}
+        for kind, item in data.items():
+            steps[f"preprocess {kind}"] = preprocessing(
+                kind, item, processor, reference, arena, folder / "shm_name.txt"
+            )
+            steps[f"tower {kind}"] = towers(kind, item, model, tokenizer, reference, folder / f"{kind}.txt")
+        steps["prefill"] = prefill(model, reference, length)
+        for count in cores:
+            with threads(count) as clock:
+                measured = {
+                    step: milliseconds(entries, clock, path_file if step.startswith("preprocess") else None)
+                    for step, entries in steps.items()
+                }
+            measured["prefill"] = {name: value * 1000 / length for name, value in measured["prefill"].items()}
+            for kind in data:
+                parts = [measured[f"preprocess {kind}"], measured[f"tower {kind}"]]
+                measured[f"both {kind}"] = {name: sum(part[name] for part in parts) for name in parts[0]}
+            figures[f"{count} cores"] = {step: figures_of(ms) for step, ms in measured.items()}
+        for kind in data:
+            release(folder / f"{kind}.txt")
+    return figures
+
+
+def table(families: Mapping[str, Any], count: int) -> str:
+    """Markdown: ours in milliseconds and how many times as long transformers takes, a row for each kind of media."""
+
+    def cell(figures: Mapping[str, float]) -> str:
+        return f"{figures[OURS]:.1f} ({figures['ratio']:.2f}x)" if "ratio" in figures else f"{figures[OURS]:.1f} (-)"
+
+    cores = {1: "one core", 2: "two cores"}[count]
+    lines = [
+        f"On {cores}: ms, and how many times as long transformers takes; -: only golden data to compare with.",
+        "",
+        "| family | item | preprocess | tower | both | prefill of 1,000 tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, family in families.items():
+        figures = family[f"{count} cores"]
+        kinds = [step.removeprefix("tower ") for step in figures if step.startswith("tower ")]
+        for kind in kinds:
+            steps = [cell(figures[f"{step} {kind}"]) for step in ("preprocess", "tower", "both")]
+            lines.append(f"| {name} | {kind} | {' | '.join(steps)} | {cell(figures['prefill'])} |")
+    return "\n".join([*lines, ""])
+
+
+def main(names: Sequence[str] = (), cores: Sequence[int] = (1, 2)) -> None:
+    found = contracts()
+    figures: dict[str, Any] = {}
+    with Arena.create(512 * 2**20) as arena:
+        arena.populated.wait()
+        for name in names or found:
+            with tempfile.TemporaryDirectory() as folder:
+                figures[name] = measure(found[name], arena, Path(folder), cores)
+            print(name, json.dumps(figures[name]), flush=True)
+    if not names:
+        settings = {"picture": PICTURE, "clip": CLIP, "seconds_of_sound": SECONDS, "prompt": PROMPT}
+        write("models", {**settings, "unit": "milliseconds", "families": figures})
+        tables = [table(figures, count) for count in cores]
+        (RESULTS / "models.md").write_text("\n".join(["# Each family beside transformers", "", *tables]))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="families; none: all, and the figures are written to bench/results")
+    parser.add_argument("--cores", nargs="+", type=int, choices=(1, 2), default=(1, 2))
+    options = parser.parse_args()
+    main(options.names, options.cores)
