@@ -16,6 +16,7 @@
         |-- FeatureCountMismatch    a tower's features do not fill the item's slots
         |-- ArenaFull               no room for a block within the deadline
         |-- SharedMemoryError       shared memory could not be reserved or used at all
+        |-- StorageError            a file of a run cannot be written or read, or the disk is full
         |-- DeviceError             the accelerator is absent, or failed
         |-- QueueFull               more requests wait than the service holds
         |-- RequestTimeout          the request outlived its deadline
@@ -90,6 +91,10 @@ class ArenaFull(WorldError):
 
 class SharedMemoryError(WorldError):
     """Shared memory could not be reserved or used."""
+
+
+class StorageError(WorldError):
+    """A file of a run cannot be written or read, or the disk is full."""
 
 
 class DeviceError(WorldError):

@@ -1,4 +1,4 @@
-"""mindie-mm: serve | ask | models | shm | doctor; one module a command, imported when it is asked for.
+"""The command mindie-mm: one module a command, imported when it is asked for.
 
 A command's module imports what takes long (torch, a web framework, rich) in its function, so that `--help` and the
 tools for shared memory start at once.
@@ -13,7 +13,7 @@ import click
 
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 
-COMMANDS = ("serve", "ask", "models", "shm", "doctor")
+COMMANDS = ("serve", "ask", "tokenize", "inspect", "models", "shm", "doctor")
 
 
 class _Mistake(click.ClickException):

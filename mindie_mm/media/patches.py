@@ -34,3 +34,10 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
         target.reshape(blocks_high, blocks_wide, merge_size, merge_size, patch_size),
         source.transpose(0, 3, 1, 4, 2),
     )
+
+
+def unpatchify(patches: Pixels, rows: int, columns: int, merge_size: int) -> Pixels:
+    """The picture, uint8 [rows * patch, columns * patch, 3], that `patchify` cut into uint8 [n, patch, patch, 3]."""
+    size = patches.shape[1]
+    blocks = patches.reshape(rows // merge_size, columns // merge_size, merge_size, merge_size, size, size, 3)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 4, 1, 3, 5, 6)).reshape(rows * size, columns * size, 3)

@@ -19,8 +19,8 @@ from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import RESAMPLES, Data, open_image, resize
-from mindie_mm.media.patches import patchify
+from mindie_mm.media.image import RESAMPLES, Data, Pixels, open_image, resize
+from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
@@ -128,6 +128,10 @@ class FuyuProcessor(Processor):
             write=write,
             grid=(rows, columns),
         )
+
+    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+        patches = arrays["patches"].reshape(-1, self.patch, self.patch, 3)
+        return [unpatchify(patches, grid[0], grid[1], 1)]
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
         """What fits within the checkpoint's size; smaller images stay as they are. LimitExceeded."""

@@ -19,8 +19,8 @@ from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.patches import patchify
+from mindie_mm.media.image import Data, Pixels, open_image, resize
+from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
@@ -248,6 +248,16 @@ class Qwen2VLProcessor(Processor):
                 _SECONDS: ArraySpec((1, 1), "float32"),
             },
         )
+
+    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+        (t, h, w), patch = grid[:3], self.image.patch_size
+        return [
+            unpatchify(frame, h, w, self.image.merge_size)
+            for name, array in arrays.items()
+            if name in _PIXELS.values()
+            for group in array.reshape(t, h * w, -1, patch, patch, 3)
+            for frame in group.transpose(1, 0, 2, 3, 4)
+        ]
 
 
 def _plan_image(data: Data, settings: PixelSettings) -> Plan:

@@ -119,6 +119,10 @@ class Processor(ABC):
         """Most items of each kind in one prompt; none named, none limited."""
         return {}
 
+    def prompt_text(self, text: str) -> str:
+        """A rendered prompt's text as the reference's processor words it, before it is encoded; InputError."""
+        return text
+
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """`ids` of an encoded prompt, items not expanded, with what the reference's processor puts around them."""
         del num_items
@@ -128,6 +132,12 @@ class Processor(ABC):
         """Where in the framed ids `inserted` items stand."""
         del ids
         return 0
+
+    def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
+        """What an item's arrays show, for people: uint8 [height, width, 3] each; none where they hold no pixels."""
+        del grid
+        shown = [array for array in arrays.values() if array.ndim >= 3 and array.shape[-1] == 3]
+        return [picture for array in shown for picture in _as_bytes(array).reshape(-1, *array.shape[-3:])]
 
 
 class Family(ABC):
@@ -177,3 +187,12 @@ def placeholder_of(placeholders: Mapping[Kind, Placeholder], kind: Kind) -> Plac
 
 
 __all__ = ["Family", "Placeholder", "Plan", "Processor", "Spelling", "placeholder_of"]
+
+
+def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Pixels that were normalised before they were stored, from their least to their greatest value."""
+    if pixels.dtype == np.uint8:
+        return pixels
+    least, most = pixels.min(), pixels.max()
+    scaled = (pixels - least) * (255 / max(float(most - least), 1e-9))
+    return np.asarray(scaled, np.uint8)

@@ -193,20 +193,22 @@ class ArenaCache:
                 mapped = self._arenas[arena] = MappedArena(SHM_DIRECTORY / file_name(arena), arena)
             return mapped
 
-    def add(self, mapped: MappedArena) -> None:
-        """Puts a mounted file where its number is looked up. SharedMemoryError if the number is another arena's."""
-        number = mapped.header.arena
+    def add(self, mapped: MappedArena, number: int, *, reserved: bool) -> None:
+        """Puts a mounted file where `number` is looked up. SharedMemoryError if the number is another arena's.
+
+        `reserved`: the arena of that number in /dev/shm is there to keep it for this file.
+        """
         with self._lock:
             self._drop_removed()
-            if number in self._arenas or (SHM_DIRECTORY / file_name(number)).exists():
+            if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
                 raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
             self._arenas[number] = mapped
 
-    def remove(self, mapped: MappedArena) -> None:
+    def remove(self, mapped: MappedArena, number: int) -> None:
         """Takes a mounted file out again."""
         with self._lock:
-            if self._arenas.get(mapped.header.arena) is mapped:
-                del self._arenas[mapped.header.arena]
+            if self._arenas.get(number) is mapped:
+                del self._arenas[number]
 
     def drop_removed(self) -> None:
         """Gives up the arenas whose files are gone, so that their pages can go too."""
@@ -226,16 +228,19 @@ drop_removed = _cache.drop_removed
 
 
 @contextmanager
-def mount(path: Path) -> Iterator[int]:
+def mount(path: Path, number: int | None = None) -> Iterator[int]:
     """Makes a file of blocks on disk (`DiskArena`) readable by this process: yields the number that its words carry.
 
+    `number` is another one, which the words were given (`Ref.to_words`) and an arena of the caller's reserves, so that
+    two files of one number can be mounted at once.
     Until it is left, `attach` finds its blocks; arrays that were taken stay readable after. `free` leaves them alone.
     SegmentMissing if it is no complete file of blocks, SharedMemoryError if it cannot be mapped or its number is in
     use here.
     """
     mapped = MappedArena(path)
-    _cache.add(mapped)
+    taken = mapped.header.arena if number is None else number
+    _cache.add(mapped, taken, reserved=number is not None)
     try:
-        yield mapped.header.arena
+        yield taken
     finally:
-        _cache.remove(mapped)
+        _cache.remove(mapped, taken)

@@ -1,0 +1,49 @@
+"""Files that appear complete or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from mindie_mm.errors import StorageError
+
+_PIECE = 1 << 20
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path to write to; on leaving, that file is synced and gets the name `path`. StorageError."""
+    unfinished = path.with_name(path.name + ".partial")
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Has a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """XXH3-128 of a file: for accidents, not for malice."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

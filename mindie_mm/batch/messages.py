@@ -1,0 +1,57 @@
+"""What travels between a run and its workers, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mindie_mm.batch.shard import ShardInfo
+from mindie_mm.batch.source import Chunk
+from mindie_mm.errors import MindieMMError, error_name, error_named
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """Run to worker."""
+
+    chunk: Chunk
+    doomed: dict[int, str] = {}
+    """Rows not to be tried, with their errors: each of them ended a worker twice."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Worker to run, once: the checkpoint is read."""
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """A row is done."""
+
+    row: int
+    num_bytes: int
+    """That its blocks take."""
+    error: str | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    """A chunk is done: its shards have their names."""
+
+    chunk: int
+    shards: list[ShardInfo]
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The run cannot go on."""
+
+    error: str
+    """Name of a class of mindie_mm.errors."""
+    message: str
+
+    @classmethod
+    def of(cls, error: MindieMMError) -> Failed:
+        """The report of `error`, as the nearest class that mindie_mm.errors defines."""
+        return cls(error_name(error), str(error))
+
+    def exception(self) -> MindieMMError:
+        """The exception that was raised in the worker."""
+        return error_named(self.error, self.message)
+
+
+Report = Ready | Step | Finished | Failed

@@ -1,0 +1,137 @@
+"""How far a run is: on a terminal, in a log, for a program."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol, TextIO
+
+import msgspec
+
+LOG_INTERVAL_S = 30.0
+JSON_INTERVAL_S = 1.0
+
+Style = Literal["auto", "json", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was done."""
+
+    rows: int = 0
+    errors: int = 0
+    num_bytes: int = 0
+    """Of blocks."""
+    share: float = 0.0
+    """Of the input, 0 to 1, by bytes of its files."""
+
+    def __add__(self, other: Progress) -> Progress:
+        return Progress(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def __sub__(self, other: Progress) -> Progress:
+        return Progress(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
+
+
+class Show(Protocol):
+    """Called at each row; shows what there is, when it is time to."""
+
+    def __call__(self, done: Progress, earlier: Progress) -> None:
+        """`earlier` is what of `done` an earlier run did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a progress means, so long after the start."""
+
+    rows_per_s: float
+    megabytes_per_s: float
+    eta_s: float | None
+    """None while nothing is done."""
+
+    @classmethod
+    def of(cls, done: Progress, earlier: Progress, elapsed_s: float) -> Rates:
+        """Of this run alone: what an earlier one did took none of its time."""
+        own, elapsed_s = done - earlier, max(elapsed_s, 1e-9)
+        eta_s = elapsed_s * max(0.0, 1 - done.share) / own.share if own.share > 0 else None
+        return cls(own.rows / elapsed_s, own.num_bytes / elapsed_s / 1e6, eta_s)
+
+
+@contextmanager
+def shown(style: Style, out: TextIO = sys.stderr) -> Iterator[Show]:
+    """A bar on a terminal, a line each 30 s elsewhere; "json": an object a second; the end is always shown."""
+    if style == "none":
+        yield lambda *_: None
+        return
+    if style == "auto" and out.isatty():
+        with _bar() as drawn:
+            yield drawn
+        return
+    write = _json if style == "json" else _line
+    interval_s = JSON_INTERVAL_S if style == "json" else LOG_INTERVAL_S
+    began = shown_s = time.monotonic()
+    last = (Progress(), Progress())
+
+    def print_now() -> None:
+        print(write(*last, time.monotonic() - began), file=out, flush=True)
+
+    def show(done: Progress, earlier: Progress) -> None:
+        nonlocal shown_s, last
+        last = (done, earlier)
+        if (now := time.monotonic()) >= shown_s + interval_s:
+            shown_s = now
+            print_now()
+
+    try:
+        yield show
+    finally:
+        print_now()
+
+
+def _json(done: Progress, earlier: Progress, elapsed_s: float) -> str:
+    rates = Rates.of(done, earlier, elapsed_s)
+    numbers = {
+        "rows": done.rows,
+        "errors": done.errors,
+        "bytes": done.num_bytes,
+        "resumed_rows": earlier.rows,
+        "share": round(done.share, 6),
+        "elapsed_s": round(elapsed_s, 3),
+        "rows_per_s": round(rates.rows_per_s, 2),
+        "megabytes_per_s": round(rates.megabytes_per_s, 2),
+        "eta_s": None if rates.eta_s is None else round(rates.eta_s, 1),
+    }
+    return msgspec.json.encode(numbers).decode()
+
+
+def _line(done: Progress, earlier: Progress, elapsed_s: float) -> str:
+    rates = Rates.of(done, earlier, elapsed_s)
+    eta = "" if rates.eta_s is None else f", {_duration(rates.eta_s)} left"
+    return (
+        f"{done.rows} rows, {done.errors} failed, {rates.rows_per_s:.1f} rows/s, "
+        f"{rates.megabytes_per_s:.1f} MB/s, {done.share:.0%}{eta}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+@contextmanager
+def _bar() -> Iterator[Show]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    began = time.monotonic()
+    with Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(done: Progress, earlier: Progress) -> None:
+            bar.update(task, completed=done.share, description=_line(done, earlier, time.monotonic() - began))
+
+        yield show

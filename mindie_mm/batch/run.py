@@ -1,0 +1,204 @@
+"""A run: chunks handed to workers, what is done already left alone, deaths survived."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from mindie_mm.batch.gather import drop_gathered, gather
+from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Step
+from mindie_mm.batch.progress import Progress, Show
+from mindie_mm.batch.settings import Run, Settings
+from mindie_mm.batch.shard import complete_shards
+from mindie_mm.batch.source import Chunk, Source, chunks
+from mindie_mm.errors import InputError, ProcessDied, WorldError
+from mindie_mm.ipc import Child
+
+_log = logging.getLogger(__name__)
+
+_MODULE = "mindie_mm.batch.process"
+LOCK_FILE = ".lock"
+TIMINGS_FILE = "timings.jsonl"
+
+
+class TooManyErrors(WorldError):
+    """More rows failed than the caller bears."""
+
+
+@dataclass(slots=True)
+class _Suspects:
+    """Rows at which workers died."""
+
+    deaths: dict[int, int] = field(default_factory=dict)
+    """By row."""
+    doomed: dict[int, str] = field(default_factory=dict)
+    """Rows that are not tried again."""
+
+    def blame(self, row: int, status: int | None) -> None:
+        _log.warning("a worker ended with status %s at row %d", status, row)
+        self.deaths[row] = self.deaths.get(row, 0) + 1
+        if self.deaths[row] > 1:
+            how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+            self.doomed[row] = f"ProcessDied: the worker ended with {how} at this row, twice; the second time alone"
+
+
+class BatchRun:
+    """One run of `settings` into `folder`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        *,
+        num_workers: int,
+        max_errors: int | None = None,
+        show: Show = lambda *_: None,
+    ) -> None:
+        """`max_errors`: rows that may fail before the run stops; None: any number. InputError."""
+        if num_workers < 1:
+            raise InputError(f"{num_workers} workers; it takes at least 1")
+        self._settings = settings
+        self._folder = folder
+        self._num_workers = num_workers
+        self._max_errors = max_errors
+        self._show = show
+        self._done = self._earlier = Progress()
+        self._shares: list[float] = []
+        self._suspects = _Suspects()
+        self._set_aside: list[Chunk] = []
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
+
+    async def run(self) -> Manifest:
+        """Does what is not done yet, and writes the manifest.
+
+        InputError if the folder holds another run or the input cannot be read, StorageError if the output cannot be
+        written, TooManyErrors. Whatever ends it, running it again goes on from there.
+        """
+        settings, folder = self._settings, self._folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            gather(settings.inputs, folder, settings.template, sys.stdin.buffer)
+            run = Run.of(settings, folder)
+            run.begin(folder)
+            sources = settings.sources(folder)
+            self._shares = _shares(sources)
+            await self._work(self._waiting(chunks(sources, settings.shard_rows, settings.limit)))
+            manifest = Manifest.write(folder, run)
+            drop_gathered(settings.inputs, folder)
+            return manifest
+
+    def _waiting(self, every: Iterator[Chunk]) -> Iterator[Chunk]:
+        """The chunks that no earlier run has done."""
+        for chunk in every:
+            shards = complete_shards(self._folder, chunk)
+            if shards is None:
+                yield chunk
+                continue
+            for shard in shards:
+                there = Progress(shard.num_rows, shard.num_errors, shard.num_bytes, self._share(chunk, shard.num_rows))
+                self._earlier += there
+                self._count(there)
+
+    def _share(self, chunk: Chunk, rows: int) -> float:
+        """Of the whole input, so many rows of a chunk."""
+        if self._settings.limit is not None:
+            return rows / self._settings.limit
+        return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
+
+    def _count(self, more: Progress) -> None:
+        self._done += more
+        self._show(self._done, self._earlier)
+
+    async def _work(self, waiting: Iterator[Chunk]) -> None:
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _, chunk in zip(range(self._num_workers), waiting, strict=False):  # no worker without a chunk
+                    workers.create_task(self._worker(chunk, waiting))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        # Alone, so that what another worker took cannot be what ends it again.
+        while self._set_aside:
+            first, *others = self._set_aside
+            self._set_aside = []
+            await self._worker(first, iter(others))
+
+    async def _worker(self, chunk: Chunk | None, waiting: Iterator[Chunk]) -> None:
+        """One process after another, until nothing waits."""
+        while chunk is not None:
+            child = await Child.start(_MODULE, str(self._folder))
+            try:
+                if not isinstance(await self._report(child), Ready):
+                    await child.end()
+                    raise ProcessDied(f"a worker ended with status {child.status} before it was ready")
+                while chunk is not None and await self._finish(child, chunk):
+                    chunk = next(waiting, None)
+            finally:
+                await child.end()
+            if chunk is not None:
+                self._set_aside.append(chunk)
+                chunk = next(waiting, None)
+
+    async def _report(self, child: Child) -> Report | None:
+        """The worker's next one; None if it died."""
+        try:
+            report: Report = self._decoder.decode(await child.channel.recv())
+        except EOFError:
+            return None
+        if isinstance(report, Failed):
+            raise report.exception()
+        return report
+
+    async def _finish(self, child: Child, chunk: Chunk) -> bool:
+        """Has the worker do a chunk; False if it died in the midst of it."""
+        began, done = time.monotonic(), Progress()
+        doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
+        child.channel.send(self._encoder.encode(Job(chunk, doomed)))
+        while isinstance(report := await self._report(child), Step):
+            step = Progress(1, report.error is not None, report.num_bytes, self._share(chunk, 1))
+            done += step
+            self._count(step)
+            if report.error is not None and self._max_errors is not None and self._done.errors > self._max_errors:
+                raise TooManyErrors(f"row {report.row}: {report.error} ({self._done.errors} rows failed)")
+        if isinstance(report, Finished):
+            self._write_timing(chunk, time.monotonic() - began, child.pid)
+            return True
+        await child.end()
+        self._suspects.blame(chunk.first_row + done.rows, child.status)
+        self._count(Progress() - done)
+        return False
+
+    def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
+        """Apart from what must be equal from run to run."""
+        line = {"first_row": chunk.first_row, "rows": chunk.num_rows, "seconds": round(seconds, 4), "worker": pid}
+        with (self._folder / TIMINGS_FILE).open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _shares(sources: Sequence[Source]) -> list[float]:
+    """Of the whole input, a unit of each source's own size."""
+    sizes = [source.path.stat().st_size for source in sources]
+    return [size / max(1, sum(sizes)) / max(1, source.size) for size, source in zip(sizes, sources, strict=True)]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """InputError while another run works in `folder`. The kernel lets go of it, however the run ends."""
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise InputError(f"another run works in {folder}") from None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,130 @@
+"""What decides the bytes of a run: its settings and its input, written down before the first row."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mindie_mm.batch.files import replacing
+from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
+from mindie_mm.batch.source import Source, open_source
+from mindie_mm.errors import InputError
+from mindie_mm.nn.checkpoint import Checkpoint
+
+FORMAT = 1
+"""Of the output; another number is another layout."""
+RUN_FILE = "run.json"
+
+MiB = 2**20
+
+_TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them change what is written, or which rows are."""
+
+    model: str
+    """Checkpoint directory, absolute; empty for the embedded one."""
+    family: str = ""
+    """As `WorkerConfig.family`; empty: the one that the checkpoint names."""
+    inputs: tuple[str, ...]
+    """Files of rows and folders of media, absolute; "-" is standard input."""
+    stdin_folder: str = ""
+    """Where the relative paths of rows on standard input begin, absolute."""
+    columns: tuple[str, ...] = ()
+    """Columns of Parquet files that are read; none: all."""
+    template: str = ""
+    """Prompt round the media of a folder's or a tar's rows, `{media}` where they stand; without it, behind them."""
+    chat: bool = True
+    """Rows of items are one user turn through the chat template, where the checkpoint has one."""
+    max_tokens: int = 0
+    """Most tokens of a row, 0: as many as the model's context; a longer one is an error."""
+    truncate: bool = False
+    """A longer one loses its oldest text and whole media items instead."""
+    limit: int | None = None
+    """Rows that are taken; None: all."""
+    shard_bytes: int = 256 * MiB
+    """A shard ends with the row that brings its blocks to so many bytes."""
+    shard_rows: int = 128
+    """And with that many rows. What one process does at a time, and does again if it dies."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("shard_bytes", 1), ("shard_rows", 1), ("max_tokens", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit is {self.limit}, it must be at least 1")
+
+    def checkpoint(self) -> Checkpoint:
+        """UnsupportedCheckpoint."""
+        return Checkpoint.open(self.model or None)
+
+    def media_folder(self, index: int) -> Path:
+        """Where the relative paths in the input of that number begin."""
+        given = self.inputs[index]
+        return Path(self.stdin_folder) if given == STDIN else Path(given).parent
+
+    def sources(self, folder: Path) -> list[Source]:
+        """The files of rows, opened; `folder` is the run's. InputError."""
+        return [
+            open_source(gathered_path(folder, index) if is_gathered(given) else Path(given), self.columns)
+            for index, given in enumerate(self.inputs)
+        ]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings, and what they referred to when the run began."""
+
+    format: int = FORMAT
+    settings: Settings
+    model_digest: str
+    """Of the checkpoint's files that tokenising reads."""
+    input_digests: tuple[str, ...]
+    """Of the sizes and the ends of the files of rows."""
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> Run:
+        """Reads what the settings name. InputError and below."""
+        digests = tuple(source.fingerprint() for source in settings.sources(folder))
+        return cls(settings=settings, model_digest=_model_digest(settings.checkpoint()), input_digests=digests)
+
+    def begin(self, folder: Path) -> bool:
+        """Writes the run's file into `folder`; False if the same run was begun there.
+
+        InputError if another one was, with what differs, or if the folder holds what is no run.
+        """
+        file = folder / RUN_FILE
+        if file.is_file():
+            try:
+                earlier = msgspec.json.decode(file.read_bytes(), type=Run)
+            except msgspec.DecodeError as error:
+                raise InputError(f"{file} is not a run of this version: {error}") from None
+            if differing := _differences(earlier, self):
+                raise InputError(f"{folder} holds another run: {'; '.join(differing)}. Name another folder")
+            return False
+        with replacing(file) as unfinished:
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        return True
+
+
+def _differences(earlier: Run, now: Run) -> list[str]:
+    def flat(run: Run) -> dict[str, Any]:
+        values: dict[str, Any] = msgspec.to_builtins(run)
+        return {**values.pop("settings"), **values}
+
+    before = flat(earlier)
+    return [f"{name} was {before[name]}, now {value}" for name, value in flat(now).items() if before[name] != value]
+
+
+def _model_digest(checkpoint: Checkpoint) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}
+    for file in sorted(files):
+        if not file.name.endswith(".index.json"):
+            content = file.read_bytes()
+            digest.update(f"{file.name}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,206 @@
+"""A shard: a table of rows beside a file of blocks, complete once the table has its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mindie_mm.batch.files import file_digest, replacing
+from mindie_mm.batch.source import Chunk
+from mindie_mm.errors import CorruptReference
+from mindie_mm.shm import ArraySpec, DiskArena, Ref
+from mindie_mm.shm.words import MAX_ARENA
+from mindie_mm.tokenize.prompt import Prompt, Span
+
+MAX_ROW_BYTES = 1 << 34
+"""Most bytes that the row which fills a shard may add to it."""
+MAX_BLOCKS = 2048
+"""Media items of a shard; with less than an eighth of them left the next row begins another."""
+
+_SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
+_ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
+SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int64())),
+        pa.field("spans", pa.list_(_SPAN)),
+        pa.field("digests", pa.list_(pa.binary())),
+        pa.field("arrays", pa.list_(pa.list_(_ARRAY))),
+        pa.field("error", pa.string()),
+    ]
+)
+"""A row: ids with words in place and, one a media item, its span, the digest of its content and what it holds."""
+
+_INFO = b"mindie_mm"
+
+
+class ShardInfo(msgspec.Struct, frozen=True):
+    """What a shard says of itself, in its table's metadata."""
+
+    first_row: int
+    num_rows: int
+    num_errors: int
+    num_tokens: int
+    num_items: int
+    num_bytes: int
+    """Of the blocks, in whole pages."""
+    arena_digest: str
+    """XXH3-128 of the file of blocks."""
+
+    @property
+    def stop_row(self) -> int:
+        """One past its last row."""
+        return self.first_row + self.num_rows
+
+
+def table_path(folder: Path, first_row: int) -> Path:
+    """The table of the shard that begins with `first_row`."""
+    return folder / f"shard-{first_row:09d}.parquet"
+
+
+def arena_path(folder: Path, first_row: int) -> Path:
+    """Its file of blocks."""
+    return folder / f"shard-{first_row:09d}.arena"
+
+
+def read_info(path: Path) -> ShardInfo:
+    """What a table says of its shard. CorruptReference for another file."""
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+        return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
+    except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+        raise CorruptReference(f"{path} is no table of a shard: {error}") from error
+
+
+def complete_shards(folder: Path, chunk: Chunk) -> list[ShardInfo] | None:
+    """The shards of a chunk, if all of them are there."""
+    found: list[ShardInfo] = []
+    row = chunk.first_row
+    while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
+        found.append(read_info(path))
+        row = found[-1].stop_row
+    return found if row == chunk.stop_row else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """A row of a table, read back."""
+
+    row: int
+    """Its number in the whole input."""
+    id: str
+    prompt: Prompt | None
+    """None where there is an error."""
+    error: str | None
+    digests: Sequence[bytes]
+    arrays: Sequence[Sequence[Mapping[str, Any]]]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """From a table's own."""
+        error = record["error"]
+        prompt = None
+        if error is None:
+            prompt = Prompt(np.asarray(record["input_ids"], np.int64), tuple(Span(**one) for one in record["spans"]))
+        return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
+
+    def plain_prompt(self) -> Prompt:
+        """Its prompt without words."""
+        assert self.prompt is not None
+        return Prompt(self.prompt.plain_ids, self.prompt.spans)
+
+    def refs(self) -> Iterator[Ref]:
+        """The blocks of its media items, in order. CorruptReference."""
+        assert self.prompt is not None
+        for span in self.prompt.spans:
+            own = self.prompt.ids[span.start : span.stop]
+            words = own[own < 0][:2].tolist()
+            yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
+
+
+def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[ShardRow]:
+    """Rows [start, stop) of a table, counted from its own first one."""
+    with pq.ParquetFile(path) as table:
+        for record in table.read().slice(start, None if stop is None else stop - start).to_pylist():
+            yield ShardRow.of(record)
+
+
+class ShardWriter:
+    """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
+
+    def __init__(self, folder: Path, number: int, first_row: int, shard_bytes: int) -> None:
+        """`number` stands in the words as the arena; the table tells which file is meant, so it may come again."""
+        self._table_path = table_path(folder, first_row)
+        self._first_row = first_row
+        self._shard_bytes = shard_bytes
+        self._records: list[dict[str, Any]] = []
+        self._num_items = 0
+        path = arena_path(folder, first_row)
+        self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS)
+        """Where the rows' blocks go."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next row belongs to another shard."""
+        return self.arena.used_bytes >= self._shard_bytes or self.arena.num_free < MAX_BLOCKS // 8
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._records)
+
+    def add(self, row_id: str | None, prompt: Prompt, items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]]) -> None:
+        """A row whose blocks were written; `items` gives each one's digest and arrays."""
+        self._num_items += len(items)
+        self._append(
+            row_id,
+            input_ids=prompt.ids,
+            spans=[{name: getattr(span, name) for name in _SPAN.names} for span in prompt.spans],
+            digests=[digest for digest, _ in items],
+            arrays=[
+                [{"name": name, "dtype": spec.dtype, "shape": spec.shape} for name, spec in specs.items()]
+                for _, specs in items
+            ],
+        )
+
+    def add_error(self, row_id: str | None, error: str) -> None:
+        """A row that came to nothing."""
+        self._append(row_id, error=error)
+
+    def _append(self, row_id: str | None, **columns: Any) -> None:
+        row = self._first_row + len(self._records)
+        record = dict.fromkeys(SCHEMA.names) | {"row": row, "id": str(row) if row_id is None else row_id}
+        self._records.append(record | columns)
+
+    def finish(self) -> ShardInfo:
+        """Gives both files their names, the table last, complete and synced. StorageError."""
+        self.arena.close()
+        info = ShardInfo(
+            first_row=self._first_row,
+            num_rows=len(self._records),
+            num_errors=sum(record["error"] is not None for record in self._records),
+            num_tokens=sum(len(record["input_ids"]) for record in self._records if record["error"] is None),
+            num_items=self._num_items,
+            num_bytes=self.arena.used_bytes,
+            arena_digest=file_digest(self.arena.path),
+        )
+        table = pa.Table.from_pylist(self._records, SCHEMA.with_metadata({_INFO: msgspec.json.encode(info)}))
+        with replacing(self._table_path) as unfinished:
+            pq.write_table(table, unfinished, compression="zstd")
+        return info
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.arena.abandon()

@@ -1,0 +1,95 @@
+"""One chunk of rows to its shards: the same bytes, whoever does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindie_mm.batch.messages import Finished, Step
+from mindie_mm.batch.row import Row, parse, row_id
+from mindie_mm.batch.settings import Settings
+from mindie_mm.batch.shard import ShardInfo, ShardWriter
+from mindie_mm.batch.source import Chunk, Record, Source
+from mindie_mm.errors import ArenaFull, MindieMMError, StorageError, error_name
+from mindie_mm.inputs import Message
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.wires import DiskWire
+
+
+class Stage:
+    """A tokenizer that writes shards into `folder`. One thread's."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        """Reads the checkpoint. InputError, UnsupportedCheckpoint."""
+        torch.set_num_threads(1)
+        self._settings = settings
+        self._folder = folder
+        self._sources = settings.sources(folder)
+        self._wire = DiskWire()
+        self._tokenizer = Tokenizer.from_pretrained(settings.model or None, self._wire, family=settings.family or None)
+
+    def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
+        """Tokenises the rows of `chunk`, one after another; those in `doomed` are not tried, but have that error.
+
+        StorageError if the shards cannot be written. What cannot be tokenised is an error of its row alone.
+        """
+        source, shards = self._sources[chunk.file], list[ShardInfo]()
+        records = source.records(chunk.start, chunk.stop)
+        with ExitStack() as left:
+            shard = left.enter_context(self._shard(chunk, chunk.first_row))
+            for number in range(chunk.first_row, chunk.stop_row):
+                if shard.is_full and shard.num_rows:
+                    shards.append(shard.finish())
+                    shard = left.enter_context(self._shard(chunk, number))
+                record, used = _next(records, source), shard.arena.used_bytes
+                error = doomed.get(number)
+                if error is not None:
+                    shard.add_error(row_id(record), error)
+                else:
+                    error = self._add(shard, record, self._settings.media_folder(chunk.file))
+                yield Step(number, shard.arena.used_bytes - used, error)
+            shards.append(shard.finish())
+        yield Finished(chunk.number, shards)
+
+    def _shard(self, chunk: Chunk, first_row: int) -> ShardWriter:
+        return ShardWriter(self._folder, chunk.number, first_row, self._settings.shard_bytes)
+
+    def _add(self, shard: ShardWriter, record: Record, folder: Path) -> str | None:
+        """Adds a record's row to the shard; what is wrong with it, if anything is."""
+        self._wire.arena = shard.arena
+        self._wire.stored.clear()
+        name = row_id(record)
+        try:
+            prompt = self._prompt(parse(record, folder, self._settings.template))
+        except ArenaFull as error:
+            raise StorageError(str(error)) from error
+        except MindieMMError as error:
+            failed = f"{error_name(error)}: {error}"
+            shard.add_error(name, failed)
+            return failed
+        shard.add(name, prompt, self._wire.stored)
+        return None
+
+    def _prompt(self, row: Row) -> Prompt:
+        tokenizer, settings = self._tokenizer, self._settings
+        limits: dict[str, Any] = {"max_tokens": settings.max_tokens, "truncating": settings.truncate}
+        messages = row.messages
+        if messages is None:
+            items = row.items or ()
+            if not settings.chat or not tokenizer.has_template:
+                return tokenizer.prompt_from_items(items, None, **limits)
+            messages = [Message("user", tuple(items))]
+        return tokenizer.prompt_from_messages(messages, None, **limits)
+
+
+def _next(records: Iterator[Record], source: Source) -> Record:
+    """The next record. StorageError if the file breaks off, or is damaged."""
+    try:
+        return next(records)
+    except (OSError, ValueError, StopIteration) as error:  # pyarrow's own errors are ValueError or OSError
+        raise StorageError(f"{source.path} cannot be read any further: {error or 'it ended early'}") from error

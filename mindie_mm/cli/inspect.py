@@ -1,0 +1,67 @@
+"""mindie-mm inspect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("inspect")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("row", type=int, required=False)
+@click.option("--png", type=click.Path(path_type=Path), help="Where the row's pictures go.  [default: row-<ROW>.png]")
+def command(folder: Path, row: int | None, png: Path | None) -> None:
+    """Show what `tokenize` wrote to FOLDER: the run, or one ROW with its pictures on one page."""
+    from mindie_mm.batch import Dataset
+
+    dataset = Dataset(folder)
+    if row is None:
+        _show_run(dataset)
+        return
+    try:
+        sample = dataset[row]
+    except IndexError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"row {sample.row}, id {sample.id}")
+    if sample.error is not None:
+        click.echo(f"failed: {sample.error}")
+        return
+    from mindie_mm.models import family_of  # late: it imports torch, which a run's table needs none of
+    from mindie_mm.nn.splice import ITEM, MediaShape
+
+    settings = dataset.manifest.run.settings
+    checkpoint = settings.checkpoint()
+    family = family_of(checkpoint, settings.family or None)
+    tokenizer, processor = family.tokenizer(checkpoint), family.processor(checkpoint)
+    click.echo(f"{len(sample.ids)} tokens")
+    pictures, at = [], 0
+    for span, arrays in zip(sample.spans, sample.arrays, strict=True):
+        click.echo(repr(tokenizer.decode(sample.ids[at : span.start])))
+        held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items() if name != ITEM)
+        click.echo(f"{span.kind} in slots {span.start} to {span.stop - 1}: {held}")
+        pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
+        at = span.stop
+    click.echo(repr(tokenizer.decode(sample.ids[at:])))
+    if pictures:
+        from mindie_mm.batch.sheet import contact_sheet
+
+        png = png or Path(f"row-{sample.row}.png")
+        contact_sheet(pictures).save(png)
+        click.echo(f"{len(pictures)} pictures in {png}")
+
+
+def _show_run(dataset: Dataset) -> None:  # type: ignore[name-defined] # noqa: F821
+    manifest = dataset.manifest
+    click.echo(
+        f"{manifest.num_rows} rows, {manifest.num_errors} failed, {manifest.num_tokens} tokens, "
+        f"{manifest.num_items} media items in {manifest.num_bytes / 1e6:.1f} MB"
+    )
+    settings = manifest.run.settings
+    click.echo(f"model {settings.model or 'embedded'}, inputs {', '.join(settings.inputs)}")
+    for shard in manifest.shards:
+        info = shard.info
+        click.echo(
+            f"{shard.table}: rows {info.first_row} to {info.stop_row - 1}, {info.num_errors} failed, "
+            f"{info.num_items} items, {info.num_bytes / 1e6:.1f} MB"
+        )

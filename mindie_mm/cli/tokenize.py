@@ -1,0 +1,95 @@
+"""mindie-mm tokenize."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mindie_mm.batch.gather import STDIN
+from mindie_mm.batch.settings import MiB
+
+
+@click.command("tokenize")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; made if absent.")
+@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
+@click.option("--family", default="", help="Family that serves it; the one that its config.json names if not given.")
+@click.option("--workers", type=click.IntRange(1), help="Processes.  [default: the machine's cores]")
+@click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,
+              help="A shard ends with the row that brings its blocks to so many bytes.")  # fmt: skip
+@click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,
+              help="And with that many rows: what a process does at a time.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
+@click.option("--select-columns", default="", help="Columns of Parquet files to read, with commas; all if not given.")
+@click.option("--template", default="", help="Prompt round a folder's or a tar's media, {media} where they stand.")
+@click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
+              help="Rows of items are one user turn through the checkpoint's chat template.")  # fmt: skip
+@click.option("--max-tokens", type=click.IntRange(0), default=0, help="Most tokens of a row; a longer one is an error.")
+@click.option("--truncate", is_flag=True, help="Longer rows lose their oldest text and whole media items instead.")
+@click.option("--on-error", default="skip", show_default=True, metavar="skip|stop|fail-after=N",
+              help="Write the reason beside the row and go on, or stop at the first, or the Nth.")  # fmt: skip
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with a run that is in the folder.")
+@click.option("--json-progress", is_flag=True, help="Progress as a JSON object a second, on standard error.")
+@click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+              help="On a Ray cluster, each node into a folder of its own; a local one without an address.")  # fmt: skip
+def command(
+    inputs: tuple[str, ...],
+    *,
+    output: Path,
+    model: Path | None,
+    workers: int | None,
+    select_columns: str,
+    on_error: str,
+    resume: bool,
+    json_progress: bool,
+    ray_address: str | None,
+    **settings: Any,
+) -> None:
+    """Token ids and preprocessed arrays of the rows in INPUT, in shards that a worker runs or a trainer reads.
+
+    INPUT is a .jsonl or .parquet file, a .tar in WebDataset's manner, a folder of media, or - for JSON lines on
+    standard input. A row is a List[Dict], an object with inputs or messages, or one with text and media. Exits with 1
+    if a row failed: DIR/errors.jsonl says which, and why.
+    """
+    import asyncio
+
+    from mindie_mm.batch.progress import shown
+    from mindie_mm.batch.run import BatchRun
+    from mindie_mm.batch.settings import Settings
+
+    max_errors = _max_errors(on_error)
+    if not resume and output.is_dir() and any(output.iterdir()):
+        raise click.UsageError(f"{output} is not empty, and --no-resume was given")
+    columns = tuple(column for column in select_columns.split(",") if column)
+    made = Settings(
+        model="" if model is None else str(model.absolute()),
+        inputs=tuple(given if given == STDIN else str(Path(given).absolute()) for given in inputs),
+        stdin_folder=str(Path.cwd()) if STDIN in inputs else "",
+        columns=columns,
+        **settings,
+    )
+    with shown("json" if json_progress else "auto") as show:
+        run = BatchRun(made, output, num_workers=workers or os.cpu_count() or 1, max_errors=max_errors, show=show)
+        manifest = asyncio.run(run.run())
+    said = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
+    if manifest.num_errors:
+        click.echo(f"{said}; {manifest.num_errors} rows failed, see {output / 'errors.jsonl'}")
+        raise SystemExit(1)
+    click.echo(f"{said}; no row failed")
+
+
+def _max_errors(on_error: str) -> int | None:
+    """How many rows may fail."""
+    if on_error == "skip":
+        return None
+    if on_error == "stop":
+        return 0
+    name, _, number = on_error.partition("=")
+    if name != "fail-after" or not number.isdecimal() or int(number) < 1:
+        raise click.BadParameter(
+            f"{on_error!r} is none of skip, stop and fail-after=N, N at least 1", param_hint="--on-error"
+        )
+    return int(number) - 1

@@ -1,0 +1,81 @@
+"""Rows of pictures, in files, and runs over them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.run import BatchRun
+from mindie_mm.batch.settings import Settings
+from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph
+
+CLI = str(Path(sys.executable).with_name("mindie-mm"))
+UNEQUAL = ("timings.jsonl", ".lock")
+"""What may differ between two runs of one input."""
+
+
+@pytest.fixture(scope="session")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ten pictures of several sizes, and a video."""
+    folder = tmp_path_factory.mktemp("media")
+    for index in range(10):
+        size = (60 + 17 * index, 200 - 13 * index)
+        picture = photograph(PHOTOGRAPHS[index % len(PHOTOGRAPHS)], size)
+        (folder / f"{index}.jpg").write_bytes(encoded(picture, quality=80))
+    (folder / "clip.mp4").write_bytes(encode_video(moving_frames(6)))
+    return folder
+
+
+@pytest.fixture
+def rows(media: Path) -> list[dict[str, Any]]:
+    """Thirty rows of all kinds, three of them bad."""
+    made: list[dict[str, Any]] = [
+        {"id": f"picture {i}", "inputs": [{"image": f"{i % 10}.jpg"}, {"text": f"What is picture {i}?"}]}
+        for i in range(20)
+    ]
+    made += [{"messages": [{"role": "user", "content": [{"type": "image", "image": f"{i}.jpg"}]}]} for i in range(3)]
+    made += [{"text": "Just words.", "id": 7}, {"images": ["1.jpg", "2.jpg"], "text": "Two?"}]
+    made += [{"inputs": [{"video": "clip.mp4"}, {"text": "What moves?"}]}]
+    made.insert(4, {"id": "gone", "inputs": [{"image": "gone.jpg"}]})
+    made.insert(9, {"id": "broken", "inputs": [{"image": "data:image/jpeg;base64,/9j/4AAQ"}]})
+    made.append({"id": "odd", "question": "?"})
+    made.append({"inputs": [{"image": "3.jpg"}]})
+    return made
+
+
+@pytest.fixture
+def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Path:
+    """`rows` as a file beside the pictures."""
+    path = media / f"{request.node.name.replace('/', '-')}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:
+    return asyncio.run(BatchRun(settings, folder, num_workers=num_workers, **options).run())
+
+
+def settings(*inputs: Path, **others: Any) -> Settings:
+    return Settings(model="", inputs=tuple(map(str, inputs)), **{"shard_rows": 7} | others)
+
+
+def content(folder: Path) -> Mapping[str, bytes]:
+    """Every file of a run that must be equal, by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in UNEQUAL}
+
+
+def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`mindie-mm tokenize`, to its end."""
+    command = [CLI, "tokenize", *map(str, arguments)]
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=100, cwd=cwd)
+
+
+Write = Callable[[Iterable[Mapping[str, Any]]], Path]

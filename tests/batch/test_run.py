@@ -1,0 +1,236 @@
+"""What a run writes: the online path's ids and arrays, the same bytes from any number of workers, whatever ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.run import TooManyErrors
+from mindie_mm.errors import InputError
+from mindie_mm.nn.splice import ITEM, MediaShape, read_media
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.batch.conftest import CLI, content, run, settings, tokenize
+from tests.media_samples import encoded, photograph
+
+BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
+
+
+def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_path, monkeypatch):
+    manifest = run(settings(lines), tmp_path / "run")
+    assert (manifest.num_rows, manifest.num_errors) == (len(rows), len(BAD))
+    dataset = Dataset(tmp_path / "run")
+    monkeypatch.chdir(media)
+    path_file = tmp_path / "shm_name.txt"
+    with Tokenizer.from_pretrained() as tokenizer:
+        for sample, row in zip(dataset, rows, strict=True):
+            if sample.error is not None:
+                continue
+            if "messages" in row:
+                messages = row["messages"]
+            else:
+                flat = [{"image": name} for name in row.get("images", ())] + [{"text": row.get("text")}]
+                messages = [{"role": "user", "content": row.get("inputs", flat)}]
+            ids = tokenizer.tokenize_chat(messages, path_file).numpy()
+            items = read_media(ids, MediaShape.of)
+            plain = ids.copy()
+            for item in items:
+                plain[item.slots] = item.shape.token
+            assert sample.ids.tolist() == plain.tolist()
+            assert len(sample.arrays) == len(items)
+            for found, item in zip(sample.arrays, items, strict=True):
+                assert list(found) == list(item.view)
+                assert all(np.array_equal(found[name], item.view[name]) for name in found)
+                assert not found[ITEM].flags.writeable
+            release(path_file)
+
+
+def test_any_number_of_workers_writes_the_same_bytes(lines, tmp_path):
+    for workers in (1, 2, 3):
+        run(settings(lines), tmp_path / str(workers), num_workers=workers)
+    first = content(tmp_path / "1")
+    assert len(first) == 2 * 5 + 3, "shards of 7 rows, settings, manifest, errors"
+    assert content(tmp_path / "2") == content(tmp_path / "3") == first
+
+
+def test_a_shard_ends_with_the_row_that_fills_it(lines, tmp_path):
+    manifest = run(settings(lines, shard_bytes=100_000), tmp_path / "run")
+    for shard in manifest.shards:
+        assert shard.info.num_rows <= 7
+    small = [
+        shard.info
+        for shard in manifest.shards
+        if shard.info.stop_row % 7 and shard.info.stop_row != len(manifest.shards)
+    ]
+    assert any(info.num_bytes >= 100_000 for info in small)
+    assert [sample.row for sample in Dataset(tmp_path / "run")] == list(range(manifest.num_rows))
+
+
+def test_bad_rows_say_why_and_harm_no_other(lines, tmp_path, media):
+    done = tokenize(lines, "--output", tmp_path / "run", "--workers", 1)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].endswith(f"3 rows failed, see {tmp_path / 'run/errors.jsonl'}")
+    errors = [json.loads(line) for line in (tmp_path / "run/errors.jsonl").read_text().splitlines()]
+    assert {error["id"]: error["error"].split(":")[0] for error in errors} == BAD
+    assert f"there is no file {media / 'gone.jpg'}" in errors[0]["error"]
+    assert [Dataset(tmp_path / "run")[error["row"]].error for error in errors] == [error["error"] for error in errors]
+
+
+@pytest.mark.parametrize(("max_errors", "row"), [(0, 4), (1, 9)])
+def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, rows, tmp_path, max_errors, row):
+    with pytest.raises(TooManyErrors, match=rf"^row {row}: MediaError: .* \({max_errors + 1} rows failed\)$"):
+        run(settings(lines), tmp_path / "run", max_errors=max_errors)
+    assert run(settings(lines), tmp_path / "run").num_rows == len(rows)
+
+
+def test_another_run_is_refused_with_what_differs(lines, tmp_path):
+    run(settings(lines), tmp_path / "run")
+    before = content(tmp_path / "run")
+    with pytest.raises(InputError, match=r"holds another run: limit was None, now 3; shard_rows was 7, now 8\. Name"):
+        run(settings(lines, shard_rows=8, limit=3), tmp_path / "run")
+    with lines.open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(InputError, match="holds another run: input_digests was"):
+        run(settings(lines), tmp_path / "run")
+    assert content(tmp_path / "run") == before
+
+
+def test_a_finished_run_is_not_done_again(lines, tmp_path):
+    first = run(settings(lines), tmp_path / "run")
+    timings = (tmp_path / "run/timings.jsonl").read_text()
+    assert run(settings(lines), tmp_path / "run") == first
+    assert (tmp_path / "run/timings.jsonl").read_text() == timings
+
+
+def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
+    refused = []
+
+    def show(*_):
+        if not refused:
+            done = tokenize(lines, "--output", tmp_path / "run", "--shard-rows", 7)
+            refused.append(done)
+
+    run(settings(lines), tmp_path / "run", show=show)
+    assert refused[0].returncode == 2
+    assert f"another run works in {tmp_path / 'run'}" in refused[0].stderr
+
+
+@pytest.mark.parametrize("rows_before", [1, 8, 16])
+def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path, rows_before):
+    run(settings(lines), tmp_path / "whole")
+    command = [
+        CLI,
+        "tokenize",
+        lines,
+        "--output",
+        tmp_path / "run",
+        "--shard-rows",
+        7,
+        "--workers",
+        2,
+        "--json-progress",
+    ]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    table = tmp_path / f"run/shard-{rows_before // 7 * 7:09d}.arena.partial"
+    workers: list[psutil.Process] = []
+    while process.poll() is None and not (table.exists() or table.with_suffix("").exists()):
+        time.sleep(0.001)
+    workers = psutil.Process(process.pid).children() if process.poll() is None else []
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    psutil.wait_procs(workers, timeout=20)
+    assert not any(worker.is_running() for worker in workers), "they end with their parent"
+    assert not (tmp_path / "run/manifest.json").exists()
+    run(settings(lines), tmp_path / "run", num_workers=2)
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_an_interrupt_ends_it_within_two_seconds(lines, tmp_path):
+    fifo = tmp_path / "never.jpg"
+    os.mkfifo(fifo)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n{"inputs": [{"image": "never.jpg"}]}\n')
+    process = subprocess.Popen([CLI, "tokenize", rows, "--output", tmp_path / "run"], stderr=subprocess.DEVNULL)
+    with fifo.open("wb"):  # opens when the worker has begun to read it
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) != 0
+        assert time.monotonic() - began < 2
+    fifo.unlink()
+    fifo.write_bytes(encoded(photograph(size=(80, 60))))
+    assert run(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
+
+
+class Deadly:
+    """A picture that is a pipe: whoever reads it waits, and is killed so many times; after that it gets a picture."""
+
+    def __init__(self, path: Path, deaths: int) -> None:
+        os.mkfifo(path)
+        self._path, self._deaths = path, deaths
+        self.alone: list[bool] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        for _ in range(self._deaths):
+            with self._path.open("wb"):  # opens once somebody reads
+                while not (readers := [worker for worker in self._workers() if self._reads(worker)]):
+                    time.sleep(0.001)  # its open returns a moment after ours
+                self.alone.append(len(self._workers()) == 1)
+                os.kill(readers[0], signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    while psutil.Process(readers[0]).status() != psutil.STATUS_ZOMBIE:
+                        time.sleep(0.001)  # until then its end of the pipe is open, and would take the picture
+        if self._deaths < 2:
+            with self._path.open("wb") as file:
+                file.write(encoded(photograph(size=(80, 60))))
+
+    @staticmethod
+    def _workers() -> list[int]:
+        found = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "mindie_mm.batch.process" in child.cmdline():
+                    found.append(child.pid)
+        return found
+
+    def _reads(self, pid: int) -> bool:
+        try:
+            return any(link.readlink() == self._path for link in Path(f"/proc/{pid}/fd").iterdir())
+        except (FileNotFoundError, PermissionError):  # it is gone, or going
+            return False
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("deaths", "error"),
+    [(1, None), (2, "ProcessDied: the worker ended with signal 9 at this row, twice; the second time alone")],
+)
+def test_a_worker_that_is_killed_loses_its_row_alone(media, rows, tmp_path, deaths, error):
+    fifo = media / f"deadly-{deaths}.jpg"
+    rows.insert(12, {"id": "deadly", "inputs": [{"image": fifo.name}]})
+    path = media / f"deadly-{deaths}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    deadly = Deadly(fifo, deaths)
+    manifest = run(settings(path), tmp_path / "run", num_workers=2)
+    deadly.join()
+    fifo.unlink()
+    (sample,) = [sample for sample in Dataset(tmp_path / "run") if sample.id == "deadly"]
+    assert sample.error == error
+    assert manifest.num_errors == len(BAD) + (error is not None)
+    assert deadly.alone[1:] == [True] * (deaths - 1)
