@@ -241,7 +241,7 @@ class Tokenizer:
         if any(item.spelling.text is not None for item in items):
             markers = [self._marker(item.placeholder) for item in items]
             rendered = self._text.replace_markers(rendered, markers, [self._in_place(item) for item in items])
-        return self._text.encode(rendered)
+        return self._text.encode(Rendered(self._processor.prompt_text(rendered.text), rendered.restore))
 
     def _prompt(
         self, ids: list[int], planned: Sequence[_Planned], path_file: Path | None, max_tokens: int, truncating: bool

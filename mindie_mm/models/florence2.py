@@ -1,0 +1,218 @@
+"""Florence-2: an image as the cells of a coarse grid and their mean, in front of a task that is put in words.
+
+Source: arXiv 2311.06242; transformers' florence2, whose ids, pixels and logits these are. An encoder-decoder. Places in
+prompts and answers are tokens of their own, <loc_0> to <loc_999>; to make boxes of them is left to who asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm import faults
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.generation import GenerationRules
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained import read_config
+from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm import ArraySpec
+
+_IMAGE_PROCESSOR = "CLIPImageProcessor"
+_DEFAULTS: Mapping[str, Any] = {
+    "image_processor_type": _IMAGE_PROCESSOR,
+    "size": {"shortest_edge": 224},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+}
+_TASKS = {
+    "<OCR>": "What is the text in the image?",
+    "<OCR_WITH_REGION>": "What is the text in the image, with regions?",
+    "<CAPTION>": "What does the image describe?",
+    "<DETAILED_CAPTION>": "Describe in detail what is shown in the image.",
+    "<MORE_DETAILED_CAPTION>": "Describe with a paragraph what is shown in the image.",
+    "<OD>": "Locate the objects with category name in the image.",
+    "<DENSE_REGION_CAPTION>": "Locate the objects in the image, with their descriptions.",
+    "<REGION_PROPOSAL>": "Locate the region proposals in the image.",
+}
+"""What the model was taught to answer, by the names of the tasks."""
+_TASKS_ON_INPUT = {
+    "<CAPTION_TO_PHRASE_GROUNDING>": "Locate the phrases in the caption: {input}",
+    "<REFERRING_EXPRESSION_SEGMENTATION>": "Locate {input} in the image with mask",
+    "<REGION_TO_SEGMENTATION>": "What is the polygon mask of region {input}",
+    "<OPEN_VOCABULARY_DETECTION>": "Locate {input} in the image.",
+    "<REGION_TO_CATEGORY>": "What is the region {input}?",
+    "<REGION_TO_DESCRIPTION>": "What does the region {input} describe?",
+    "<REGION_TO_OCR>": "What text is in the region {input}?",
+}
+"""The same, of tasks that are given something: the text beside the name."""
+
+
+class Florence2Processor(Processor):
+    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, height, width, 3]."""
+
+    inserted: ClassVar[bool] = True
+    chat_template: ClassVar[str | None] = (
+        "{% if messages | length != 1 %}"
+        "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
+        "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
+        "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+    )
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("Florence2Config", checkpoint)
+        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
+        check_type(settings, "image_processor_type", (_IMAGE_PROCESSOR,), where)
+        check_settings(settings, {"do_resize": True}, where)
+        size = Size.read(settings["size"], where)
+        crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None
+        made = crop or size.fixed
+        if made is None:
+            raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
+        self._made = made
+        self._steps = Preprocess(size, resample_of(settings, where), crop, None)
+        self.normalization = Normalization.read(settings)
+        self._num_features = _num_features(config.vision_config, made, where)
+        if (stated := settings.get("image_seq_length", self._num_features)) != self._num_features:
+            raise UnsupportedCheckpoint(
+                f"{where}: image_seq_length is {stated}, but its tower makes {self._num_features} features of an image"
+            )
+        self._placeholder = Placeholder((), config.image_token_id, ())
+        self._around = [_named_token(checkpoint, name) for name in ("bos_token", "eos_token")]
+
+    def placeholder(self, kind: Kind) -> Placeholder:
+        return placeholder_of({"image": self._placeholder}, kind)
+
+    def limits(self) -> Mapping[Kind, int]:
+        return {"image": 1}
+
+    def max_tokens(self, kind: Kind) -> int:
+        del kind
+        return self._num_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        del kind
+        return np.zeros((*self._made, 3), np.uint8)
+
+    def prompt_text(self, text: str) -> str:
+        """A task's name replaced by what the model was taught to answer."""
+        for name, question in _TASKS.items():
+            if name in text:
+                if text != name:
+                    raise InputError(f"the task {name} takes no other text; the prompt is {text[:100]!r}")
+                return question
+        for name, question in _TASKS_ON_INPUT.items():
+            if name in text:
+                return question.format(input=text.replace(name, "").strip())
+        return text
+
+    def frame(self, ids: list[int], num_items: int) -> list[int]:
+        """Between BOS and EOS if there is an image, else bare: whatever the tokenizer does."""
+        bos, eos = self._around
+        bare = ids[ids[:1] == [bos] :]
+        bare = bare[: len(bare) - (bare[-1:] == [eos])]
+        return [bos, *bare, eos] if num_items else bare
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        del media, counts
+        image = open_image(data)
+        self._steps.check(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays["pixel_values"][0] = self._steps.apply(image.decode())
+            faults.point("mid-fill")
+
+        spec = ArraySpec((1, *self._made, 3), "uint8")
+        return Plan(self._num_features, {"pixel_values": spec}, f"florence2 {self._steps}", write)
+
+
+class Florence2Model(Seq2SeqModel):
+    """Tower, encoder and decoder; `module` is transformers' Florence2ForConditionalGeneration."""
+
+    def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, normalization: Normalization) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
+        self._normalization = normalization
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
+        features: Tensor = self.module.get_image_features(pixels).pooler_output
+        return list(features)
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """float32 [1, 3, height, width], on the device."""
+        return self._normalization(from_dlpack(item.view["pixel_values"]).to(self.spec.device))
+
+
+class Florence2(Family):
+    """Florence-2 (Xiao et al., 2023, arXiv 2311.06242) over transformers' own modules."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("florence2",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    reference: ClassVar[str] = "transformers' Florence2ForConditionalGeneration"
+
+    @classmethod
+    def processor(cls, checkpoint: Checkpoint) -> Florence2Processor:
+        return Florence2Processor(checkpoint)
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Florence2Model:
+        # Late: the layers take seconds to import, and a tokenizer process never needs them.
+        from transformers import Florence2ForConditionalGeneration
+
+        normalization = Florence2Processor(checkpoint).normalization  # first: it refuses by name
+        longest = read_config("Florence2Config", checkpoint).text_config.max_position_embeddings
+        module, spec, rules = load_seq2seq(Florence2ForConditionalGeneration, checkpoint, device, dtype, longest)
+        return Florence2Model(module, spec, rules, normalization)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        """Places and the marks of tasks are text, in prompts and answers, though tokenizer.json calls them special."""
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        if not (described := checkpoint.json("tokenizer.json")):
+            return super().tokenizer(checkpoint)
+        names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+        named = {name: token for name in names if (token := checkpoint.special_token(name)) is not None}
+        image = checkpoint.config.get("image_token_id")
+        for token in described["added_tokens"]:
+            token["special"] = token["id"] == image or (token["special"] and token["content"] in named.values())
+        return PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(described)), clean_up_tokenization_spaces=False, **named
+        )
+
+
+def _num_features(vision: Any, made: tuple[int, int], where: str) -> int:
+    """Features of an image of this height and width: one for each cell that the tower leaves, and one for all."""
+    height, width = made
+    for size, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
+        height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
+    if max(height, width) > vision.max_position_embeddings:
+        raise UnsupportedCheckpoint(
+            f"{where}: images of {made} pixels come to {height} x {width} cells, the tower has positions for "
+            f"{vision.max_position_embeddings} a side"
+        )
+    return height * width + 1
+
+
+def _named_token(checkpoint: Checkpoint, name: str) -> int:
+    if (token := checkpoint.special_token(name)) is None:
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: tokenizer_config.json has no {name}")
+    return checkpoint.token_id(token)

@@ -1,0 +1,240 @@
+"""Florence-2 beside transformers' own, on random weights."""
+
+import json
+import re
+import shutil
+import time
+from functools import partial
+from typing import ClassVar
+
+import httpx2
+import openai
+import pytest
+import torch
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+from transformers import BartConfig, CLIPImageProcessor, Florence2Config, Florence2ForConditionalGeneration
+from transformers.models.florence2.processing_florence2 import Florence2Processor
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from tests.models.contract import picture, run
+from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
+from tests.models.small_checkpoints import save_json, save_tokenizer
+from tests.transformers_reference import AutoTokenizer
+from tools.demo import data_url
+from tools.serving import running_service
+
+SIDE, FEATURES = 96, 10
+BOS, PAD, EOS, IMAGE, PLACE = range(5)
+TOKENS = ("<s>", "<pad>", "</s>", "<image>", "<loc_7>", "<loc_8>")
+PREPROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"height": SIDE, "width": SIDE},
+    "do_center_crop": False,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+    "image_seq_length": FEATURES,
+}
+
+
+def config():
+    text = BartConfig(
+        vocab_size=400,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=1024,
+        init_std=0.2,
+        scale_embedding=True,
+    )
+    vision = {
+        "depths": [1, 1, 2, 1],
+        "embed_dim": [8, 16, 16, 32],
+        "num_heads": [2, 2, 2, 4],
+        "num_groups": [2, 2, 2, 4],
+        "window_size": 4,
+        "projection_dim": 32,
+        "initializer_range": 0.1,
+    }
+    return Florence2Config(text_config=text.to_dict(), vision_config=vision, image_token_id=IMAGE)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+
+
+class Florence2Reference(Seq2SeqReference):
+    decoder_input_ids = (EOS, BOS, 77, 300, 12, 12)
+
+    def __init__(self, path):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer.image_token, tokenizer.image_token_id = "<image>", IMAGE
+        images = CLIPImageProcessor.from_pretrained(path)
+        images.image_seq_length = FEATURES
+        model = Florence2ForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        super().__init__(model, Florence2Processor(images, tokenizer))
+
+    def text(self, items):
+        said = "".join(item.get("text", "") for item in items)
+        return self.processor._construct_prompts(said)[0]
+
+
+class TestFlorence2(Seq2SeqContract):
+    name = "florence2"
+    unspelled = True
+    decoder_input_ids = Florence2Reference.decoder_input_ids
+    prompts: ClassVar = {
+        "text": [{"text": "What is in the image? A square, perhaps."}],
+        "a task": [{"image": picture(90, 140)}, {"text": "<DETAILED_CAPTION>"}],
+        "a task on an input": [{"text": "<REGION_TO_OCR> <loc_7><loc_8> "}, {"image": picture(28, 28)}],
+        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        "no question": [{"image": picture(61, 83)}, {"text": ""}],
+    }
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        tokenizer = save_tokenizer(out, TOKENS, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+        # As BART's.
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            "<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+        )
+        tokenizer.save_pretrained(out)
+        torch.manual_seed(0)
+        model = Florence2ForConditionalGeneration(config())
+        # As the published ones', but for beams, which its tests ask for themselves.
+        model.generation_config.update(
+            decoder_start_token_id=EOS,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            forced_bos_token_id=BOS,
+            forced_eos_token_id=EOS,
+            no_repeat_ngram_size=3,
+        )
+        model.save_pretrained(out)
+        save_json(out, preprocessor_config=PREPROCESSOR)
+
+    @classmethod
+    def make_reference(cls, path):
+        return Florence2Reference(path)
+
+    def assert_arrays(self, expected, items, model):
+        assert torch.equal(torch.cat([model.normalized(item) for item in items]), expected["pixel_values"])
+
+    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        first, second = (self.logits(model, tokenizer.tokenize(items, path_file)) for items in prompts)
+        assert (first - second).abs().max() > 100 * self.tolerance
+
+    def test_one_image_a_prompt(self, tokenizer, path_file):
+        with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
+            tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
+
+    def test_a_task_stands_alone(self, tokenizer, path_file):
+        with pytest.raises(InputError, match="<OD> takes no other text"):
+            tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<OD> of cats"}], path_file)
+
+    def test_a_chat_is_one_message(self, tokenizer, path_file):
+        image = {"type": "image", "image": picture(30, 30)}
+        message = {"role": "user", "content": [{"type": "text", "text": "<CAPTION>"}, image]}
+        expected = tokenizer.tokenize([{"text": "<CAPTION>"}, {"image": picture(30, 30)}], path_file)
+        assert tokenizer.tokenize_chat([message], path_file)[FEATURES:].tolist() == expected[FEATURES:].tolist()
+        with pytest.raises(InputError, match="one message"):
+            tokenizer.tokenize_chat([{"role": "system", "content": "Be brief."}, message], path_file)
+
+    def test_text_can_make_places_and_nothing_else(self, tokenizer, path_file):
+        ids = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><loc_8>"}], path_file)
+        text = ids[FEATURES:].tolist()
+        assert [token for token in text if token < len(TOKENS)] == [BOS, PLACE, PLACE + 1, EOS]
+
+    def test_forced_tokens(self, model, tokenized):
+        """The first is BOS and the last of as many as are allowed EOS, unless the request wants no end."""
+        for settings, last in (({}, True), ({"ignore_eos": True}, False), ({"min_tokens": 5}, False)):
+            outputs, _ = run(self.engine(model), [*tokenized.values()], max_tokens=5, **settings)
+            for output in outputs.values():
+                assert len(output) == 5
+                assert output[0] == BOS
+                assert (output[-1] == EOS) == last
+
+    @pytest.mark.parametrize(
+        ("setting", "value"), [("repetition_penalty", 1.5), ("min_length", 4), ("encoder_no_repeat_ngram_size", 2)]
+    )
+    def test_rules_that_are_not_served_are_refused(self, path, tmp_path, setting, value):
+        other = self.changed(path, tmp_path, "generation_config", **{setting: value})
+        with pytest.raises(UnsupportedCheckpoint, match=f"{setting} {value}"):
+            load_model(other, device="cpu")
+
+    def test_beams_are_told_of(self, path, tmp_path, caplog):
+        load_model(self.changed(path, tmp_path, "generation_config", num_beams=3), device="cpu")
+        assert "num_beams 3; answers are decoded without beams" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"image_seq_length": 577}, "image_seq_length is 577, but its tower makes 10"),
+            ({"size": {"shortest_edge": 96}}, "images of several sizes"),
+            ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 a side"),
+        ],
+    )
+    def test_preprocessing_that_does_not_fit_the_tower(self, path, tmp_path, changes, said):
+        other = self.changed(path, tmp_path, "preprocessor_config", **changes)
+        with pytest.raises(UnsupportedCheckpoint, match=said):
+            family_named(self.name).processor(Checkpoint.open(other))
+
+    def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
+        """Usage, log-probabilities, streams, stop strings, refusals, and a client that leaves in the midst."""
+        pixels = picture(50, 70)
+        drawn = {"type": "image_url", "image_url": {"url": data_url(Image.fromarray(pixels))}}
+        content = [drawn, {"type": "text", "text": "<CAPTION>"}]
+        likely = {PLACE: 50.0, PLACE + 1: 50.0}
+        ids = tokenizer.tokenize([{"image": pixels}, {"text": "<CAPTION>"}], path_file)
+        outputs, _ = run(self.engine(model), [ids], max_tokens=12, logit_bias=likely)
+        shown = [token for token in outputs[0] if token not in (BOS, EOS)]
+        said = AutoTokenizer.from_pretrained(path).decode(shown, clean_up_tokenization_spaces=False)
+        assert "<loc_7>" in said
+        assert "<loc_8>" in said
+        settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25, "dtype": "float32"}
+        with (
+            running_service(settings, tmp_path / "log", path) as running,
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+        ):
+            bias = {str(token): value for token, value in likely.items()}
+            ask = partial(client.chat.completions.create, model=running.model, temperature=0, logit_bias=bias)
+            asked = partial(ask, messages=[{"role": "user", "content": content}])
+            whole = asked(max_tokens=12, logprobs=True, top_logprobs=2)
+            (choice,) = whole.choices
+            assert (choice.message.content, choice.finish_reason) == (said, "length")
+            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 12)
+            assert len(choice.logprobs.content) == 12
+            chunks = list(asked(max_tokens=12, stream=True))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
+            assert chunks[-1].choices[0].finish_reason == "length"
+            stopped = asked(max_tokens=12, stop="<loc_8>").choices[0]
+            assert (stopped.message.content, stopped.finish_reason) == (said.partition("<loc_8>")[0], "stop")
+            for messages, error in (
+                ([{"role": "user", "content": [drawn, drawn]}], "2 items of kind image; the model's limit is 1"),
+                ([{"role": "system", "content": "Hi"}, {"role": "user", "content": content}], "one message"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=error):
+                    ask(messages=messages, max_tokens=3)
+            with pytest.raises(openai.BadRequestError, match="max_tokens is 1025, the context holds 1024"):
+                asked(max_tokens=1025)
+            with asked(max_tokens=1024, stream=True, extra_body={"ignore_eos": True}) as stream:
+                next(iter(stream))
+            aborted = re.compile(r'request_success_total\{[^}]*finished_reason="abort"[^}]*\} 1')
+            wait_until(lambda: aborted.search(httpx2.get(f"{running.url}/metrics").text))
+            assert running.wait_until_free()["blocks"] == 0
+
+    @staticmethod
+    def changed(path, tmp_path, name, **changes):
+        file = shutil.copytree(path, tmp_path / "changed") / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        return file.parent
