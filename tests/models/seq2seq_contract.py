@@ -11,7 +11,8 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import Abort, Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
-from tests.models.contract import FamilyContract, Items, Reference, run
+from mindie_mm.shm import release
+from tests.models.contract import FamilyContract, Items, Reference, picture, run
 
 
 class Seq2SeqReference(Reference):
@@ -97,6 +98,48 @@ class Seq2SeqContract(FamilyContract):
             engine.abort(Abort(str(i)))
         assert not engine.has_work()
         assert engine.stats.kv_cache_usage == 0
+
+    def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
+        """And a picture that comes again is not encoded again."""
+        engine = self.engine(model)
+        params = SamplingParams(temperature=0, max_tokens=2)
+        prompts = {
+            name: tokenizer.tokenize([{"image": picture(40, 40, seed)}, {"text": "?"}], file)
+            for name, seed, file in (
+                ("kept", 0, path_file),
+                ("lost", 1, tmp_path / "lost"),
+            )
+        }
+        for name, ids in prompts.items():
+            assert engine.add(Add(name, ids.numpy().tobytes(), params)) is None
+        release(tmp_path / "lost")
+        errors = {progress.request_id: progress.error for progress in engine.step().progress}
+        assert errors["lost"][0] == "StaleReference"
+        assert errors["kept"] is None
+        assert engine.add(Add("same", prompts["kept"].numpy().tobytes(), params)) is None
+        assert engine.stats.encoder_cache_hits == 1
+        while engine.has_work():
+            engine.step()
+        assert engine.stats.kv_cache_usage == 0
+
+    def test_what_fails_in_the_decoder_fails_alone(self, model, tokenized):
+        """One sequence's cache is spoilt: its request fails, the other comes to the same tokens."""
+        engine, params = self.engine(model), SamplingParams(temperature=0, max_tokens=4)
+        ids = tokenized["text"].numpy().tobytes()
+        outputs, errors = {"spoilt": [], "sound": []}, {}
+        for name in outputs:
+            engine.add(Add(name, ids, params))
+        while engine.has_work():
+            for progress in engine.step().progress:
+                outputs[progress.request_id] += progress.token_ids
+                errors[progress.request_id] = progress.error
+            for sequence, decoding in engine._decodings.items():
+                if sequence.request_id == "spoilt":
+                    decoding.cache.self_attention_cache.layers[0].keys = None
+        assert errors["spoilt"][0] == "DeviceError"
+        assert errors["sound"] is None
+        alone, _ = run(self.engine(model), [tokenized["text"]], max_tokens=4)
+        assert outputs["sound"] == alone[0]
 
     def test_a_prompt_has_no_logprobs(self, model, tokenized):
         _, errors = run(self.engine(model), [tokenized["text"]], max_tokens=2, prompt_logprobs=0)
