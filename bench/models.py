@@ -29,15 +29,14 @@ import torch
 from numpy.typing import NDArray
 
 from bench.report import RESULTS, median, write
-from mindie_mm.config import EngineConfig
-from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
-from mindie_mm.nn.model import Model
+from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.tokenizer import content_digest
@@ -148,6 +147,9 @@ REAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "config": {"vision_config": {"image_size": 224, "patch_size": 14}},
         "preprocessor_config": {"size": {"height": 224, "width": 224}},
     },
+    "florence2": {
+        "preprocessor_config": {"size": {"height": 768, "width": 768}, "image_seq_length": 577},
+    },
     "deepseek_vl": {
         "config": _VISION_384,
         "preprocessor_config": _SIDE_384,
@@ -244,7 +246,9 @@ def preprocessing(
     return {OURS: ours} if reference is None else {OURS: ours, THEIRS: theirs}
 
 
-def towers(kind: Kind, data: Any, model: Model, tokenizer: Tokenizer, reference: Any, path_file: Path) -> Contestants:
+def towers(
+    kind: Kind, data: Any, model: MediaModel, tokenizer: Tokenizer, reference: Any, path_file: Path
+) -> Contestants:
     """From the arrays to the features."""
     ids = tokenizer.tokenize([{kind: data}], path_file)
     items = model.read(ids.numpy())
@@ -285,10 +289,10 @@ def reference_tower(reference: Any, kind: Kind, item: NDArray[Any]) -> Callable[
     return see
 
 
-def prefill(model: Model, reference: Any, length: int) -> Contestants:
+def prefill(contract: type[FamilyContract], model: Any, reference: Any, length: int) -> Contestants:
     """Text to its first token: the engine's queue, pages and sampler with ours; one call of the model with theirs."""
     ids = np.random.default_rng(0).integers(30, 100, length, dtype=np.int64)
-    engine = Engine(model, EngineConfig(prefix_caching=False, kv_cache_bytes=2**27))
+    engine = contract().engine(model, prefix_caching=False, kv_cache_bytes=2**27)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
     def ours() -> None:
@@ -301,10 +305,12 @@ def prefill(model: Model, reference: Any, length: int) -> Contestants:
     # BLIP-2's whole insists on pixels.
     whole = reference.model.language_model if type(reference.model).__name__.startswith("Blip2") else reference.model
     batch = torch.from_numpy(ids)[None]
+    encoded = isinstance(model, Seq2SeqModel)
+    further = {"decoder_input_ids": torch.tensor([[model.rules.start_token_id]])} if encoded else {"logits_to_keep": 1}
 
     def theirs() -> None:
         with torch.inference_mode():
-            whole(input_ids=batch, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+            whole(input_ids=batch, use_cache=True, **further).logits.argmax(-1)
 
     return {OURS: ours, THEIRS: theirs}
 
@@ -367,7 +373,7 @@ def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: S
                 kind, item, processor, reference, arena, folder / "shm_name.txt"
             )
             steps[f"tower {kind}"] = towers(kind, item, model, tokenizer, reference, folder / f"{kind}.txt")
-        steps["prefill"] = prefill(model, reference, length)
+        steps["prefill"] = prefill(contract, model, reference, length)
         for count in cores:
             with threads(count) as clock:
                 measured = {
