@@ -41,6 +41,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
+_ORIGINAL_TOWER = "davit"
 _TASKS = {
     "<OCR>": "What is the text in the image?",
     "<OCR_WITH_REGION>": "What is the text in the image, with regions?",
@@ -77,6 +78,11 @@ class Florence2Processor(Processor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
+        if checkpoint.config.get("vision_config", {}).get("model_type") == _ORIGINAL_TOWER:
+            raise UnsupportedCheckpoint(
+                f"{where}: these are the weights of the code that came with Florence-2; what is served is their "
+                "conversion for transformers' own, such as florence-community/Florence-2-base"
+            )
         config = read_config("Florence2Config", checkpoint)
         settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
         check_type(settings, "image_processor_type", (_IMAGE_PROCESSOR,), where)

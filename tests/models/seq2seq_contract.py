@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from mindie_mm.config import EngineConfig
+from mindie_mm.device import open_device
 from mindie_mm.engine.messages import Abort, Add
+from mindie_mm.engine.room import kv_cache_bytes, useful_bytes
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
+from mindie_mm.errors import DeviceError
+from mindie_mm.models import family_named
 from mindie_mm.shm import release
 from tests.models.contract import FamilyContract, Items, Reference, picture, run
 
@@ -79,6 +84,13 @@ class Seq2SeqContract(FamilyContract):
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
         assert engine.stats.kv_cache_usage == 0
+        params = SamplingParams(temperature=0, max_tokens=self.num_tokens)
+        for i, ids in enumerate(tokenized.values()):
+            engine.add(Add(str(i), ids.numpy().tobytes(), params))
+        assert engine.step().stats.num_running == 1
+        assert engine.stats.kv_cache_usage <= 1
+        for i in range(len(tokenized)):
+            engine.abort(Abort(str(i)))
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
         assert {name for name, _ in errors.values()} == {"ContextLengthExceeded"}
 
@@ -98,6 +110,14 @@ class Seq2SeqContract(FamilyContract):
             engine.abort(Abort(str(i)))
         assert not engine.has_work()
         assert engine.stats.kv_cache_usage == 0
+        assert not engine._decodings
+
+    def test_the_room_is_measured(self, model, processor):
+        config, device = EngineConfig(max_num_seqs=2), open_device("cpu")
+        room = kv_cache_bytes(model, processor, family_named(self.name).kinds, device, config)
+        assert room == useful_bytes(model, config), "a small model's sequences all fit"
+        with pytest.raises(DeviceError, match="does not fit"):
+            kv_cache_bytes(model, processor, ("image",), device, EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
 
     def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
         """And a picture that comes again is not encoded again."""
