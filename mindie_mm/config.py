@@ -26,7 +26,7 @@ class EngineConfig:
     dtype: str = "auto"
     """auto (float32 on the CPU, else the checkpoint's own), float32, bfloat16 or float16."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
+    """Most tokens of prompt and output together, of an encoder-decoder of each; None: the checkpoint's own."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int = 2048
