@@ -83,7 +83,8 @@ class Dataset(Sequence[Sample]):
         if record.prompt is None:
             return Sample(number, record.id, None, (), (), record.error)
         prompt = record.prompt
-        return Sample(number, record.id, prompt.plain_ids, prompt.spans, self.views(record))
+        arrays = [{name: view[name] for name in view} for view in self.views(record)]
+        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays)
 
     def _shard(self, number: int) -> tuple[pa.Table, MappedArena, int]:
         first = self._firsts[bisect_right(self._firsts, number) - 1]

@@ -13,7 +13,7 @@ import click
 
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 
-COMMANDS = ("serve", "ask", "tokenize", "inspect", "models", "shm", "doctor")
+COMMANDS = ("serve", "ask", "tokenize", "inspect", "generate", "models", "shm", "doctor")
 
 
 class _Mistake(click.ClickException):

@@ -14,7 +14,20 @@ from numpy.typing import NDArray
 
 from mindie_mm import faults
 from mindie_mm.config import EngineConfig
-from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Ready, Start, Stats, Stepped, ToEngine
+from mindie_mm.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Mount,
+    Progress,
+    Ready,
+    Start,
+    Stats,
+    Stepped,
+    ToEngine,
+    Unmount,
+)
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_named
 from mindie_mm.ipc import RESTART_WAIT_S, Child, insist, logged
@@ -30,6 +43,7 @@ class AsyncEngine:
         self._start = Start(None if model is None else str(model), config, family)
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress | MindieMMError]] = {}
+        self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
         self._keeper: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
@@ -90,6 +104,21 @@ class AsyncEngine:
             if not finished and self._alive:
                 self._send(Abort(request_id))
 
+    def mount(self, path: Path, number: int) -> None:
+        """From here on requests may have words of arena `number` that lead to the file of blocks at `path`.
+
+        The caller reserves the number. A file that cannot be mounted fails those requests.
+        """
+        self._mounts[number] = Mount(str(path.absolute()), number)
+        if self._alive:
+            self._send(self._mounts[number])
+
+    def unmount(self, number: int) -> None:
+        """Once no request has words of that arena any more."""
+        del self._mounts[number]
+        if self._alive:
+            self._send(Unmount(number))
+
     async def close(self) -> None:
         """Ends the process; requests that run fail with ProcessDied."""
         self._closed = True
@@ -121,6 +150,8 @@ class AsyncEngine:
         except BaseException as error:
             await self._bury(f"did not start: {error}")
             raise
+        for mount in self._mounts.values():
+            self._send(mount)
         self._up.set()
 
     async def _started(self) -> Ready:

@@ -33,6 +33,19 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Mount(msgspec.Struct, frozen=True, tag="mount"):
+    """Read the blocks of a file on disk where words name arena `number`; requests behind it may have such words."""
+
+    path: str
+    number: int
+
+
+class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
+    """No request has words of arena `number` any more."""
+
+    number: int
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """One position's log-probabilities."""
 
@@ -121,5 +134,5 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     stats: Stats
 
 
-ToEngine = Add | Abort
+ToEngine = Add | Abort | Mount | Unmount
 FromEngine = Ready | Failed | Stepped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from mindie_mm.config import fault_folder
 from mindie_mm.device import open_device
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Progress, Start, Stepped, ToEngine
+from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError, error_name
@@ -22,7 +23,7 @@ from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.placement import Placement
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.shm import collect
+from mindie_mm.shm import collect, mount
 
 _log = logging.getLogger(__name__)
 
@@ -50,20 +51,15 @@ def serve(channel: ChildChannel) -> None:
     faults.point("loaded")
     _send(channel, engine.ready)
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
+    mounts: dict[int, ExitStack] = {}
     while True:
         failures: list[Progress] = []
         # At rest it waits for one message; at work it takes those that are there.
         while channel.poll(None if not (engine.has_work() or failures) else 0):
-            match decoder.decode(channel.recv()):
-                case Add() as message:
-                    faults.point("received")
-                    failures += filter(None, [engine.add(message)])
-                    faults.point("queued")
-                case Abort() as message:
-                    faults.point("aborting")
-                    engine.abort(message)
-                    if not engine.has_work():
-                        break
+            message = decoder.decode(channel.recv())
+            failures += _take(message, engine, mounts)
+            if isinstance(message, Abort) and not engine.has_work():
+                break
         if failures or not engine.has_work():
             _send(channel, Stepped(failures, engine.stats))
         if engine.has_work():
@@ -71,6 +67,33 @@ def serve(channel: ChildChannel) -> None:
             faults.point("before-reply")
             _send(channel, stepped)
             faults.point("after-reply")
+
+
+def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
+    """Does what a message asks for; the requests that fail at once."""
+    match message:
+        case Add():
+            faults.point("received")
+            failure = engine.add(message)
+            faults.point("queued")
+            return [failure] if failure else []
+        case Abort():
+            faults.point("aborting")
+            engine.abort(message)
+        case Mount():
+            _mount(message, mounts)
+        case Unmount():
+            mounts.pop(message.number).close()
+    return []
+
+
+def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
+    """What cannot be mounted fails the requests whose words lead there, each with an error of its own."""
+    mounts[message.number] = stack = ExitStack()
+    try:
+        stack.enter_context(mount(Path(message.path), message.number))
+    except MindieMMError:
+        _log.exception("%s cannot be mounted", message.path)
 
 
 def _load(start: Start) -> BaseEngine:

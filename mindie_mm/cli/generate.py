@@ -1,0 +1,52 @@
+"""mindie-mm generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mindie_mm.cli.settings import configured
+
+
+@click.command("generate")
+@click.option("--tokenized", "folder", type=click.Path(path_type=Path), required=True, help="What `tokenize` wrote.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON lines, a row each.")
+@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the rows' own if not given.")
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens of an answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always gives the same answer.")
+@click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
+@click.option("--device", help="auto, or a device that `doctor` lists.")
+@click.option("--dtype", help="auto, float32, bfloat16 or float16.")
+def command(
+    folder: Path,
+    output: Path,
+    *,
+    model: Path | None,
+    max_tokens: int,
+    temperature: float,
+    limit: int | None,
+    device: str | None,
+    dtype: str | None,
+) -> None:
+    """Run the model on rows that are tokenised: no preprocessing, the arrays are mapped where they lie.
+
+    A line has row, id, text, token_ids and finish_reason, or error, in the order of the rows. A second call goes on
+    behind the last line of OUTPUT. Exits with 1 if a row failed.
+    """
+    import asyncio
+
+    from mindie_mm.batch import Dataset
+    from mindie_mm.cli.offline import generate  # late: it takes seconds to import
+    from mindie_mm.engine.sampling_params import SamplingParams
+
+    dataset = Dataset(folder)
+    settings = dataset.manifest.run.settings
+    path = model or (Path(settings.model) if settings.model else None)
+    flags = {"device": device, "dtype": dtype, "family": settings.family or None, "arena_bytes": 1 << 20}
+    config, _ = configured(path, flags)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    rows, errors = asyncio.run(generate(dataset, output, config, params, limit))
+    click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
+    if errors:
+        raise SystemExit(1)

@@ -1,0 +1,121 @@
+"""A finished run of `tokenize` through the engine, shard after shard, answers in the order of rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.mounting import renumbered, reserved
+from mindie_mm.batch.shard import ShardRow, arena_path
+from mindie_mm.config import WorkerConfig
+from mindie_mm.engine.retry import PromptSource
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import InputError, MindieMMError, error_name
+
+Answer = dict[str, Any]
+
+
+async def generate(
+    dataset: Dataset, output: Path, config: WorkerConfig, params: SamplingParams, limit: int | None = None
+) -> tuple[int, int]:
+    """Appends the answers of rows that `output` does not have yet; how many rows it has then, and errors among them.
+
+    InputError if `output` is not this run's; errors as Worker.start.
+    """
+    stop = min(len(dataset), limit or len(dataset))
+    begun, errors = _begun(output)
+    if begun > stop:
+        raise InputError(f"{output} has {begun} rows; {stop} are asked for")
+    async with _started(config) as worker:
+        with output.open("ab") as file:
+            async with aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers:
+                async for answer in answers:
+                    errors += "error" in answer
+                    file.write(msgspec.json.encode(answer) + b"\n")
+                    file.flush()
+    return stop, errors
+
+
+async def _answers(
+    dataset: Dataset, rows: range, worker: Worker, params: SamplingParams
+) -> AsyncGenerator[Answer, None]:
+    """As many rows at a time as the engine runs, and as many again that wait; a shard is mounted while it is read."""
+    running: deque[asyncio.Task[Answer]] = deque()
+    most = 2 * worker.config.engine.max_num_seqs
+    try:
+        for first_row, own in _by_shard(dataset, rows):
+            async with AsyncExitStack() as stack:
+                number = stack.enter_context(reserved())
+                worker.engine.mount(arena_path(dataset.folder, first_row), number)
+                stack.callback(worker.engine.unmount, number)
+                for row in own:
+                    running.append(asyncio.create_task(_answer(dataset.record(row), number, worker, params)))
+                    if len(running) == most:
+                        yield await running.popleft()
+                while running:
+                    yield await running.popleft()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _answer(record: ShardRow, number: int, worker: Worker, params: SamplingParams) -> Answer:
+    named = {"row": record.row, "id": record.id}
+    if record.prompt is None:
+        return named | {"error": record.error}
+    text, token_ids, reason = "", list[int](), None
+    try:
+        source = PromptSource(renumbered(record, number))
+        async with aclosing(worker.generate(source, params, str(record.row))) as deltas:
+            async for delta in deltas:
+                text, reason = text + delta.text, delta.finish_reason
+                token_ids += delta.token_ids
+    except MindieMMError as error:
+        return named | {"error": f"{error_name(error)}: {error}"}
+    return named | {"text": text, "token_ids": token_ids, "finish_reason": reason}
+
+
+def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
+    """(first row of the shard, those of `rows` that are in it)."""
+    for shard in dataset.manifest.shards:
+        own = range(max(rows.start, shard.info.first_row), min(rows.stop, shard.info.stop_row))
+        if own:
+            yield shard.info.first_row, own
+
+
+def _begun(output: Path) -> tuple[int, int]:
+    """How many answers are there, and errors among them; a line that was cut short is removed."""
+    if not output.exists():
+        return 0, 0
+    rows = errors = whole = 0
+    with output.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                answer = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                answer = None
+            if not isinstance(answer, dict) or answer.get("row") != rows:
+                raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
+            rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
+        file.truncate(whole)
+    return rows, errors
+
+
+@asynccontextmanager
+async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
+    worker = await Worker.start(config, in_process=True)
+    try:
+        yield worker
+    finally:
+        await worker.close()

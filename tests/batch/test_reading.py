@@ -1,0 +1,115 @@
+"""What a finished run is good for: samples for a trainer, arenas for a worker, pages for people."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.mounting import mounted, renumbered
+from mindie_mm.errors import InputError
+from mindie_mm.models import load_model
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.batch.conftest import CLI, run, settings
+from tests.media_samples import encoded, photograph
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six rows in two shards; one of them failed."""
+    here = tmp_path_factory.mktemp("rows")
+    for index in range(4):
+        (here / f"{index}.png").write_bytes(encoded(photograph(size=(90 + 40 * index, 120)), "PNG"))
+    rows = [{"id": f"r{i}", "inputs": [{"image": f"{i}.png"}, {"text": "What?"}]} for i in range(4)]
+    rows += [{"text": "Hello!"}, {"images": ["0.png", "1.png"], "text": "Both?"}]
+    rows[2]["inputs"][0]["image"] = "gone.png"
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(settings(here / "rows.jsonl", shard_rows=4), here / "run")
+    return here / "run"
+
+
+def test_a_dataset_is_a_sequence(folder: Path) -> None:
+    dataset = Dataset(folder)
+    assert [sample.id for sample in dataset] == ["r0", "r1", "r2", "r3", "4", "5"]
+    assert dataset[-1].row == 5
+    assert [sample.row for sample in dataset[1:4]] == [1, 2, 3]
+    assert "gone.png" in dataset[2].error
+    with pytest.raises(IndexError, match="row 6 of 6"):
+        dataset[6]
+    with pytest.raises(InputError, match=r"holds no finished run: there is no manifest\.json"):
+        Dataset(folder.parent)
+
+
+def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
+    dataset = Dataset(folder)
+    dataset[0]
+    assert pickle.loads(pickle.dumps(dataset))[0].ids.tolist() == dataset[0].ids.tolist()
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list, multiprocessing_context="spawn")
+    samples = [sample for batch in loader for sample in batch]
+    for found, own in zip(samples, dataset, strict=True):
+        assert found.id == own.id
+        for arrays, expected in zip(found.arrays, own.arrays, strict=True):
+            assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
+
+
+def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(folder: Path, tmp_path: Path) -> None:
+    model, dataset = load_model(None, device="cpu"), Dataset(folder)
+    record = dataset.record(1)
+    with mounted(folder, 0) as first, mounted(folder, 0) as second:
+        assert first != second
+        one, other = (renumbered(record, number).ids for number in (first, second))
+        assert one.tolist() != other.tolist()
+        logits = model.logits(torch.from_numpy(one))
+        assert torch.equal(logits, model.logits(torch.from_numpy(other)))
+    with Tokenizer.from_pretrained() as tokenizer:
+        items = [{"type": "image", "image": str(folder.parent / "1.png")}, {"type": "text", "text": "What?"}]
+        online = tokenizer.tokenize_chat([{"role": "user", "content": items}], tmp_path / "shm_name.txt")
+        assert torch.equal(logits, model.logits(online))
+        release(tmp_path / "shm_name.txt")
+
+
+def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    def generate(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [CLI, "generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8", *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+    output = tmp_path / "out.jsonl"
+    done = generate()
+    assert (done.returncode, done.stdout) == (1, f"6 rows in {output}; 1 row failed\n"), done.stderr
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5"]
+    assert [answer["row"] for answer in answers if "error" in answer] == [2]
+    assert all(answer["text"] for answer in answers if "error" not in answer)
+    whole = output.read_bytes()
+    output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
+    assert generate().returncode == 1
+    assert output.read_bytes() == whole
+    output.write_text("something else\n")
+    refused = generate()
+    assert refused.returncode == 2
+    assert "line 1 is not row 0" in refused.stderr
+
+
+def test_inspect_shows_the_run_and_the_pictures_of_a_row(folder: Path, tmp_path: Path) -> None:
+    def inspect(*arguments: object) -> str:
+        command = [CLI, "inspect", str(folder), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path).stdout
+
+    assert inspect().startswith("6 rows, 1 failed, ")
+    said = inspect(5)
+    assert "2 pictures in row-5.png" in said
+    assert "Both?" in said
+    sheet = Image.open(tmp_path / "row-5.png")
+    assert sheet.size == (2 * 256 + 3 * 8, 256 + 2 * 8)
+    inspect(0, "--png", "one.png")
+    assert Image.open(tmp_path / "one.png").getcolors(65536) is not None
+    assert "failed: MediaError" in inspect(2)
