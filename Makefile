@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/python -m tools.demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,35 @@ pytest_plugins = ["tests.checkpoints"]
 
 settings.register_profile("here", deadline=None)  # a busy machine makes no test wrong; pytest's own time limit holds
 settings.load_profile("here")
+
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a process a core, where each may have a /dev/shm of its own; else all tests in this one.
+
+    Tests look at all of /dev/shm, kill owners of arenas and collect what they leave: two at once must not meet there.
+    """
+    del config
+    tried = ("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", str(SHM_DIRECTORY))
+    if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True, check=False).returncode:
+        return 0
+    return len(os.sched_getaffinity(0))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives one of several processes its own /dev/shm, and one thread a process."""
+    if not hasattr(config, "workerinput"):
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (
+        libc.unshare(_CLONE_NEWNS)
+        or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        or libc.mount(b"tmpfs", os.fsencode(SHM_DIRECTORY), b"tmpfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), "no /dev/shm of its own")
 
 
 @pytest.fixture(autouse=True)

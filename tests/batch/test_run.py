@@ -57,11 +57,11 @@ def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_pat
 
 
 def test_any_number_of_workers_writes_the_same_bytes(lines, tmp_path):
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         run(settings(lines), tmp_path / str(workers), num_workers=workers)
     first = content(tmp_path / "1")
     assert len(first) == 2 * 5 + 3, "shards of 7 rows, settings, manifest, errors"
-    assert content(tmp_path / "2") == content(tmp_path / "3") == first
+    assert content(tmp_path / "3") == first
 
 
 def test_a_shard_ends_with_the_row_that_fills_it(lines, tmp_path):
@@ -126,7 +126,7 @@ def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
     assert f"another run works in {tmp_path / 'run'}" in refused[0].stderr
 
 
-@pytest.mark.parametrize("rows_before", [1, 8, 16])
+@pytest.mark.parametrize("rows_before", [1, 16])
 def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path, rows_before):
     run(settings(lines), tmp_path / "whole")
     command = [
@@ -157,17 +157,30 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path,
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
-def test_an_interrupt_ends_it_within_two_seconds(lines, tmp_path):
+@pytest.fixture
+def interruptible():
+    """Whatever this process was started by: a shell's background job ignores the signal, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
     fifo = tmp_path / "never.jpg"
     os.mkfifo(fifo)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n{"inputs": [{"image": "never.jpg"}]}\n')
     process = subprocess.Popen([CLI, "tokenize", rows, "--output", tmp_path / "run"], stderr=subprocess.DEVNULL)
-    with fifo.open("wb"):  # opens when the worker has begun to read it
-        began = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) != 0
-        assert time.monotonic() - began < 2
+    try:
+        with fifo.open("wb"):  # opens when the worker has begun to read it
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) != 0
+            assert time.monotonic() - began < 2
+    finally:
+        process.kill()
+        process.wait()
     fifo.unlink()
     fifo.write_bytes(encoded(photograph(size=(80, 60))))
     assert run(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
