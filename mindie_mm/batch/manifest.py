@@ -9,7 +9,7 @@ import msgspec
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, read_info, read_rows, table_path
-from mindie_mm.errors import CorruptReference, InputError
+from mindie_mm.errors import CorruptReference, InputError, StorageError
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
@@ -37,10 +37,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: list[Shard]
 
     @classmethod
-    def write(cls, folder: Path, run: Run) -> Manifest:
-        """Counts the shards in `folder`, lists the rows that failed, and says so: the run is finished."""
-        shards = list(_shards(folder))
+    def write(cls, folder: Path, run: Run, num_rows: int) -> Manifest:
+        """Counts the shards in `folder`, lists the rows that failed, and says so: the run of `num_rows` is finished.
+
+        StorageError where shards are missing: other nodes have them on disks of their own.
+        """
+        shards = _shards(folder)
         infos = [shard.info for shard in shards]
+        if (found := sum(info.num_rows for info in infos)) != num_rows:
+            raise StorageError(
+                f"{folder} has the first {found} of {num_rows} rows: copy the shards here that other nodes wrote to "
+                "the same folder of theirs, and call again"
+            )
         manifest = cls(
             run=run,
             num_rows=sum(info.num_rows for info in infos),

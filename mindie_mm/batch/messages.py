@@ -55,3 +55,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 Report = Ready | Step | Finished | Failed
+
+
+def death_error(how: str) -> str:
+    """The error of a row at which two workers died."""
+    return f"ProcessDied: the worker ended with {how} at this row, twice"

@@ -17,10 +17,10 @@ import msgspec
 
 from mindie_mm.batch.gather import drop_gathered, gather
 from mindie_mm.batch.manifest import Manifest
-from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Step
+from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Step, death_error
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.settings import Run, Settings
-from mindie_mm.batch.shard import complete_shards
+from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, Source, chunks
 from mindie_mm.errors import InputError, ProcessDied, WorldError
 from mindie_mm.ipc import Child
@@ -50,7 +50,7 @@ class _Suspects:
         self.deaths[row] = self.deaths.get(row, 0) + 1
         if self.deaths[row] > 1:
             how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-            self.doomed[row] = f"ProcessDied: the worker ended with {how} at this row, twice; the second time alone"
+            self.doomed[row] = f"{death_error(how)}, the second time alone"
 
 
 class BatchRun:
@@ -61,18 +61,24 @@ class BatchRun:
         settings: Settings,
         folder: Path,
         *,
-        num_workers: int,
+        num_workers: int | None = None,
         max_errors: int | None = None,
         show: Show = lambda *_: None,
+        ray_address: str | None = None,
     ) -> None:
-        """`max_errors`: rows that may fail before the run stops; None: any number. InputError."""
-        if num_workers < 1:
+        """`max_errors`: rows that may fail before the run stops; None: any number.
+
+        `num_workers`: processes here, or actors on the Ray cluster at `ray_address` ("local": one of this machine);
+        None: as many as there are cores. InputError.
+        """
+        if num_workers is not None and num_workers < 1:
             raise InputError(f"{num_workers} workers; it takes at least 1")
         self._settings = settings
         self._folder = folder
         self._num_workers = num_workers
         self._max_errors = max_errors
         self._show = show
+        self._ray_address = ray_address
         self._done = self._earlier = Progress()
         self._shares: list[float] = []
         self._suspects = _Suspects()
@@ -93,8 +99,9 @@ class BatchRun:
             run.begin(folder)
             sources = settings.sources(folder)
             self._shares = _shares(sources)
-            await self._work(self._waiting(chunks(sources, settings.shard_rows, settings.limit)))
-            manifest = Manifest.write(folder, run)
+            waiting = self._waiting(chunks(sources, settings.shard_rows, settings.limit))
+            await (self._work(waiting) if self._ray_address is None else self._work_on_ray(run, waiting))
+            manifest = Manifest.write(folder, run, self._done.rows)
             drop_gathered(settings.inputs, folder)
             return manifest
 
@@ -105,10 +112,9 @@ class BatchRun:
             if shards is None:
                 yield chunk
                 continue
-            for shard in shards:
-                there = Progress(shard.num_rows, shard.num_errors, shard.num_bytes, self._share(chunk, shard.num_rows))
-                self._earlier += there
-                self._count(there)
+            before = self._done
+            self._count_shards(chunk, shards)
+            self._earlier += self._done - before
 
     def _share(self, chunk: Chunk, rows: int) -> float:
         """Of the whole input, so many rows of a chunk."""
@@ -120,10 +126,32 @@ class BatchRun:
         self._done += more
         self._show(self._done, self._earlier)
 
+    def _count_shards(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
+        for shard in shards:
+            share = self._share(chunk, shard.num_rows)
+            self._count(Progress(shard.num_rows, shard.num_errors, shard.num_bytes, share))
+
+    def _require_few_errors(self, why: str) -> None:
+        if self._max_errors is not None and self._done.errors > self._max_errors:
+            raise TooManyErrors(f"{why} ({self._done.errors} rows failed)")
+
+    async def _work_on_ray(self, run: Run, waiting: Iterator[Chunk]) -> None:
+        from mindie_mm.batch import on_ray  # late: it is an extra, and takes seconds to import
+
+        assert self._ray_address is not None
+        finished = on_ray.shards(self._ray_address, run, self._folder, list(waiting), self._num_workers)
+        # On a thread, so that an interrupt ends it.
+        while (one := await asyncio.to_thread(next, finished, None)) is not None:
+            chunk, shards = one
+            self._count_shards(chunk, shards)
+            self._require_few_errors(f"rows {chunk.first_row} to {chunk.stop_row - 1}")
+
     async def _work(self, waiting: Iterator[Chunk]) -> None:
         try:
             async with asyncio.TaskGroup() as workers:
-                for _, chunk in zip(range(self._num_workers), waiting, strict=False):  # no worker without a chunk
+                for _, chunk in zip(
+                    range(self._num_workers or os.cpu_count() or 1), waiting, strict=False
+                ):  # no worker without a chunk
                     workers.create_task(self._worker(chunk, waiting))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -168,8 +196,8 @@ class BatchRun:
             step = Progress(1, report.error is not None, report.num_bytes, self._share(chunk, 1))
             done += step
             self._count(step)
-            if report.error is not None and self._max_errors is not None and self._done.errors > self._max_errors:
-                raise TooManyErrors(f"row {report.row}: {report.error} ({self._done.errors} rows failed)")
+            if report.error is not None:
+                self._require_few_errors(f"row {report.row}: {report.error}")
         if isinstance(report, Finished):
             self._write_timing(chunk, time.monotonic() - began, child.pid)
             return True

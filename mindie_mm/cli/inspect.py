@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,7 +18,7 @@ def command(folder: Path, row: int | None, png: Path | None) -> None:
 
     dataset = Dataset(folder)
     if row is None:
-        _show_run(dataset)
+        _show_run(dataset.manifest)
         return
     try:
         sample = dataset[row]
@@ -51,8 +52,7 @@ def command(folder: Path, row: int | None, png: Path | None) -> None:
         click.echo(f"{len(pictures)} pictures in {png}")
 
 
-def _show_run(dataset: Dataset) -> None:  # type: ignore[name-defined] # noqa: F821
-    manifest = dataset.manifest
+def _show_run(manifest: Any) -> None:
     click.echo(
         f"{manifest.num_rows} rows, {manifest.num_errors} failed, {manifest.num_tokens} tokens, "
         f"{manifest.num_items} media items in {manifest.num_bytes / 1e6:.1f} MB"

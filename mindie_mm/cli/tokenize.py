@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mindie_mm.batch.gather import STDIN
-from mindie_mm.batch.settings import MiB
+STDIN = "-"
+MiB = 2**20
 
 
 @click.command("tokenize")
@@ -17,7 +16,7 @@ from mindie_mm.batch.settings import MiB
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; made if absent.")
 @click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
 @click.option("--family", default="", help="Family that serves it; the one that its config.json names if not given.")
-@click.option("--workers", type=click.IntRange(1), help="Processes.  [default: the machine's cores]")
+@click.option("--workers", type=click.IntRange(1), help="Processes, or Ray's actors.  [default: one a core]")
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,
               help="A shard ends with the row that brings its blocks to so many bytes.")  # fmt: skip
 @click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,
@@ -72,7 +71,7 @@ def command(
         **settings,
     )
     with shown("json" if json_progress else "auto") as show:
-        run = BatchRun(made, output, num_workers=workers or os.cpu_count() or 1, max_errors=max_errors, show=show)
+        run = BatchRun(made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address)
         manifest = asyncio.run(run.run())
     said = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
     if manifest.num_errors:

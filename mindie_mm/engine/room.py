@@ -237,7 +237,7 @@ class _WorstCase:
             took = time.monotonic() - start
         reckoned = _reckon(tried, most)
         says = "%s of %d %s: %.2f s and %s; reckoned for %d: %s"
-        _log.info(says, what, tried[-1][0], unit, took, _mib(tried[-1][1]), most, _mib(reckoned))
+        _log.debug(says, what, tried[-1][0], unit, took, _mib(tried[-1][1]), most, _mib(reckoned))
         return reckoned
 
     def _peak_bytes(self, trial: _Trial, what: str, unit: str) -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,6 +19,7 @@ from mindie_mm.nn.splice import ITEM, MediaShape, read_media
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.batch.conftest import CLI, content, run, settings, tokenize
+from tests.batch.deadly import Deadly
 from tests.media_samples import encoded, photograph
 
 BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
@@ -186,53 +184,9 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
     assert run(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
 
 
-class Deadly:
-    """A picture that is a pipe: whoever reads it waits, and is killed so many times; after that it gets a picture."""
-
-    def __init__(self, path: Path, deaths: int) -> None:
-        os.mkfifo(path)
-        self._path, self._deaths = path, deaths
-        self.alone: list[bool] = []
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        for _ in range(self._deaths):
-            with self._path.open("wb"):  # opens once somebody reads
-                while not (readers := [worker for worker in self._workers() if self._reads(worker)]):
-                    time.sleep(0.001)  # its open returns a moment after ours
-                self.alone.append(len(self._workers()) == 1)
-                os.kill(readers[0], signal.SIGKILL)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    while psutil.Process(readers[0]).status() != psutil.STATUS_ZOMBIE:
-                        time.sleep(0.001)  # until then its end of the pipe is open, and would take the picture
-        if self._deaths < 2:
-            with self._path.open("wb") as file:
-                file.write(encoded(photograph(size=(80, 60))))
-
-    @staticmethod
-    def _workers() -> list[int]:
-        found = []
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "mindie_mm.batch.process" in child.cmdline():
-                    found.append(child.pid)
-        return found
-
-    def _reads(self, pid: int) -> bool:
-        try:
-            return any(link.readlink() == self._path for link in Path(f"/proc/{pid}/fd").iterdir())
-        except (FileNotFoundError, PermissionError):  # it is gone, or going
-            return False
-
-    def join(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-
 @pytest.mark.parametrize(
     ("deaths", "error"),
-    [(1, None), (2, "ProcessDied: the worker ended with signal 9 at this row, twice; the second time alone")],
+    [(1, None), (2, "ProcessDied: the worker ended with signal 9 at this row, twice, the second time alone")],
 )
 def test_a_worker_that_is_killed_loses_its_row_alone(media, rows, tmp_path, deaths, error):
     fifo = media / f"deadly-{deaths}.jpg"

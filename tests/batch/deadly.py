@@ -1,0 +1,67 @@
+"""A row that kills its worker."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.media_samples import encoded, photograph
+
+
+class Deadly:
+    """A picture that is a pipe: whoever reads it waits, and is killed so many times; after that it gets a picture."""
+
+    def __init__(self, path: Path, deaths: int) -> None:
+        os.mkfifo(path)
+        self._path, self._deaths = path, deaths
+        self.alone: list[bool] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        for _ in range(self._deaths):
+            with self._path.open("wb"):  # opens once somebody reads
+                while not (readers := [pid for pid in psutil.pids() if pid != os.getpid() and self._reads(pid)]):
+                    time.sleep(0.001)  # its open returns a moment after ours
+                self.alone.append(len(self._workers()) == 1)
+                os.kill(readers[0], signal.SIGKILL)
+            while self._is_open():
+                time.sleep(0.001)  # a dying reader would take the picture of the next
+        if self._deaths < 2:
+            with self._path.open("wb") as file:
+                file.write(encoded(photograph(size=(80, 60))))
+
+    def _is_open(self) -> bool:
+        try:
+            os.close(os.open(self._path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return False
+        return True
+
+    @staticmethod
+    def _workers() -> list[int]:
+        found = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "mindie_mm.batch.process" in child.cmdline():
+                    found.append(child.pid)
+        return found
+
+    def _reads(self, pid: int) -> bool:
+        try:
+            return any(link.readlink() == self._path for link in Path(f"/proc/{pid}/fd").iterdir())
+        except (FileNotFoundError, PermissionError):  # it is gone, or going
+            return False
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
