@@ -63,7 +63,14 @@ class Embeddings:
     def __post_init__(self) -> None:
         shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
         if len(shape) != 2 or 0 in shape or dtype not in {"float16", "float32"}:
-            raise InputError(f"embeddings are {dtype} of shape {tuple(shape)}; they must be float [features, width]")
+            raise InputError(
+                f"embeddings are {dtype} of shape {tuple(shape)}; they must be a numpy array, float16 or float32 "
+                "[features, width]"
+            )
+        if not abs(float(self.array.astype("float64").sum())) < math.inf:
+            raise InputError("embeddings hold numbers that are not finite")
+        if not all(type(number) is int for number in self.grid):
+            raise InputError(f"the embeddings' grid {self.grid} must consist of integers")
 
 
 @dataclass(frozen=True, slots=True)

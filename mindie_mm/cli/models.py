@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from mindie_mm.cli.console import print_table
+from mindie_mm.errors import InputError
 
 
 @click.command("models")
@@ -16,7 +18,7 @@ def command(*, as_json: bool) -> None:
     """List the model families that are served: their media, and what their tests prove them equal to."""
     from mindie_mm.models import family_named, family_names  # late: torch
 
-    families = [_described(name, family_named(name)) for name in family_names()]
+    families = [_described(name, family_named) for name in family_names()]
     if as_json:
         click.echo(json.dumps(families))
         return
@@ -29,7 +31,11 @@ def command(*, as_json: bool) -> None:
     print_table(table)
 
 
-def _described(name: str, family: Any) -> dict[str, Any]:
+def _described(name: str, find: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        family = find(name)
+    except InputError as error:  # another package's, which does not load
+        return {"name": name, "model_types": [], "kinds": [], "reference": str(error), "package": None}
     return {
         "name": name,
         "model_types": list(family.model_types),

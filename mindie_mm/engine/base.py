@@ -123,21 +123,32 @@ class BaseEngine(ABC):
         faults.point("attached")
         return items
 
-    def _draw(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
-        """The next token of each sequence, from logits float32 [sequences, vocabulary], which are changed in place."""
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Draw | None]:
+        """The next token of each sequence, from logits float32 [sequences, vocabulary], which are changed in place.
+
+        None where the logits are no numbers: the model's dtype overflowed, or embeddings were none.
+        """
+        senseless = logits.isnan().any(dim=1)
+        logits.masked_fill_(senseless.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
         # Sampling biases the logits in place; log-probabilities are of the model's own.
         raw = {i: logits[i : i + 1].clone() for i, s in enumerate(sequences) if s.params.logprobs is not None}
         for row, sequence in zip(logits, sequences, strict=True):
             self._constrain(row, sequence)
         tokens = sample(logits, sequences, self._spec.eos_token_ids)
         logprobs = {i: token_logprobs(row, [tokens[i]], sequences[i].params.logprobs or 0) for i, row in raw.items()}
-        return [(token, logprobs.get(i)) for i, token in enumerate(tokens)]
+        return [
+            None if bad else (token, logprobs.get(i))
+            for i, (token, bad) in enumerate(zip(tokens, senseless.tolist(), strict=True))
+        ]
 
     def _constrain(self, row: Tensor, sequence: Sequence) -> None:
         """Changes the logits float32 [vocabulary] of a sequence's next token, whatever its request asks for."""
 
-    def _advance(self, sequence: Sequence, draw: Draw) -> Progress:
-        """Appends a token to a sequence and tells; a finished one is forgotten."""
+    def _advance(self, sequence: Sequence, draw: Draw | None) -> Progress:
+        """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails."""
+        if draw is None:
+            return self._fail(sequence, WorldError("the model gives no numbers for this request"))
         token, logprobs = draw
         first = sequence.num_output == 0
         if first:

@@ -103,7 +103,9 @@ class Engine(BaseEngine):
             _collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
         draws = self._draw(logits.sampled, sampling)
-        self._scheduler.computed(step)  # not before the tokens are here: a device tells late that it failed
+        # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
+        senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
+        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
         progress += [self._advance(sequence, draw) for sequence, draw in zip(sampling, draws, strict=True)]
 
 

@@ -19,7 +19,7 @@ from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError, error_name
 from mindie_mm.ipc import ChildChannel, Lifeline
-from mindie_mm.models import family_of, load_model
+from mindie_mm.models import family_of, load_model, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.placement import Placement
 from mindie_mm.nn.seq2seq import Seq2SeqModel
@@ -110,7 +110,9 @@ def _load(start: Start) -> BaseEngine:
     )
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
-    room = kv_cache_bytes(model, family.processor(checkpoint), family.kinds, device, config)
+    with reading(checkpoint, family):
+        processor = family.processor(checkpoint)
+    room = kv_cache_bytes(model, processor, family.kinds, device, config)
     return Seq2SeqEngine(model, config, room) if isinstance(model, Seq2SeqModel) else Engine(model, config, room)
 
 

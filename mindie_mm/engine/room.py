@@ -117,14 +117,16 @@ class _WorstCase:
         if not seconds:
             return 0
         seconds /= 1 + len(kinds)
-        decoder = self._decoder_bytes(seconds)
+        decoder = self._decoder_bytes(kinds, seconds)
         # Both together: a step's features are there while the decoder runs.
         return decoder + max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
 
-    def _decoder_bytes(self, seconds: float) -> int:
+    def _decoder_bytes(self, kinds: tuple[Kind, ...], seconds: float) -> int:
         most = self._max_model_len
-        if not isinstance(self._model, Seq2SeqModel):  # which takes a prompt whole
+        if not isinstance(self._model, Seq2SeqModel) and not self._model.joins_items:  # which take a prompt whole
             most = min(self._config.max_num_batched_tokens, most)
+            if self._model.has_groups:  # the last of them may go beyond what the step may have
+                most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
         sizes = [-(-most // part) for part in _PARTS]
         return self._measure(
             "a prefill", "tokens", (_Trial(n, partial(self._prefill, n)) for n in sizes), most, seconds
@@ -150,11 +152,12 @@ class _WorstCase:
         )
         cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
+        groups = torch.zeros(stop, dtype=torch.int64) if model.has_groups else None
         return lambda: model.forward(
             torch.zeros(num_tokens, dtype=torch.int64, device=spec.device),
             model.positions(stop, ()).of(start, stop).to(spec.device),
             [Splice(np.arange(num_tokens), features)],
-            PagedBatch.build([Chunk(start, stop, range(num_blocks))], cache, spec.device),
+            PagedBatch.build([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
             torch.arange(min(num_tokens, self._config.max_num_seqs), device=spec.device),
         )
 
@@ -193,8 +196,9 @@ class _WorstCase:
         plan.write(arrays)
         shape = MediaShape(kind, self._processor.placeholder(kind).token, plan.num_features, plan.grid)
         # A tower looks arrays up by name and asks nothing else of a view.
-        item = MediaItem(np.arange(plan.num_features), cast("ItemView", arrays), shape)
-        return torch.inference_mode()(lambda: self._model.tower([item] * number))
+        slots, view = np.arange(plan.num_features), cast("ItemView", arrays)
+        items = [MediaItem(slots, view, shape) for _ in range(number)]
+        return torch.inference_mode()(lambda: self._model.tower(items))
 
     def _largest(self, kind: Kind) -> Data | None:
         """The family's worst case, cut to what the longest prompt holds; None where that holds no item."""

@@ -66,6 +66,7 @@ class Runner:
             if scheduled.samples:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
+        self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
         logits = self._model.forward(
             torch.from_numpy(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step])).to(device),
             torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1).to(device),
@@ -80,3 +81,10 @@ class Runner:
             parts[0],
             [PromptRows(sequence, first, part) for (sequence, first, _), part in zip(prompts, parts[1:], strict=True)],
         )
+
+    def _begun(self, scheduled: Scheduled) -> list[int]:
+        """The block that a step begins for a sequence and leaves partly empty, if there is one."""
+        size, stop = self._cache.block_size, scheduled.stop
+        last = (stop - 1) // size
+        partly = stop % size and scheduled.start <= last * size
+        return [scheduled.sequence.blocks[last]] if partly else []

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import torch
 
 from mindie_mm.device import Device, open_device
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, MindieMMError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
@@ -27,9 +28,11 @@ GROUP = "mindie_mm.models"
 
 def family_names() -> list[str]:
     """Every family's name, sorted; imports none of them."""
-    return sorted(
-        {module.name for module in pkgutil.iter_modules(__path__)} | {e.name for e in entry_points(group=GROUP)}
-    )
+    return sorted(_own_names() | {entry.name for entry in entry_points(group=GROUP)})
+
+
+def _own_names() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(__path__)}
 
 
 def family_named(name: str) -> type[Family]:
@@ -55,9 +58,17 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     if name is not None:
         return family_named(name)
     model_type = checkpoint.config.get("model_type")
-    for family in _candidates(str(model_type)):
+    broken: InputError | None = None
+    for candidate in _candidates(str(model_type)):
+        try:
+            family = family_named(candidate)
+        except InputError as error:  # another package's: no reason to refuse what others serve
+            broken = broken or error
+            continue
         if family.serves(checkpoint.config):
             return family
+    if broken is not None:
+        raise broken
     found = "no model_type" if model_type is None else f"model_type {model_type!r}"
     raise UnsupportedCheckpoint(
         f"{checkpoint.path} has {found} in its config.json; the families are {', '.join(family_names())}. If it is "
@@ -65,10 +76,10 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     )
 
 
-def _candidates(model_type: str) -> Iterator[type[Family]]:
-    names = family_names()
-    for name in sorted(names, key=lambda name: name != model_type):
-        yield family_named(name)
+def _candidates(model_type: str) -> list[str]:
+    """The family of that very name, then those of this package, then other packages'."""
+    own = _own_names()
+    return sorted(family_names(), key=lambda name: (name != model_type, name not in own, name))
 
 
 def _loaded(entry: EntryPoint) -> type[Family]:
@@ -79,6 +90,21 @@ def _loaded(entry: EntryPoint) -> type[Family]:
     if isinstance(value, type) and issubclass(value, Family):
         return value
     raise InputError(f"the entry point {entry.name!r} of {GROUP} gives {value!r}, not a Family")
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
+    """Whatever a family's code trips over in a checkpoint is the checkpoint's, and is told as UnsupportedCheckpoint.
+
+    A family checks what it can name; a setting of another type or meaning, or another family's config, ends here.
+    """
+    try:
+        yield
+    except (MindieMMError, torch.OutOfMemoryError, OSError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read as {family.__name__}: {what}") from error
 
 
 def load_model(
@@ -97,7 +123,9 @@ def load_model(
     """
     checkpoint = Checkpoint.open(path)
     opened = open_device(device)
-    model = family_of(checkpoint, family).model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+    chosen = family_of(checkpoint, family)
+    with reading(checkpoint, chosen):
+        model = chosen.model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
     place(model, vision, projector)
     return model
 

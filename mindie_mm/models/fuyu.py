@@ -7,7 +7,7 @@ the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -101,6 +101,10 @@ class FuyuProcessor(Processor):
             raise InputError(f"the {kind}'s grid {grid} is not the rows and columns of {num_features} features")
         rows, columns = grid
         return Spelling(runs=[[*[self._placeholder.token] * columns, self._newline] * rows])
+
+    @property
+    def control_pieces(self) -> Collection[int]:
+        return self._placeholder.token, self._newline, self._answer
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Where there is an image, the BOS stands behind it, and the answer begins with a token of its own."""

@@ -342,6 +342,7 @@ class Molmo2Model(PretrainedModel):
     """`module` is transformers' Molmo2ForConditionalGeneration."""
 
     splice_adds: ClassVar[bool] = True
+    joins_items: ClassVar[bool] = True
     prefix_sees_later_media: ClassVar[bool] = True
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:

@@ -26,7 +26,7 @@ class PagedCache:
     """Keys and values of every layer, in blocks that sequences hold in any order."""
 
     keys: tuple[Tensor, ...]
-    """Per layer: [blocks, block_size, kv_heads, head_dim]."""
+    """Per layer: [blocks + 1, block_size, kv_heads, head_dim]; the last one pads, and stays zero."""
     values: tuple[Tensor, ...]
     """The same for the values, which can be of another width."""
     block_size: int
@@ -45,13 +45,28 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedCache:
-        """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers."""
-        shape = (num_blocks, block_size, num_kv_heads)
+        """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers. See `clear`."""
+        shape = (num_blocks + 1, block_size, num_kv_heads)
         keys, values = (
             tuple(zeros((*shape, width), dtype, device) for _ in range(num_layers))
             for width in (head_dim, value_head_dim)
         )
         return cls(keys, values, block_size)
+
+    @property
+    def padding(self) -> int:
+        """The block that no sequence holds."""
+        return len(self.keys[0]) - 1
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks that are about to be filled in part.
+
+        What an earlier sequence left behind the part would be masked, but its weight of nought times a NaN is a NaN.
+        """
+        if blocks:
+            which = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)
+            for pages in (*self.keys, *self.values):
+                pages.index_fill_(0, which, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,7 @@ class _Decode:
     rows: Tensor
     """int64 [S]."""
     blocks: Tensor
-    """int64 [S * blocks], padded with block 0."""
+    """int64 [S * blocks], padded with the cache's block for that."""
     lengths: Tensor
     """int64 [S, 1, 1, 1]: tokens of each, the new one counted."""
 
@@ -137,7 +152,7 @@ class PagedBatch:
             cache,
             torch.cat(slots).to(device) if slots else None,
             tuple(prefills),
-            tuple(_decode_group(group, device) for group in decodes.values()),
+            tuple(_decode_group(group, cache.padding, device) for group in decodes.values()) if cache else (),
         )
 
 
@@ -149,9 +164,9 @@ def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
     return torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1).to(device)
 
 
-def _decode_group(group: Sequence[tuple[int, Chunk]], device: torch.device) -> _Decode:
+def _decode_group(group: Sequence[tuple[int, Chunk]], padding: int, device: torch.device) -> _Decode:
     width = max(len(chunk.blocks) for _, chunk in group)
-    tables = [[*chunk.blocks, *[0] * (width - len(chunk.blocks))] for _, chunk in group]
+    tables = [[*chunk.blocks, *[padding] * (width - len(chunk.blocks))] for _, chunk in group]
     return _Decode(
         torch.tensor([row for row, _ in group], device=device),
         torch.tensor(tables, device=device).flatten(),

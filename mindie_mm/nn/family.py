@@ -7,7 +7,7 @@ device, cheap to import); its `Model` runs next to the accelerator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -127,6 +127,11 @@ class Processor(ABC):
         """`ids` of an encoded prompt, items not expanded, with what the reference's processor puts around them."""
         del num_items
         return ids
+
+    @property
+    def control_pieces(self) -> Collection[int]:
+        """Ids that mean something to the model and are pieces of the vocabulary, no added tokens."""
+        return ()
 
     def insert_at(self, ids: Sequence[int]) -> int:
         """Where in the framed ids `inserted` items stand."""

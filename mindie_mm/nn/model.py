@@ -144,6 +144,8 @@ class Model(MediaModel):
 
     splice_adds: ClassVar[bool] = False
     """Whether features are added to the placeholder's embedding rather than put in its place."""
+    joins_items: ClassVar[bool] = False
+    """Whether a group reaches from one item to another: what lies from the first to the last is then one step's."""
     prefix_sees_later_media: ClassVar[bool] = False
     """Whether the hidden states of a prompt's tokens depend on media behind them."""
     prefix_sees_length: ClassVar[bool] = False
@@ -153,6 +155,11 @@ class Model(MediaModel):
         """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
         del items
         return Positions(torch.arange(length).unsqueeze(0))
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the family says which tokens attend to each other both ways."""
+        return type(self).attention_groups is not Model.attention_groups
 
     def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
         """int64 [length]: tokens of one group, numbered from 0, attend to each other both ways; -1: causal alone.

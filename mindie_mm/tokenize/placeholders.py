@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,19 +31,19 @@ class Expansion:
         return self.spelling.runs
 
 
-def expand(ids: Sequence[int], items: Sequence[Expansion]) -> Prompt:
+def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[int]) -> Prompt:
     """`ids` with the placeholders of the items replaced by their runs; no words yet.
 
-    InputError where the placeholders are not those of the items, in number or in order: a template can drop an item.
+    `tokens` are the placeholders of all media that the family takes.
+    InputError where those in `ids` are not those of the items, in number or in order: a template can drop an item.
     """
     flat = np.asarray(ids, np.int64)
-    tokens = {item.placeholder.token for item in items}
     places = np.flatnonzero(sum((flat == token for token in tokens), np.zeros(len(flat), bool)))
     expected = [item.placeholder.token for item in items for _ in item.runs]
     if flat[places].tolist() != expected:
         raise InputError(
             f"the prompt has {len(places)} media placeholders for {len(items)} media items that take {len(expected)}, "
-            "or in another order: the chat template does not take these messages"
+            "or in another order: its ids, or the chat template, do not go with these items"
         )
     pieces: list[NDArray[np.int64]] = []
     spans: list[Span] = []
@@ -64,10 +64,10 @@ def expand(ids: Sequence[int], items: Sequence[Expansion]) -> Prompt:
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans))
 
 
-def insert(ids: Sequence[int], at: int, items: Sequence[Expansion]) -> Prompt:
+def insert(ids: Sequence[int], at: int, items: Sequence[Expansion], tokens: Collection[int]) -> Prompt:
     """`ids` with the items, each between what its placeholder has before and after it, at `at`; no words yet."""
     placeholders = [index for item in items for index in _written(item)]
-    return expand([*ids[:at], *placeholders, *ids[at:]], items)
+    return expand([*ids[:at], *placeholders, *ids[at:]], items, tokens)
 
 
 def _written(item: Expansion) -> Iterator[int]:

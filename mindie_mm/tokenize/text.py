@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
@@ -41,11 +41,17 @@ class TextEncoder:
     """A checkpoint's tokenizer and chat template."""
 
     def __init__(
-        self, checkpoint: Checkpoint, tokenizer: Any, placeholder_ids: Iterable[int], chat_template: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Any,
+        placeholder_ids: Iterable[int],
+        chat_template: str | None = None,
+        control_pieces: Iterable[int] = (),
     ) -> None:
         """`tokenizer` is transformers' fast one, `chat_template` for a checkpoint that has none.
 
-        `placeholder_ids` are control tokens, whatever the file says.
+        `placeholder_ids` are control tokens, whatever the file says, and so are `control_pieces`, which are no added
+        tokens but of the vocabulary.
         """
         self._tokenizer = tokenizer
         self._backend = self._tokenizer.backend_tokenizer
@@ -61,14 +67,15 @@ class TextEncoder:
         self._control_ids = {
             token.content: index for index, token in added.items() if token.special or index in set(placeholder_ids)
         }
+        pieces = set(control_pieces) - added.keys()
+        self._control_ids |= {tokenizer.convert_ids_to_tokens(index): index for index in pieces}
+        # What no piece of the vocabulary spells is the unknown token, which is text.
+        self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._spelling = _spelling_pattern(longest_first)
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
-        for index in placeholder_ids:
-            if index in self._encode(added[index].content, plain=True):
-                raise UnsupportedCheckpoint(f"{checkpoint.path}: text can make the media token {added[index].content}")
 
     @property
     def has_template(self) -> bool:
@@ -133,13 +140,28 @@ class TextEncoder:
             if marker == text:
                 continue
             marker_ids = self._encode(marker, plain=False)
-            size = len(marker_ids)
-            found = (i for i in range(len(remaining) - size + 1) if remaining[i : i + size] == marker_ids)
-            if (place := next(found, None)) is None:
+            if (place := self._find(remaining, marker_ids)) is None:
                 raise InputError(f"the prompt's ids have no placeholder {marker} for one of {len(markers)} media items")
             replaced += [*remaining[:place], *self._encode(text, plain=False)]
-            remaining = remaining[place + size :]
+            remaining = remaining[place + len(marker_ids) :]
+        for marker in {marker for marker, text in zip(markers, texts, strict=True) if marker != text}:
+            if self._find(remaining, self._encode(marker, plain=False)) is not None:
+                raise InputError(
+                    f"the prompt's ids have more placeholders {marker} than the {len(markers)} media items"
+                )
         return [*replaced, *remaining]
+
+    def count_marker(self, ids: Sequence[int], marker: str) -> int:
+        """How often `marker` stands in a prompt that is encoded already."""
+        wanted = self._encode(marker, plain=False)
+        size = len(wanted)
+        return sum(list(ids[i : i + size]) == wanted for i in range(len(ids) - size + 1))
+
+    @staticmethod
+    def _find(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
+        """Where `wanted` first stands in `ids`."""
+        size = len(wanted)
+        return next((i for i in range(len(ids) - size + 1) if list(ids[i : i + size]) == list(wanted)), None)
 
     def encode(self, rendered: Rendered) -> list[int]:
         """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
@@ -152,7 +174,22 @@ class TextEncoder:
             if index % 2:
                 ids.append(self._control_ids[piece])
             elif piece:
-                ids += self._encode(piece.translate(rendered.restore), plain=True)
+                ids += self._encode_plain(piece.translate(rendered.restore))
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Ids of a text that may spell control tokens, without one.
+
+        A Unigram model has them among its pieces, and finds them although they are not to be recognised: there a
+        spelling is cut behind its first character. InputError where a character alone makes one.
+        """
+        ids = self._encode(text, plain=True)
+        if self._never_text.isdisjoint(ids):
+            return ids
+        cuts = [0, *(match.start() + 1 for match in self._control.finditer(text)), len(text)]
+        ids = [index for start, stop in pairwise(cuts) for index in self._encode(text[start:stop], plain=True)]
+        if made := self._never_text.intersection(ids):
+            raise InputError(f"the text makes the control token {self.spell(sorted(made)[:1])}")
         return ids
 
     def _encode(self, text: str, plain: bool) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mindie_mm import faults
-from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.inputs import (
     Embeddings,
     Item,
@@ -31,7 +31,7 @@ from mindie_mm.inputs import (
 )
 from mindie_mm.media.image import Data
 from mindie_mm.media.source import read_source, source_path
-from mindie_mm.models import family_of
+from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan
 from mindie_mm.nn.model import EMBEDDINGS
@@ -70,17 +70,21 @@ class Tokenizer:
         self, checkpoint: Checkpoint, family: type[Family], wire: WireName | Wire, arena: Arena | None
     ) -> None:
         """For `from_pretrained`."""
-        self._processor = family.processor(checkpoint)
+        with reading(checkpoint, family):
+            self._processor = family.processor(checkpoint)
+            tokenizer = family.tokenizer(checkpoint)
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
+        self._tokens = {placeholder.token for placeholder in placeholders}
+        self._markers = {placeholder.marker for placeholder in placeholders if placeholder.marker is not None}
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
-        tokenizer = family.tokenizer(checkpoint)
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
         self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
         """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
         if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
-            media_ids = {p.token for p in placeholders} & tokenizer.added_tokens_decoder.keys()
-        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template)
+            media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
+        pieces = self._processor.control_pieces
+        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template, pieces)
         self._wire: Wire
         if wire != "mindie":
             self._wire = NativeWire(arena) if wire == "native" else wire
@@ -191,9 +195,22 @@ class Tokenizer:
         max_tokens: int = 0,
         truncating: bool = False,
     ) -> Prompt:
-        """The prompt of ids with one placeholder for each of `media`, none where the family inserts them."""
+        """The prompt of ids with one placeholder for each of `media`, none where the family inserts them.
+
+        TokenOutOfRange for what is no token id; whether it is below the model's vocabulary is the engine's to say.
+        """
+        for index in ids:
+            if type(index) is not int or not 0 <= index < 2**31:
+                raise TokenOutOfRange(f"{index!r} is no token id")
         planned = self._plan_all(media)
         spelled = [] if self._processor.inserted else [item.expansion for item in planned]
+        for marker in self._markers:
+            found, given = (
+                self._text.count_marker(ids, marker),
+                sum(item.placeholder.marker == marker for item in spelled),
+            )
+            if found != given:
+                raise InputError(f"the prompt's ids have {found} placeholders {marker} for {given} media items")
         spelled_ids = self._text.replace_marker_ids(
             ids,
             [self._marker(item.placeholder) for item in spelled],
@@ -250,7 +267,8 @@ class Tokenizer:
         ids = self._processor.frame(ids, len(planned))
         items = [item.expansion for item in planned]
         inserted = self._processor.inserted
-        prompt = insert(ids, self._processor.insert_at(ids), items) if inserted else expand(ids, items)
+        tokens = self._tokens
+        prompt = insert(ids, self._processor.insert_at(ids), items, tokens) if inserted else expand(ids, items, tokens)
         if max_tokens and len(prompt) > max_tokens:
             if not truncating:
                 raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {max_tokens}")

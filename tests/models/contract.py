@@ -23,7 +23,7 @@ from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import ContextLengthExceeded
+from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange
 from mindie_mm.inputs import KINDS, Embeddings, Media, parse_inputs
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -293,6 +293,18 @@ class FamilyContract:
             ids = tokenizer.tokenize_ids(encode(reference.text(texts))["input_ids"], media, path_file)
             expected, found = tokenized[name].numpy(), ids.numpy()
             assert plain_ids(found, model.read(found)).tolist() == plain_ids(expected, model.read(expected)).tolist()
+
+    def test_ids_whose_placeholders_are_not_the_medias_are_refused(self, path, reference, tokenizer, path_file):
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        for items in self.prompts.values():
+            media = [item for item in items if "text" not in item]
+            ids = encode(reference.text(items))["input_ids"]
+            if media and not self.unspelled:
+                for others in (media[:-1], [*media, media[0]]):
+                    with pytest.raises(InputError):
+                        tokenizer.tokenize_ids(ids, others, path_file)
+            with pytest.raises(TokenOutOfRange, match="-5 is no token id"):
+                tokenizer.tokenize_ids([*ids, -5], media, path_file)
 
     def test_truncation_removes_whole_items(self, model, tokenizer, path_file):
         for items in self.prompts.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract
 
 RANDOM = "qwen2_vl"  # what tools/random_checkpoint.py writes
 
@@ -98,4 +101,20 @@ def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module
     assert "mine" in family_names()
     with pytest.raises(InputError, match=f"the entry point 'mine' of mindie_mm.models.*{said}"):
         family_named("mine")
+    assert family_of(Checkpoint.open()).__module__ == "mindie_mm.models.qwen2_5_omni", "others are served all the same"
     sys.modules.pop("broken_family", None)
+
+
+@pytest.mark.parametrize("name", [name for name in family_names() if name != "qwen2_5_omni"])
+def test_another_familys_checkpoint_is_refused_and_never_tripped_over(name):
+    with pytest.raises(UnsupportedCheckpoint):
+        load_model(None, device="cpu", family=name)
+    with contextlib.suppress(UnsupportedCheckpoint):
+        Tokenizer.from_pretrained(None, family=name).close()
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_every_family_is_held_against_the_contract(name):
+    module = importlib.import_module(f"tests.models.test_{name}")
+    own = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, FamilyContract)]
+    assert any(getattr(value, "name", None) == name for value in own)

@@ -102,6 +102,17 @@ class TestFuyu(FamilyContract):
         with pytest.raises(LimitExceeded, match=r"2 items of kind image.*limit is 1"):
             tokenizer.tokenize([{"image": picture(9, 9)}, {"image": picture(8, 8)}], path_file)
 
+    @pytest.mark.parametrize("spelled", ["|SPEAKER|", "|NEWLINE|", "<0x04>", "<s>", "|ENDOFTEXT|", "<<s>"])
+    def test_text_makes_no_control_token_out_of_a_piece_of_the_vocabulary(self, spelled, path, tokenizer, path_file):
+        """A Unigram model finds them among its pieces, whether or not special tokens are to be recognised."""
+        vocabulary = family_named("fuyu").tokenizer(Checkpoint.open(path)).get_vocab()
+        items = [{"image": picture(30, 40)}, {"text": f"a {spelled} b"}]
+        plain = [{"image": picture(30, 40)}, {"text": "a b"}]
+        ids, other = (tokenizer.tokenize(one, path_file).tolist() for one in (items, plain))
+        control = vocabulary[spelled.removeprefix("<") if spelled == "<<s>" else spelled]
+        assert ids.count(control) == other.count(control)
+        assert len(ids) > len(other) + 3
+
     def test_an_image_that_would_vanish_is_refused(self, processor):
         line = picture(1, 900)
         with pytest.raises(LimitExceeded, match="900x1"):

@@ -8,6 +8,7 @@ from mindie_mm.tokenize.prompt import Prompt, Span, put_words
 from mindie_mm.tokenize.truncate import truncate
 
 IMAGE, VIDEO = Placeholder((3,), 6, (4,)), Placeholder((3,), 7, (4,))
+TOKENS = {6, 7}
 
 
 def item(kind, placeholder, num_features, runs=None):
@@ -16,7 +17,7 @@ def item(kind, placeholder, num_features, runs=None):
 
 def test_expand():
     items = [item("image", IMAGE, 2), item("image", IMAGE, 1), item("video", VIDEO, 3)]
-    prompt = expand([1, 3, 6, 4, 2, 6, 3, 7, 4], items)
+    prompt = expand([1, 3, 6, 4, 2, 6, 3, 7, 4], items, TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 2, 6, 3, 7, 7, 7, 4]
     assert prompt.ids.dtype == np.int64
     assert prompt.spans == (
@@ -24,19 +25,19 @@ def test_expand():
         Span(6, 7, "image", 6, lead=0, tail=0),
         Span(8, 11, "video", 7, lead=1, tail=1),
     )
-    assert expand([1, 2], []).ids.tolist() == [1, 2]
-    assert expand([], []).ids.tolist() == []
+    assert expand([1, 2], [], TOKENS).ids.tolist() == [1, 2]
+    assert expand([], [], TOKENS).ids.tolist() == []
 
 
-@pytest.mark.parametrize("ids", [[1], [6, 6], [7]])
+@pytest.mark.parametrize("ids", [[1], [6, 6], [7], [6, 7]])
 def test_expand_refuses_other_placeholders(ids):
     with pytest.raises(InputError, match="1 media items"):
-        expand(ids, [item("image", IMAGE, 2)])
+        expand(ids, [item("image", IMAGE, 2)], TOKENS)
 
 
 def test_rows_that_end_in_a_token_of_their_own():
     rows = item("image", IMAGE, 4, runs=([6, 6, 9, 6, 6, 9],))
-    prompt = expand([1, 3, 6, 4, 2], [rows])
+    prompt = expand([1, 3, 6, 4, 2], [rows], TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 9, 6, 6, 9, 4, 2]
     worded = put_words(prompt, [(-5, -6)])
     assert worded.ids.tolist() == [1, 3, -5, -6, 9, 6, 6, 9, 4, 2]
@@ -44,22 +45,22 @@ def test_rows_that_end_in_a_token_of_their_own():
 
 
 def test_words_stand_on_slots_alone():
-    prompt = expand([6], [item("image", IMAGE, 2, runs=([6, 9, 6],))])
+    prompt = expand([6], [item("image", IMAGE, 2, runs=([6, 9, 6],))], TOKENS)
     assert put_words(prompt, [(-5, -6)]).ids.tolist() == [-5, 9, -6]
 
 
 def test_an_item_of_several_runs():
     frames = item("video", VIDEO, 4, runs=([7, 7], [7, 7]))
-    prompt = expand([1, 8, 3, 7, 4, 8, 3, 7, 4, 2], [frames])
+    prompt = expand([1, 8, 3, 7, 4, 8, 3, 7, 4, 2], [frames], TOKENS)
     assert prompt.ids.tolist() == [1, 8, 3, 7, 7, 4, 8, 3, 7, 7, 4, 2]
     assert prompt.spans == (Span(3, 10, "video", 7, lead=1, tail=1),)
 
 
 def test_insert():
-    prompt = insert([1, 2, 2], 1, [item("image", IMAGE, 2), item("image", IMAGE, 1)])
+    prompt = insert([1, 2, 2], 1, [item("image", IMAGE, 2), item("image", IMAGE, 1)], TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 3, 6, 4, 2, 2]
     assert prompt.spans == (Span(2, 4, "image", 6, lead=1, tail=1), Span(6, 7, "image", 6, lead=1, tail=1))
-    assert insert([1, 2], 1, []).ids.tolist() == [1, 2]
+    assert insert([1, 2], 1, [], TOKENS).ids.tolist() == [1, 2]
 
 
 def test_words_and_plain_ids():

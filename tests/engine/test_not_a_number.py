@@ -1,0 +1,71 @@
+"""Numbers that overflow are their own request's misfortune."""
+
+import pytest
+import torch
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Embeddings
+from mindie_mm.models import load_model
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import run
+
+
+@pytest.fixture(scope="module")
+def model(random_checkpoint):
+    return load_model(random_checkpoint, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts(random_checkpoint):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        texts = ("Hello there", "What is a red square? And what is a blue one, or a green one?", "Hi")
+        return [tokenizer.tokenize([{"text": text}]) for text in texts]
+
+
+def spoil(engine):
+    """As requests leave the pages whose numbers overflowed."""
+    for pages in (*engine._runner._cache.keys, *engine._runner._cache.values):
+        pages[: engine._blocks.num_blocks] = torch.nan
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"kv_block_size": 4}])
+def test_what_a_block_held_before_is_never_seen(model, prompts, settings):
+    config = EngineConfig(prefix_caching=False, **settings)
+    expected = run(Engine(model, config), prompts, max_tokens=40, ignore_eos=True)
+    engine = Engine(model, config)
+    spoil(engine)
+    assert run(engine, prompts, max_tokens=40, ignore_eos=True) == expected
+
+
+def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prompts):
+    params = SamplingParams(temperature=0.5, seed=1, max_tokens=8)
+    engine = Engine(model, EngineConfig(kv_block_size=4))
+    assert engine.add(Add("lost", prompts[1].numpy().tobytes(), params)) is None
+    engine.step()
+    spoil(engine)
+    assert engine.add(Add("other", prompts[0].numpy().tobytes(), params)) is None
+    news = engine.step().progress
+    assert {one.request_id: one.error for one in news if one.error} == {
+        "lost": ("WorldError", "the model gives no numbers for this request")
+    }
+    assert [one.token_ids for one in news if one.request_id == "other" and one.token_ids]
+    while engine.has_work():
+        assert not [one.error for one in engine.step().progress if one.error]
+
+
+@pytest.mark.parametrize(
+    ("array", "grid", "said"),
+    [
+        (torch.full((2, 3), torch.nan).numpy(), (), "hold numbers that are not finite"),
+        (torch.full((2, 3), torch.inf).numpy(), (), "hold numbers that are not finite"),
+        (torch.zeros(2, 3).numpy(), (1.0, 2, 2), r"grid \(1.0, 2, 2\) must consist of integers"),
+        (torch.zeros(2, 3), (), "must be a numpy array"),
+    ],
+)
+def test_embeddings_are_finite_and_have_a_grid_of_integers(array, grid, said):
+    with pytest.raises(InputError, match=said):
+        Embeddings(array, grid)
