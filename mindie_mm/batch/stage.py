@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from mindie_mm.inputs import Message
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.wires import DiskWire
+
+_log = logging.getLogger(__name__)
 
 
 class Stage:
@@ -66,14 +69,18 @@ class Stage:
         name = row_id(record)
         try:
             prompt = self._prompt(parse(record, folder, self._settings.template))
-        except ArenaFull as error:
-            raise StorageError(str(error)) from error
         except MindieMMError as error:
+            if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk, and no row's fault
+                raise StorageError(str(error)) from error
             failed = f"{error_name(error)}: {error}"
-            shard.add_error(name, failed)
-            return failed
-        shard.add(name, prompt, self._wire.stored)
-        return None
+        except Exception as error:  # noqa: BLE001 - one row fails, not the run
+            _log.exception("row %s", name)
+            failed = f"WorldError: the tokenizer failed: {type(error).__name__}"
+        else:
+            shard.add(name, prompt, self._wire.stored)
+            return None
+        shard.add_error(name, failed)
+        return failed
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings

@@ -21,6 +21,7 @@ from mindie_mm.tokenize import Tokenizer
 from tests.batch.conftest import CLI, content, run, settings, tokenize
 from tests.batch.deadly import Deadly
 from tests.media_samples import encoded, photograph
+from tests.shm.test_hostile import require
 
 BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
 
@@ -153,6 +154,24 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path,
     assert not (tmp_path / "run/manifest.json").exists()
     run(settings(lines), tmp_path / "run", num_workers=2)
     assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
+    disk, out = tmp_path / "disk", tmp_path / "disk/run"
+    disk.mkdir()
+    steps = (
+        'mount -t tmpfs -o size=600k tmpfs "$1" || exit 99',
+        '"$2" tokenize "$3" --output "$4" --shard-rows 7 --workers 1; [ $? = 1 ] || exit 98',
+        'mount -o remount,size=100m "$1" && "$2" tokenize "$3" --output "$4" --shard-rows 7 --workers 1',
+        'mkdir "$5" && cp "$4"/* "$5"',
+    )
+    script = ("sh", "-c", "\n".join(steps), "sh", *map(str, (disk, CLI, lines, out, tmp_path / "copy")))
+    require(("unshare", "--mount"))
+    done = subprocess.run(["unshare", "--mount", *script], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stderr
+    run(settings(lines), tmp_path / "whole")
+    assert content(tmp_path / "copy") == content(tmp_path / "whole")
 
 
 @pytest.fixture
