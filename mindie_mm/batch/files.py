@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import xxhash
+from blake3 import blake3
 
 from mindie_mm.errors import StorageError
 
@@ -41,9 +41,9 @@ def sync(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """XXH3-128 of a file: for accidents, not for malice."""
-    digest = xxhash.xxh3_128()
+    """BLAKE3 of a file, 128 bits of it."""
+    digest = blake3()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
-    return digest.hexdigest()
+    return digest.hexdigest(16)

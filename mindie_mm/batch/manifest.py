@@ -20,7 +20,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     table: str
     table_digest: str
-    """XXH3-128, as `info.arena_digest`."""
+    """BLAKE3, as `info.arena_digest`."""
     info: ShardInfo
 
 

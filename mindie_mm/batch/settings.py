@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
@@ -120,11 +120,11 @@ def _differences(earlier: Run, now: Run) -> list[str]:
 
 
 def _model_digest(checkpoint: Checkpoint) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = blake3()
     files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}
     for file in sorted(files):
         if not file.name.endswith(".index.json"):
             content = file.read_bytes()
             digest.update(f"{file.name}\0{len(content)}\0".encode())
             digest.update(content)
-    return digest.hexdigest()
+    return digest.hexdigest(16)

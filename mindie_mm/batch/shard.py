@@ -54,7 +54,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     num_bytes: int
     """Of the blocks, in whole pages."""
     arena_digest: str
-    """XXH3-128 of the file of blocks."""
+    """BLAKE3 of the file of blocks, 128 bits of it."""
 
     @property
     def stop_row(self) -> int:

@@ -6,10 +6,10 @@ which item's features stand on which slots, positions, and groups with whatever 
 
 from __future__ import annotations
 
-import hashlib
 import sys
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from mindie_mm.engine.sequence import Sequence
@@ -24,13 +24,13 @@ def share(sequence: Sequence, model: Model) -> None:
     sequence.num_shareable = _num_shareable(model, sequence)
     if not sequence.num_shareable:
         return
-    root = hashlib.blake2b(digest_size=KEY_BYTES)
+    root = blake3()
     if model.prefix_sees_length:
         root.update(sequence.num_prompt.to_bytes(8))
     if model.prefix_sees_later_media:
         for item in sequence.items:
             root.update(_identity(item))
-    sequence.root_key = root.digest()
+    sequence.root_key = root.digest(KEY_BYTES)
 
 
 def _num_shareable(model: Model, sequence: Sequence) -> int:
@@ -52,14 +52,14 @@ def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
     rows = _rows(sequence, known * block_size, count * block_size)
     for start in range(known * block_size, count * block_size, block_size):
         end = start + block_size
-        block = hashlib.blake2b(key, digest_size=KEY_BYTES)
+        block = blake3(key)
         block.update(rows[start - known * block_size : end - known * block_size].tobytes())
         block.update(_media(sequence, start, end))
         for span in sequence.spans:
             # Its tokens see those of the group behind the block, too.
             if span[0] < end and span[1] > start:
                 block.update(_span_key(sequence, span))
-        key = block.digest()
+        key = block.digest(KEY_BYTES)
         sequence.keys.append(key)
 
 
@@ -85,7 +85,7 @@ def _media(sequence: Sequence, start: int, stop: int) -> bytes:
 def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
     if span not in sequence.span_keys:
         content = _rows(sequence, *span).tobytes() + _media(sequence, *span)
-        sequence.span_keys[span] = hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
+        sequence.span_keys[span] = blake3(content).digest(KEY_BYTES)
     return sequence.span_keys[span]
 
 
@@ -93,4 +93,4 @@ def _identity(item: MediaItem) -> bytes:
     """Names an item's features, in KEY_BYTES."""
     assert item.digest is not None
     shape = item.shape.to_array().tobytes()  # the digest should tell it; one wrong picture costs more than to say it
-    return hashlib.blake2b(len(shape).to_bytes(8) + shape + item.digest, digest_size=KEY_BYTES).digest()
+    return blake3(len(shape).to_bytes(8) + shape + item.digest).digest(KEY_BYTES)

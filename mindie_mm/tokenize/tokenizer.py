@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from typing import Any, Self, get_args
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from mindie_mm import faults
 from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, TokenOutOfRange, UnsupportedCheckpoint
@@ -329,14 +329,14 @@ def _plan_embeddings(source: Embeddings) -> tuple[Plan, Data]:
 
 def content_digest(settings: str, data: Data) -> bytes:
     """Names the content of an item's block: equal sources under equal settings (`Plan.settings`) make equal arrays."""
-    digest = hashlib.blake2b(settings.encode(), digest_size=DIGEST_BYTES)
+    digest = blake3(settings.encode())
     if isinstance(data, np.ndarray):
         digest.update(f"\0array {data.dtype} {data.shape}\0".encode())
-        digest.update(np.ascontiguousarray(data).data)
+        digest.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
     else:
         digest.update(b"\0bytes\0")
         digest.update(data)
-    return digest.digest()
+    return digest.digest(DIGEST_BYTES)
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
