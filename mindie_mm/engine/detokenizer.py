@@ -69,9 +69,11 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
         if not shown_tokens:
             return Tokenizer.from_file(str(file))
         described = checkpoint.json("tokenizer.json")
-        for token in described["added_tokens"]:
-            token["special"] = token["special"] and token["content"] not in shown_tokens
-        return Tokenizer.from_str(json.dumps(described))
+        added = [
+            {**token, "special": token["special"] and token["content"] not in shown_tokens}
+            for token in described["added_tokens"]
+        ]
+        return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
     # Late: only checkpoints without a tokenizer.json pay for torch, and for the conversion.
     from mindie_mm.models import family_of
 

@@ -514,8 +514,10 @@ class DeepseekVL2(Family):
 
         if not (described := checkpoint.json("tokenizer.json")):
             return super().tokenizer(checkpoint)
-        for token in described.get("added_tokens", ()):
-            token["special"] = token["special"] and token["content"] not in _TAGS
+        added = [
+            {**token, "special": token["special"] and token["content"] not in _TAGS}
+            for token in described.get("added_tokens", ())
+        ]
         settings = checkpoint.json("tokenizer_config.json")
         names = {
             name: value["content"] if isinstance(value, Mapping) else value
@@ -523,7 +525,7 @@ class DeepseekVL2(Family):
             if (value := settings.get(name)) is not None
         }
         return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(json.dumps(described)),
+            tokenizer_object=Tokenizer.from_str(json.dumps({**described, "added_tokens": added})),
             model_max_length=settings.get("model_max_length", 4096),
             clean_up_tokenization_spaces=False,
             **names,

@@ -198,11 +198,12 @@ class Florence2(Family):
         names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
         named = {name: token for name in names if (token := checkpoint.special_token(name)) is not None}
         image = checkpoint.config.get("image_token_id")
-        for token in described["added_tokens"]:
-            token["special"] = token["id"] == image or (token["special"] and token["content"] in named.values())
-        return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(json.dumps(described)), clean_up_tokenization_spaces=False, **named
-        )
+        added = [
+            {**token, "special": token["id"] == image or (token["special"] and token["content"] in named.values())}
+            for token in described["added_tokens"]
+        ]
+        backend = Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
+        return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
 
 
 def _num_features(vision: Any, made: tuple[int, int], where: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ class Checkpoint:
     """The directory."""
     config: Mapping[str, Any]
     """config.json."""
+    _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """What `json` has read: a tokenizer.json takes a second."""
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:
@@ -33,9 +35,11 @@ class Checkpoint:
         return cls(root, _read(file))
 
     def json(self, name: str) -> dict[str, Any]:
-        """The file `name` parsed, or {} where the checkpoint has none."""
-        file = self.path / name
-        return _read(file) if file.is_file() else {}
+        """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
+        if name not in self._files:
+            file = self.path / name
+            self._files[name] = _read(file) if file.is_file() else {}
+        return self._files[name]
 
     def preprocessor(self, part: str, *files: str) -> dict[str, Any]:
         """The settings of a `part` of the processor, such as image_processor; a null is none, as in transformers.
