@@ -80,11 +80,11 @@ def load_pretrained(
     checkpoint may have beside the model's own.
     UnsupportedCheckpoint as `load_module`.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
     module = load_module(cls, checkpoint, device, dtype, unused=unused)
+    # Without a mask function of that name no mask is worked out, which would make a device wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
-    AttentionMaskInterface.register(attention.NAME, _no_mask)
     # A plain name would switch the towers as well; those that are not named keep sdpa.
     parts = dict.fromkeys(module.config.sub_configs, "sdpa")
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
@@ -142,10 +142,6 @@ def check_weights(
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has {len(unknown)} weights that its model does not know, the first is {min(unknown)}"
         )
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Paged attention knows what is causal."""
 
 
 def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype) -> ModelSpec:
