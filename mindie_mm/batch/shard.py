@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.source import Chunk
-from mindie_mm.errors import CorruptReference
+from mindie_mm.errors import CorruptReference, SharedMemoryError, StorageError
 from mindie_mm.shm import ArraySpec, DiskArena, Ref
 from mindie_mm.shm.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import Prompt, Span
@@ -182,7 +182,10 @@ class ShardWriter:
 
     def finish(self) -> ShardInfo:
         """Gives both files their names, the table last, complete and synced. StorageError."""
-        self.arena.close()
+        try:
+            self.arena.close()
+        except SharedMemoryError as error:
+            raise StorageError(str(error)) from error
         info = ShardInfo(
             first_row=self._first_row,
             num_rows=len(self._records),

@@ -1,9 +1,14 @@
-"""A file of blocks on disk: written once, block after block, then mounted and read like an arena."""
+"""A file of blocks on disk: written once, block after block, then mounted and read like an arena.
+
+A block is filled in memory, and written when it is published. To fill it in the file's own pages costs two to four
+times as much: the file system makes each of them, fills it with zeros and notes that it is written to.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -30,14 +35,13 @@ from mindie_mm.shm.layout import (
     state_word,
 )
 from mindie_mm.shm.life import LifeLock, is_same
-from mindie_mm.shm.spec import ArraySpec
+from mindie_mm.shm.spec import ArraySpec, ndarray
 from mindie_mm.shm.words import MAX_ARENA, MAX_BLOCK
 
 GENERATION = 1
 """Of every block: none is ever used again."""
 
 _UNFINISHED = ".partial"
-_ZEROS = 2**20
 
 
 class DiskArena:
@@ -47,7 +51,7 @@ class DiskArena:
     complete and synced; leaving it by an error leaves none. The same blocks in the same order make the same bytes.
     """
 
-    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock) -> None:
         """For `create`."""
         self.path = path
         self.number = header.arena
@@ -56,10 +60,10 @@ class DiskArena:
         """Most bytes for blocks, in whole pages; the file ends with its last block."""
         self._header = header
         self._lock = lock
-        self._mapping: mmap.mmap | None = mapping
-        self._entries = memoryview(mapping)[PAGE : header.releases_offset].cast("Q")
+        self._entries = array("Q", bytes(header.releases_offset - PAGE))
         self._blocks: list[Block] = []
-        self._filling: set[int] = set()
+        self._spare: mmap.mmap | None = None
+        self._filling: dict[int, mmap.mmap] = {}
         self._end = header.data_offset
         self._mutex = Lock()
 
@@ -97,13 +101,11 @@ class DiskArena:
             raise SharedMemoryError(f"{unfinished} was just finished by another process")
         try:
             _make_room(descriptor, unfinished, header.file_bytes)
-            _reserve(descriptor, unfinished, 0, header.data_offset)
-            mapping = _map(unfinished, header.file_bytes)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             lock.release()
             raise
-        return cls(path, header, lock, mapping)
+        return cls(path, header, lock)
 
     @property
     def used_bytes(self) -> int:
@@ -123,12 +125,12 @@ class DiskArena:
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
         """A block with these arrays, all 0. A block on disk outlives its request: no path file records it.
 
-        ArenaFull if the file, or the disk, is full; LimitExceeded for what no file of this capacity, or no word, holds.
+        ArenaFull if the file is full; LimitExceeded for what no file of this capacity, or no word, holds.
         """
         plan = BlockPlan.of(specs, b"")
         nbytes = round_up(plan.size, PAGE)
         with self._mutex:
-            mapping = self._open_mapping()
+            self._require_open()
             entry, offset = len(self._blocks), self._end
             if nbytes > self.capacity_bytes:
                 raise LimitExceeded(f"a block of {nbytes} bytes; {self.path} takes {self.capacity_bytes}")
@@ -137,10 +139,9 @@ class DiskArena:
                     f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
-            _reserve(self._lock.descriptor, self.path, offset, nbytes)
-            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, mapping, offset)
+            buffer = self._filling[entry] = self._zeros(nbytes)
+            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, buffer, 0)
             self._blocks.append(block)
-            self._filling.add(entry)
             self._end += nbytes
             at = WORDS_PER_ENTRY * entry
             self._entries[at + STATE] = state_word(GENERATION, FILLING)
@@ -148,19 +149,21 @@ class DiskArena:
         return block
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """For `Block.publish`."""
+        """For `Block.publish`: writes the block. ArenaFull if the disk is full."""
         if digest is not None:
             check_digest(digest)
         with self._mutex:
-            self._open_mapping()
+            self._require_open()
             if block.entry not in self._filling or self._blocks[block.entry] is not block:
                 raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             block.write_header(digest or b"")
-            self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
-            self._filling.remove(block.entry)
             ((offset, nbytes),) = block.pieces
-            assert self._mapping is not None
-            self._mapping.madvise(mmap.MADV_DONTNEED, offset, nbytes)  # the file keeps it; this process need not
+            try:
+                self._write(memoryview(self._filling[block.entry])[:nbytes], offset)
+            except OSError as error:
+                raise ArenaFull(f"{nbytes} bytes cannot be written to {self.path}: {error.strerror}") from error
+            self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
+            self._spare = self._filling.pop(block.entry)
 
     def roll_back(self, num_blocks: int) -> None:
         """As if only the first `num_blocks` blocks had ever been: nobody has a reference to the others.
@@ -168,35 +171,29 @@ class DiskArena:
         InputError while one of them is being filled.
         """
         with self._mutex:
-            mapping = self._open_mapping()
+            self._require_open()
             if any(entry >= num_blocks for entry in self._filling):
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
             dropped = self._blocks[num_blocks:]
             if not dropped:
                 return
-            end, self._end = self._end, dropped[0].pieces[0][0]
+            self._end = dropped[0].pieces[0][0]
             del self._blocks[num_blocks:]
             words = slice(WORDS_PER_ENTRY * num_blocks, WORDS_PER_ENTRY * (num_blocks + len(dropped)))
-            self._entries[words] = memoryview(bytes(8 * (words.stop - words.start))).cast("Q")
-            for offset in range(self._end, end, _ZEROS):
-                stop = min(offset + _ZEROS, end)
-                mapping[offset:stop] = bytes(stop - offset)
+            self._entries[words] = array("Q", bytes(8 * (words.stop - words.start)))
 
     def discard(self, block: Block) -> None:
         """For `Block`: as if it had never been, if it is the last one; else its place stays empty."""
         with self._mutex:
-            mapping = self._mapping
-            if mapping is None or not self._lock.held:
+            if not self._lock.held:
                 return
             if block.entry not in self._filling or self._blocks[block.entry] is not block:
                 return
-            self._filling.remove(block.entry)
-            ((offset, nbytes),) = block.pieces
-            mapping[offset : offset + nbytes] = bytes(nbytes)
+            self._spare = self._filling.pop(block.entry)
             at = WORDS_PER_ENTRY * block.entry
             if block.entry == len(self._blocks) - 1:
                 self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
-                self._end -= nbytes
+                self._end -= block.nbytes
                 self._blocks.pop()
             else:
                 self._entries[at + STATE] = state_word(GENERATION, FREE)
@@ -204,24 +201,23 @@ class DiskArena:
     def close(self) -> None:
         """Gives the file its name, complete and synced. Idempotent.
 
-        InputError while a block is being filled, SharedMemoryError if the disk fails.
+        InputError while a block is being filled, SharedMemoryError if the disk fails or is full: then nothing is left.
         """
         with self._mutex:
-            mapping = self._mapping
-            if mapping is None or not self._lock.held:  # closed, or a forked child's
+            if not self._lock.held:  # closed, or a forked child's
                 return
             if self._filling:
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
             header = replace(self._header, capacity_bytes=self.used_bytes)
             try:
-                packed = header.pack()
-                mapping[: len(packed)] = packed
-                mapping.flush()
+                self._write(memoryview(header.pack()), 0)
+                self._write(memoryview(self._entries).cast("B"), PAGE)
                 os.ftruncate(self._lock.descriptor, self._end)
                 os.fsync(self._lock.descriptor)
                 _unfinished(self.path).rename(self.path)
                 _sync_directory(self.path.parent)
             except OSError as error:
+                _unfinished(self.path).unlink(missing_ok=True)
                 raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error
             finally:
                 self._let_go()
@@ -245,13 +241,26 @@ class DiskArena:
         else:
             self.abandon()
 
-    def _open_mapping(self) -> mmap.mmap:
-        if self._mapping is None or not self._lock.held:
+    def _require_open(self) -> None:
+        if not self._lock.held:
             raise SharedMemoryError(f"{self.path} is closed, or another process's")
-        return self._mapping
+
+    def _zeros(self, nbytes: int) -> mmap.mmap:
+        """Memory for a block, all 0: what an earlier one was filled in, if it is large enough."""
+        spare, self._spare = self._spare, None
+        if spare is None or len(spare) < nbytes:
+            return mmap.mmap(-1, nbytes)
+        ndarray()((nbytes,), "uint8", spare).fill(0)
+        return spare
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        """OSError."""
+        while data:
+            written = os.pwrite(self._lock.descriptor, data, offset)
+            data, offset = data[written:], offset + written
 
     def _let_go(self) -> None:
-        self._entries, self._mapping = memoryview(b""), None
+        self._spare = None
         self._lock.release()
 
 
@@ -266,23 +275,6 @@ def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
         os.ftruncate(descriptor, file_bytes)
     except OSError as error:
         raise SharedMemoryError(f"{path} cannot have {file_bytes} bytes: {error.strerror}") from error
-
-
-def _reserve(descriptor: int, path: Path, offset: int, nbytes: int) -> None:
-    """Room on the disk now, so that a full one is an error here and never a SIGBUS later."""
-    try:
-        os.posix_fallocate(descriptor, offset, nbytes)
-    except OSError as error:
-        raise ArenaFull(f"{nbytes} bytes cannot be reserved for {path}: {error.strerror}") from error
-
-
-def _map(path: Path, file_bytes: int) -> mmap.mmap:
-    """Through an open file description of its own, apart from the lock's."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(descriptor, file_bytes)
-    finally:
-        os.close(descriptor)
 
 
 def _sync_directory(directory: Path) -> None:
