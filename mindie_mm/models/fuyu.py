@@ -80,7 +80,7 @@ class FuyuProcessor(Processor):
         except KeyError as error:
             raise UnsupportedCheckpoint(f"{where}: tokenizer.json has no token {error}") from error
         self._newline, self._answer = newline, answer
-        self._placeholder = Placeholder((), token, (self._bos,))
+        self._placeholder = Placeholder((), token, ())
 
     def placeholder(self, kind: Kind) -> Placeholder:
         return placeholder_of({"image": self._placeholder}, kind)
@@ -107,10 +107,10 @@ class FuyuProcessor(Processor):
         return self._placeholder.token, self._newline, self._answer
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        """Where there is an image, the BOS stands behind it, and the answer begins with a token of its own."""
+        """Where there is an image, a BOS stands behind it, and the answer begins with a token of its own."""
         if not num_items:
             return ids
-        return [*(ids[1:] if ids[:1] == [self._bos] else ids), self._answer]
+        return [*([] if ids[:1] == [self._bos] else [self._bos]), *ids, self._answer]
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del media, counts

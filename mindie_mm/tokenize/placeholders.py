@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,10 @@ class Expansion:
     placeholder: Placeholder
     num_features: int
     spelling: Spelling
+    lead: int = 0
+    """Ids in front of its first placeholder that its spelling made."""
+    tail: int = 0
+    """Ids behind its last placeholder that its spelling made."""
 
     @property
     def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
@@ -31,23 +35,28 @@ class Expansion:
         return self.spelling.runs
 
 
-def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[int]) -> Prompt:
-    """`ids` with the placeholders of the items replaced by their runs; no words yet.
+def check_order(found: Sequence[object], expected: Sequence[object], num_items: int) -> None:
+    """InputError where what stands for media in a prompt is not what its items take: a template can drop an item."""
+    if [*found] != [*expected]:
+        raise InputError(
+            f"the prompt has {len(found)} media placeholders for {num_items} media items that take {len(expected)}, "
+            "or in another order: its ids, or the chat template, do not go with these items"
+        )
 
-    `tokens` are the placeholders of all media that the family takes.
-    InputError where those in `ids` are not those of the items, in number or in order: a template can drop an item.
+
+def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[int], opening: int = 0) -> Prompt:
+    """`ids`, which begin with `opening` ids that every prompt has, the items' placeholders replaced by their runs.
+
+    No words yet. `tokens` are the placeholders of all media that the family takes.
+    InputError where those in `ids` are not those of the items, in number or in order.
     """
     flat = np.asarray(ids, np.int64)
     places = np.flatnonzero(sum((flat == token for token in tokens), np.zeros(len(flat), bool)))
     expected = [item.placeholder.token for item in items for _ in item.runs]
-    if flat[places].tolist() != expected:
-        raise InputError(
-            f"the prompt has {len(places)} media placeholders for {len(items)} media items that take {len(expected)}, "
-            "or in another order: its ids, or the chat template, do not go with these items"
-        )
+    check_order(flat[places].tolist(), expected, len(items))
     pieces: list[NDArray[np.int64]] = []
     spans: list[Span] = []
-    behind = length = 0
+    behind = length = taken = 0
     remaining = iter(places.tolist())
     for item in items:
         first = last = start = -1
@@ -58,16 +67,22 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
             if first < 0:
                 first, start = last, length
             length, behind = length + len(run), last + 1
-        lead = _adjoining(flat[:first][::-1], item.placeholder.before[::-1])
-        tail = _adjoining(flat[last + 1 :], item.placeholder.after)
+        lead = item.lead + _adjoining(flat[: first - item.lead][::-1], item.placeholder.before[::-1])
+        tail = item.tail + _adjoining(flat[last + 1 + item.tail :], item.placeholder.after)
+        lead = min(lead, first - taken)  # an id that two spellings made is the first one's
+        taken = last + 1 + tail
         spans.append(Span(start, length, item.kind, item.placeholder.token, lead, tail))
-    return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans))
+    return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
 
 
-def insert(ids: Sequence[int], at: int, items: Sequence[Expansion], tokens: Collection[int]) -> Prompt:
-    """`ids` with the items, each between what its placeholder has before and after it, at `at`; no words yet."""
+def insert(
+    ids: Sequence[int], at: int, items: Sequence[Expansion], tokens: Collection[int], opening: int = 0
+) -> Prompt:
+    """`ids` with the items, each between what its placeholder has before and after it, at `at`; else as `expand`."""
     placeholders = [index for item in items for index in _written(item)]
-    return expand([*ids[:at], *placeholders, *ids[at:]], items, tokens)
+    prompt = expand([*ids[:at], *placeholders, *ids[at:]], items, tokens)
+    ahead = 0 if at >= opening else len(prompt) - len(ids)
+    return replace(prompt, opening=(ahead, ahead + opening))
 
 
 def _written(item: Expansion) -> Iterator[int]:

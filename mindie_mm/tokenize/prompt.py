@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ class Prompt:
     """int64 [T]; the first slots of each span that take a feature hold the item's words."""
     spans: tuple[Span, ...] = ()
     """The media items, in order, apart from one another."""
+    opening: tuple[int, int] = (0, 0)
+    """Ids, [start, stop), that begin every prompt's text, such as a BOS."""
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
@@ -57,4 +59,4 @@ def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
         own = ids[span.start : span.stop]
         slots = np.flatnonzero(own == span.token)[: len(item_words)]
         own[slots] = item_words[: len(slots)]
-    return Prompt(ids, prompt.spans)
+    return replace(prompt, ids=ids)

@@ -11,14 +11,16 @@ which is nearly every one, is encoded whole, exactly as transformers does it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
-from typing import Any
+from itertools import accumulate, count, pairwise
+from typing import Any, Protocol
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Item, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize.placeholders import check_order
 
 _FIRST_PRIVATE_USE = 0xE000
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -35,6 +37,36 @@ class Rendered:
     text: str
     restore: Mapping[int, str]
     """For str.translate: private-use characters to those that they stand for; empty where nothing was replaced."""
+    items: Sequence[tuple[int, int]] = ()
+    """Where in `text` each media item is spelled, [start, stop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as ids, media items not expanded."""
+
+    ids: list[int]
+    items: Sequence[tuple[int, int]] = ()
+    """The ids, [start, stop), that the spelling of each media item has a part in: two items may share one."""
+
+
+class _Encoding(Protocol):
+    """What the tokenizers library makes of a text."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]:
+        """The characters, [start, stop), that each id stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """A control token's."""
+
+    ids: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
 
 
 class TextEncoder:
@@ -76,6 +108,9 @@ class TextEncoder:
         self._spelling = _spelling_pattern(longest_first)
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
+        bos = [] if self._bos is None else [tokenizer.bos_token_id]
+        self.opening: Sequence[int] = self._prefix or bos
+        """What a prompt begins with by the tokenizer's own doing, or a template's."""
 
     @property
     def has_template(self) -> bool:
@@ -117,86 +152,85 @@ class TextEncoder:
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return Rendered(text, _inverse(escapes))
 
-    def replace_markers(self, rendered: Rendered, markers: Sequence[str], texts: Sequence[str]) -> Rendered:
-        """`rendered` with the k-th of all `markers` in it, each an item's, replaced by the k-th of `texts`.
+    def replace_markers(
+        self, rendered: Rendered, names: Collection[str], markers: Sequence[str], texts: Sequence[str]
+    ) -> Rendered:
+        """`rendered` with the k-th of all markers in it, the k-th of `markers`, replaced by the k-th of `texts`.
 
-        InputError where it has others, or as many others: a template can drop an item.
+        `names` are the markers that the model has. InputError where the prompt has others, or another number.
         """
-        longest_first = sorted(set(markers), key=len, reverse=True)
+        longest_first = sorted(names, key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", rendered.text)
-        if pieces[1::2] != list(markers):
-            raise InputError(
-                f"the prompt has {len(pieces) // 2} media placeholders for {len(markers)} media items, or in another "
-                "order: the chat template does not take these messages"
-            )
+        check_order(pieces[1::2], markers, len(markers))
         pieces[1::2] = texts
-        return Rendered("".join(pieces), rendered.restore)
+        return Rendered("".join(pieces), rendered.restore, _odd_ones(pieces))
 
-    def replace_marker_ids(self, ids: Sequence[int], markers: Sequence[str], texts: Sequence[str]) -> list[int]:
+    def replace_marker_ids(
+        self, ids: Sequence[int], names: Collection[str], markers: Sequence[str], texts: Sequence[str]
+    ) -> Encoded:
         """The same of a prompt that is encoded already. A text is encoded apart from its neighbours."""
-        remaining = list(ids)
-        replaced: list[int] = []
-        for marker, text in zip(markers, texts, strict=True):
-            if marker == text:
-                continue
-            marker_ids = self._encode(marker, plain=False)
-            if (place := self._find(remaining, marker_ids)) is None:
-                raise InputError(f"the prompt's ids have no placeholder {marker} for one of {len(markers)} media items")
-            replaced += [*remaining[:place], *self._encode(text, plain=False)]
-            remaining = remaining[place + len(marker_ids) :]
-        for marker in {marker for marker, text in zip(markers, texts, strict=True) if marker != text}:
-            if self._find(remaining, self._encode(marker, plain=False)) is not None:
-                raise InputError(
-                    f"the prompt's ids have more placeholders {marker} than the {len(markers)} media items"
-                )
-        return [*replaced, *remaining]
+        spelled = {name: self._encode(name, plain=False) for name in sorted(names, key=len, reverse=True)}
+        first = {own[0] for own in spelled.values()}
+        pieces: list[Sequence[int]] = []
+        found: list[str] = []
+        behind = 0
+        for at in (index for index, own in enumerate(ids) if own in first):
+            here = next((name for name, own in spelled.items() if list(ids[at : at + len(own)]) == own), None)
+            if here is not None and at >= behind:
+                found.append(here)
+                pieces += [ids[behind:at], spelled[here]]
+                behind = at + len(spelled[here])
+        pieces.append(ids[behind:])
+        check_order(found, markers, len(markers))
+        pieces[1::2] = [self._encode(text, plain=False) for text in texts]
+        return Encoded([index for piece in pieces for index in piece], _odd_ones(pieces))
 
-    def count_marker(self, ids: Sequence[int], marker: str) -> int:
-        """How often `marker` stands in a prompt that is encoded already."""
-        wanted = self._encode(marker, plain=False)
-        size = len(wanted)
-        return sum(list(ids[i : i + size]) == wanted for i in range(len(ids) - size + 1))
-
-    @staticmethod
-    def _find(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-        """Where `wanted` first stands in `ids`."""
-        size = len(wanted)
-        return next((i for i in range(len(ids) - size + 1) if list(ids[i : i + size]) == list(wanted)), None)
-
-    def encode(self, rendered: Rendered) -> list[int]:
+    def encode(self, rendered: Rendered) -> Encoded:
         """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
-        ids = self._encode_pieces(rendered) if rendered.restore else self._encode(rendered.text, plain=False)
-        return ids if self._bos and rendered.text.startswith(self._bos) else [*self._prefix, *ids, *self._suffix]
+        pieces = [*self._pieces(rendered)] if rendered.restore else [(0, self._encoding(rendered.text, plain=False))]
+        ids = [index for _, piece in pieces for index in piece.ids]
+        items: list[tuple[int, int]] = []
+        if rendered.items:
+            places = [(at + start, at + stop) for at, piece in pieces for start, stop in piece.offsets]
+            items = [_touched(places, *item) for item in rendered.items]
+        if self._bos and rendered.text.startswith(self._bos):
+            return Encoded(ids, items)
+        ahead = len(self._prefix)
+        return Encoded([*self._prefix, *ids, *self._suffix], [(start + ahead, stop + ahead) for start, stop in items])
 
-    def _encode_pieces(self, rendered: Rendered) -> list[int]:
-        ids: list[int] = []
+    def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, _Encoding]]:
+        """The first character of each piece of a text that spells control tokens, and its encoding."""
+        at = 0
         for index, piece in enumerate(self._control.split(rendered.text)):
             if index % 2:
-                ids.append(self._control_ids[piece])
+                yield at, _Control([self._control_ids[piece]], [(0, len(piece))])
             elif piece:
-                ids += self._encode_plain(piece.translate(rendered.restore))
-        return ids
+                yield from ((at + start, own) for start, own in self._encode_plain(piece.translate(rendered.restore)))
+            at += len(piece)
 
-    def _encode_plain(self, text: str) -> list[int]:
-        """Ids of a text that may spell control tokens, without one.
+    def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
+        """The same of a text that may spell control tokens, without one.
 
         A Unigram model has them among its pieces, and finds them although they are not to be recognised: there a
         spelling is cut behind its first character. InputError where a character alone makes one.
         """
-        ids = self._encode(text, plain=True)
-        if self._never_text.isdisjoint(ids):
-            return ids
+        whole = self._encoding(text, plain=True)
+        if self._never_text.isdisjoint(whole.ids):
+            return [(0, whole)]
         cuts = [0, *(match.start() + 1 for match in self._control.finditer(text)), len(text)]
-        ids = [index for start, stop in pairwise(cuts) for index in self._encode(text[start:stop], plain=True)]
-        if made := self._never_text.intersection(ids):
+        pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
+        if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
             raise InputError(f"the text makes the control token {self.spell(sorted(made)[:1])}")
-        return ids
+        return pieces
 
     def _encode(self, text: str, plain: bool) -> list[int]:
-        """Ids of `text`; if `plain`, none of its special tokens is recognised."""
+        return list(self._encoding(text, plain).ids)
+
+    def _encoding(self, text: str, plain: bool) -> _Encoding:
+        """`text` encoded; if `plain`, none of its special tokens is recognised."""
         self._backend.encode_special_tokens = plain
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        encoding: _Encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after a text."""
@@ -249,6 +283,18 @@ def _spelling_pattern(control: Sequence[str]) -> re.Pattern[str]:
     tokens = "|".join(map(re.escape, control))
     first = "".join({re.escape(token[0]) for token in control})
     return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")
+
+
+def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Where in the pieces, put one behind another, every second one of them is, [start, stop)."""
+    ends = [*accumulate(map(len, pieces))]
+    return [*zip(ends[:-1:2], ends[1::2], strict=True)]
+
+
+def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """Which of `places`, [start, stop) each and ascending, have a part in [start, stop)."""
+    first = bisect_right(places, start, key=lambda place: place[1])
+    return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -39,7 +40,7 @@ from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm import PATH_FILE_NAME, Arena, ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.prompt import Prompt, put_words
-from mindie_mm.tokenize.text import Rendered, TextEncoder
+from mindie_mm.tokenize.text import Encoded, Rendered, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
 
@@ -75,7 +76,6 @@ class Tokenizer:
             tokenizer = family.tokenizer(checkpoint)
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
         self._tokens = {placeholder.token for placeholder in placeholders}
-        self._markers = {placeholder.marker for placeholder in placeholders if placeholder.marker is not None}
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
@@ -85,6 +85,8 @@ class Tokenizer:
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
         pieces = self._processor.control_pieces
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template, pieces)
+        spelled = [] if self._processor.inserted else placeholders
+        self._markers = {self._marker(placeholder) for placeholder in spelled}
         self._wire: Wire
         if wire != "mindie":
             self._wire = NativeWire(arena) if wire == "native" else wire
@@ -203,20 +205,8 @@ class Tokenizer:
             if type(index) is not int or not 0 <= index < 2**31:
                 raise TokenOutOfRange(f"{index!r} is no token id")
         planned = self._plan_all(media)
-        spelled = [] if self._processor.inserted else [item.expansion for item in planned]
-        for marker in self._markers:
-            found, given = (
-                self._text.count_marker(ids, marker),
-                sum(item.placeholder.marker == marker for item in spelled),
-            )
-            if found != given:
-                raise InputError(f"the prompt's ids have {found} placeholders {marker} for {given} media items")
-        spelled_ids = self._text.replace_marker_ids(
-            ids,
-            [self._marker(item.placeholder) for item in spelled],
-            [self._in_place(item) for item in spelled],
-        )
-        return self._prompt(spelled_ids, planned, path_file, max_tokens, truncating)
+        encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
+        return self._prompt(encoded, planned, path_file, max_tokens, truncating)
 
     def close(self) -> None:
         """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent."""
@@ -253,22 +243,26 @@ class Tokenizer:
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return _Planned(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
 
-    def _encode(self, rendered: Rendered, planned: Sequence[_Planned]) -> list[int]:
-        items = [] if self._processor.inserted else [item.expansion for item in planned]
-        if any(item.spelling.text is not None for item in items):
-            markers = [self._marker(item.placeholder) for item in items]
-            rendered = self._text.replace_markers(rendered, markers, [self._in_place(item) for item in items])
-        return self._text.encode(Rendered(self._processor.prompt_text(rendered.text), rendered.restore))
+    def _encode(self, rendered: Rendered, planned: Sequence[_Planned]) -> Encoded:
+        rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
+        if self._markers:
+            rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
+        return self._text.encode(rendered)
 
     def _prompt(
-        self, ids: list[int], planned: Sequence[_Planned], path_file: Path | None, max_tokens: int, truncating: bool
+        self, encoded: Encoded, planned: Sequence[_Planned], path_file: Path | None, max_tokens: int, truncating: bool
     ) -> Prompt:
         faults.point("planned")
-        ids = self._processor.frame(ids, len(planned))
-        items = [item.expansion for item in planned]
-        inserted = self._processor.inserted
-        tokens = self._tokens
-        prompt = insert(ids, self._processor.insert_at(ids), items, tokens) if inserted else expand(ids, items, tokens)
+        processor, tokens = self._processor, self._tokens
+        ids = processor.frame(encoded.ids, len(planned))
+        opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
+        if processor.inserted:
+            items = [item.expansion for item in planned]
+            prompt = insert(ids, processor.insert_at(ids), items, tokens, opening)
+        else:
+            reaches = zip(planned, encoded.items, strict=True)
+            items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
+            prompt = expand(ids, items, tokens, opening)
         if max_tokens and len(prompt) > max_tokens:
             if not truncating:
                 raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {max_tokens}")
@@ -312,8 +306,24 @@ class Tokenizer:
     def _marker(self, placeholder: Placeholder) -> str:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
-    def _in_place(self, item: Expansion) -> str:
-        return self._marker(item.placeholder) if item.spelling.text is None else item.spelling.text
+    def _spellings(self, planned: Sequence[_Planned]) -> tuple[list[str], list[str]]:
+        """The marker of each item that the prompt spells, and the text that takes its place."""
+        items = [] if self._processor.inserted else [item.expansion for item in planned]
+        markers = [self._marker(item.placeholder) for item in items]
+        texts = [item.spelling.text for item in items]
+        return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+
+
+def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:
+    """`item`, spelled in ids [start, stop)."""
+    own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
+    return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item
+
+
+def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    equal = (one == other for one, other in zip(ids, others, strict=False))
+    return sum(1 for _ in takewhile(bool, equal))
 
 
 def _plan_embeddings(source: Embeddings) -> tuple[Plan, Data]:

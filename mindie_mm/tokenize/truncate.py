@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.tokenize.prompt import Prompt
 
@@ -11,9 +13,13 @@ from mindie_mm.tokenize.prompt import Prompt
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     """The last tokens of `prompt`, at most `max_tokens`: the oldest text is dropped, and whole media items.
 
-    The spans left are the last ones. ContextLengthExceeded if nothing would be left.
+    The spans left are the last ones, and the opening stays, as a tokenizer that truncates from the left has it.
+    ContextLengthExceeded if nothing else would be left.
     """
+    first, last = prompt.opening
     start = max(0, len(prompt) - max_tokens)
+    if start > first:
+        start += last - first
     for span in prompt.spans:
         if span.start - span.lead < start < span.stop + span.tail:
             start = span.stop + span.tail
@@ -21,9 +27,12 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
         raise ContextLengthExceeded(
             f"the prompt's last item alone is longer than the limit of {max_tokens} tokens; nothing would be left"
         )
+    opening = prompt.ids[first:last] if start > first else prompt.ids[:0]
+    cut = start - len(opening)
     spans = tuple(
-        replace(span, start=span.start - start, stop=span.stop - start)
+        replace(span, start=span.start - cut, stop=span.stop - cut)
         for span in prompt.spans
         if span.start - span.lead >= start
     )
-    return Prompt(prompt.ids[start:].copy(), spans)
+    at = max(first - start, 0)
+    return Prompt(np.concatenate([opening, prompt.ids[start:]]), spans, (at, at + last - first))

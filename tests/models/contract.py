@@ -32,6 +32,8 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.truncate import truncate
 from tests.media_samples import encode_video, encoded
 from tests.sound_samples import encode_sound
 from tools.serving import running_service
@@ -129,6 +131,11 @@ class Reference:
         inputs = self.inputs(items)
         out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
         return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def items_of(prompt: Prompt) -> list[list[int]]:
+    """The ids of each of its items, and of what frames it."""
+    return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
 
 
 class FamilyContract:
@@ -318,6 +325,53 @@ class FamilyContract:
                     continue
                 assert len(prompt) <= limit
                 assert len(model.read(prompt.ids)) == len(prompt.spans)
+
+    def test_truncation_leaves_nothing_of_an_item_and_the_opening(self, path, processor, tokenizer, path_file):
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        kinds = family_named(self.name).kinds
+        placeholders = [processor.placeholder(kind) for kind in kinds]
+        control = {index for index, token in encode.added_tokens_decoder.items() if token.special}
+        control |= {index for one in placeholders for index in (*one.before, one.token, *one.after)}
+        control |= set(processor.control_pieces)
+        for name, items in self.prompts.items():
+            whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+            # What stands around every prompt, whatever its items.
+            around = {*encode("")["input_ids"], *processor.frame([], len(whole.spans))}
+            first, last = whole.opening
+            if (bos := encode.bos_token_id) in whole.plain_ids:
+                assert bos in whole.ids[first:last], name
+            for limit in range(1, len(whole)):
+                try:
+                    prompt = truncate(whole, limit)
+                except ContextLengthExceeded:
+                    continue
+                assert len(prompt) <= limit
+                assert items_of(prompt) == items_of(whole)[len(whole.spans) - len(prompt.spans) :]
+                start, stop = prompt.opening
+                assert prompt.ids[start:stop].tolist() == whole.ids[first:last].tolist()
+                spans = prompt.spans
+                front = prompt.plain_ids[: spans[0].start - spans[0].lead] if spans else prompt.plain_ids
+                assert not (control - around) & {*front.tolist()}, (name, limit)
+
+    def test_the_text_that_spells_an_item_goes_with_it(self, path, model, processor, tokenizer, path_file):
+        """Also where a text spells control tokens, and is encoded in pieces."""
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        spelled = encode.convert_ids_to_tokens(processor.placeholder(family_named(self.name).kinds[0]).token)
+        for name, items in self.prompts.items():
+            others = [{"text": f"{item['text']} {spelled} {spelled}"} if "text" in item else item for item in items]
+            for given in () if self.unspelled else (items, others):
+                prompt = tokenizer.prompt_from_items(parse_inputs(given), path_file)
+                for item, span in zip(model.read(prompt.ids), prompt.spans, strict=True):
+                    shape = item.shape
+                    text = processor.spelling(shape.kind, shape.num_features, shape.grid).text
+                    if text is None:
+                        continue
+                    parts = text.split(encode.convert_ids_to_tokens(span.token))
+                    lead = encode.decode(prompt.ids[span.start - span.lead : span.start])
+                    tail = encode.decode(prompt.ids[span.stop : span.stop + span.tail])
+                    # Blanks can be shared with what stands beside the item.
+                    assert lead.strip().endswith(parts[0].strip()), (name, lead)
+                    assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:

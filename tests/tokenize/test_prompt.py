@@ -56,6 +56,23 @@ def test_an_item_of_several_runs():
     assert prompt.spans == (Span(3, 10, "video", 7, lead=1, tail=1),)
 
 
+def test_what_spells_an_item_is_the_items():
+    """Text in front of it and behind it, then what its placeholder has around that."""
+    items = [
+        Expansion("image", IMAGE, 2, Spelling(), lead=1, tail=1),
+        Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1),
+    ]
+    prompt = expand([1, 3, 9, 6, 8, 4, 2, 9, 6, 8], items, TOKENS)
+    assert prompt.ids.tolist() == [1, 3, 9, 6, 6, 8, 4, 2, 9, 6, 8]
+    assert [(span.lead, span.tail) for span in prompt.spans] == [(2, 2), (1, 1)]
+
+
+def test_an_id_of_two_spellings_is_the_first_ones():
+    items = [Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1) for _ in range(2)]
+    prompt = expand([9, 6, 9, 6, 9], items, TOKENS)
+    assert [(span.lead, span.tail) for span in prompt.spans] == [(1, 1), (0, 1)]
+
+
 def test_insert():
     prompt = insert([1, 2, 2], 1, [item("image", IMAGE, 2), item("image", IMAGE, 1)], TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 3, 6, 4, 2, 2]
@@ -80,6 +97,28 @@ def test_truncate_never_cuts_an_item():
     assert kept[6].spans == (Span(1, 3, "image", 6, lead=1, tail=1),)
     assert kept[7].ids.tolist() == [1, 3, 6, 6, 4, 2, 2]
     assert kept[5].spans == ()
+
+
+@pytest.mark.parametrize("front", [[], [5, 5]], ids=["opening first", "item first"])
+def test_truncate_leaves_the_opening(front):
+    """Whether the items stand behind it or, inserted, in front of it."""
+    items = [item("image", IMAGE, 2)]
+    at = 0 if front else 2
+    prompt = insert([8, 9, 1, 1, 2], at, items, TOKENS, opening=2)
+    assert prompt.opening == ((4, 6) if front else (0, 2))
+    for limit in range(1, 9):
+        if limit < 3:
+            with pytest.raises(ContextLengthExceeded, match=f"limit of {limit} tokens"):
+                truncate(prompt, limit)
+            continue
+        kept = truncate(prompt, limit)
+        left = kept.ids[kept.opening[0] : kept.opening[1]].tolist()
+        assert left == [8, 9]
+        assert len(kept) == min(limit, 5)
+        assert kept.spans == ()
+        assert kept.ids.tolist() == [8, 9, *[1, 1, 2][5 - len(kept) :]]
+    assert truncate(prompt, 9).ids.tolist() == prompt.ids.tolist()
+    assert truncate(prompt, 9).spans == prompt.spans
 
 
 def test_truncate_to_nothing():
