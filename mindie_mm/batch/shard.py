@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.source import Chunk
@@ -195,7 +196,10 @@ class ShardWriter:
             num_bytes=self.arena.used_bytes,
             arena_digest=file_digest(self.arena.path),
         )
-        table = pa.Table.from_pylist(self._records, SCHEMA.with_metadata({_INFO: msgspec.json.encode(info)}))
+        columns = {name: [record[name] for record in self._records] for name in SCHEMA.names}
+        ids = _lists(columns.pop("input_ids"))
+        arrays = [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in SCHEMA]
+        table = pa.table(arrays, SCHEMA.with_metadata({_INFO: msgspec.json.encode(info)}))
         with replacing(self._table_path) as unfinished:
             pq.write_table(table, unfinished, compression="zstd")
         return info
@@ -207,3 +211,10 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.arena.abandon()
+
+
+def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
+    """A column of such arrays, some of them null; from Python objects pyarrow takes twenty times as long."""
+    stops = np.cumsum([0 if row is None else len(row) for row in rows], dtype=np.int32)
+    values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
+    return pa.ListArray.from_arrays(np.concatenate([[0], stops]), values, mask=pa.array([row is None for row in rows]))
