@@ -24,6 +24,7 @@ from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
@@ -361,6 +362,8 @@ class Qwen2VLModel(PretrainedModel):
         self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
         self._tokens = {kind: processor.placeholder(kind).token for kind in self._pixels}
         self._merge: int = module.config.vision_config.spatial_merge_size
+        patch_embed = module.model.visual.patch_embed
+        patch_embed.proj = PatchProjection(patch_embed.proj)
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
         for kind, name in _GRIDS.items():

@@ -1,4 +1,4 @@
-"""Layers that the decoders written here share; those over transformers' modules have their own."""
+"""Layers that models share."""
 
 from __future__ import annotations
 
@@ -19,6 +19,24 @@ class RMSNorm(nn.Module):
         values = hidden.float()
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * values.to(hidden.dtype)
+
+
+class PatchProjection(nn.Linear):
+    """A convolution over patches that lie apart, one output each, as what it is: a matrix product.
+
+    oneDNN takes twice the time for it as a convolution, and Ascend has no fast path for three axes.
+    """
+
+    def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
+        weight, bias = convolution.weight, convolution.bias
+        super().__init__(weight[0].numel(), len(weight), bias=bias is not None, device="meta")
+        self.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=False)
+        if bias is not None:
+            self.bias = bias
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[n, channels, *kernel] -> [n, width]."""
+        return super().forward(patches.flatten(1))
 
 
 def rotary_angles(positions: Tensor, width: int, base: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -43,4 +61,4 @@ def split_heads(hidden: Tensor, width: int) -> Tensor:
     return hidden.view(len(hidden), -1, width).transpose(0, 1)
 
 
-__all__ = ["RMSNorm", "rotary_angles", "rotate", "split_heads"]
+__all__ = ["PatchProjection", "RMSNorm", "rotary_angles", "rotate", "split_heads"]
