@@ -24,6 +24,7 @@ from mindie_mm.inputs import (
 from mindie_mm.media.source import source_path
 
 _PROMPTS = ("inputs", "messages")
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 _FLAT = ("text", "prompt", *KINDS, *(f"{kind}s" for kind in KINDS))
 
 
@@ -39,12 +40,17 @@ def row_id(record: Record) -> str | None:
     """What the input calls a row, as far as that can be read; None where it does not."""
     if isinstance(record, Files):
         described = record.files.get(f"{record.key}.json")
-        return (row_id(described) if described is not None else None) or record.key
+        return (row_id(described) if described is not None else None) or printable(record.key)
     try:
         value = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
-    except msgspec.DecodeError:
+    except (*_NOT_JSON, RecursionError):
         return None
     return str(value.id) if isinstance(value.id, str | int) else None
+
+
+def printable(text: str) -> str:
+    """`text` with whatever is not Unicode, such as a byte of a file's name, written out: a table holds nothing else."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Named(msgspec.Struct):
@@ -58,12 +64,15 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     `image`, `video`, `audio`, `images`...: then the media come first, in the object's order. A null is as good as no
     key, in whatever depth, because a table has a column for each key of any row. Paths are those of `folder`.
     """
-    if isinstance(record, Files):
-        return _from_files(record, folder, template)
-    if isinstance(record, bytes):
-        decoded = _decoded(record, "the row")
-        return _from_object({"inputs": decoded} if isinstance(decoded, list) else decoded, folder)
-    return _from_object(record, folder)
+    try:
+        if isinstance(record, Files):
+            return _from_files(record, folder, template)
+        if isinstance(record, bytes):
+            decoded = _decoded(record, "the row")
+            return _from_object({"inputs": decoded} if isinstance(decoded, list) else decoded, folder)
+        return _from_object(record, folder)
+    except RecursionError:
+        raise InputError("the row is nested too deeply") from None
 
 
 def _from_object(record: Any, folder: Path) -> Row:
@@ -145,7 +154,7 @@ def _without_nulls(value: Any) -> Any:
 def _decoded(text: str | bytes, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except _NOT_JSON as error:
         raise InputError(f"{what} is not JSON: {error}") from None
 
 

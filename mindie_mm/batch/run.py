@@ -46,10 +46,13 @@ class _Suspects:
     """Rows that are not tried again."""
 
     def blame(self, row: int, status: int | None) -> None:
-        _log.warning("a worker ended with status %s at row %d", status, row)
+        """ProcessDied at a third death: the row was not tried any more."""
+        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        _log.warning("a worker ended with %s at row %d", how, row)
+        if row in self.doomed:
+            raise ProcessDied(f"a worker ended with {how} at row {row} again, though that row was left out")
         self.deaths[row] = self.deaths.get(row, 0) + 1
         if self.deaths[row] > 1:
-            how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
             self.doomed[row] = f"{death_error(how)}, the second time alone"
 
 
@@ -202,8 +205,8 @@ class BatchRun:
             self._write_timing(chunk, time.monotonic() - began, child.pid)
             return True
         await child.end()
-        self._suspects.blame(chunk.first_row + done.rows, child.status)
         self._count(Progress() - done)
+        self._suspects.blame(min(chunk.first_row + done.rows, chunk.stop_row - 1), child.status)
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:

@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = True
     """Rows of items are one user turn through the chat template, where the checkpoint has one."""
     max_tokens: int = 0
-    """Most tokens of a row, 0: as many as the model's context; a longer one is an error."""
+    """Most tokens of a row, 0: any number; a longer one is an error."""
     truncate: bool = False
     """A longer one loses its oldest text and whole media items instead."""
     limit: int | None = None

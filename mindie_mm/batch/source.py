@@ -6,6 +6,7 @@ import os
 import tarfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -98,11 +99,12 @@ class Source(ABC):
 
 
 class JSONLines(Source):
-    """A row a line. Lines of blanks are none."""
+    """A row a line. Lines of blanks are none, nor is a byte order mark."""
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         with self.path.open("rb") as file:
-            rows = start = stop = 0
+            rows = 0
+            start = stop = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
             for line in file:
                 stop += len(line)
                 rows += not line.isspace()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindie_mm.batch.messages import Finished, Step
-from mindie_mm.batch.row import Row, parse, row_id
+from mindie_mm.batch.row import Row, parse, printable, row_id
 from mindie_mm.batch.settings import Settings
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Record, Source
@@ -72,7 +72,7 @@ class Stage:
         except MindieMMError as error:
             if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk, and no row's fault
                 raise StorageError(str(error)) from error
-            failed = f"{error_name(error)}: {error}"
+            failed = printable(f"{error_name(error)}: {error}")
         except Exception as error:  # noqa: BLE001 - one row fails, not the run
             _log.exception("row %s", name)
             failed = f"WorldError: the tokenizer failed: {type(error).__name__}"

@@ -26,7 +26,8 @@ MiB = 2**20
 @click.option("--template", default="", help="Prompt round a folder's or a tar's media, {media} where they stand.")
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
               help="Rows of items are one user turn through the checkpoint's chat template.")  # fmt: skip
-@click.option("--max-tokens", type=click.IntRange(0), default=0, help="Most tokens of a row; a longer one is an error.")
+@click.option("--max-tokens", type=click.IntRange(0), default=0,
+              help="Most tokens of a row; a longer one is an error.  [default: any number]")  # fmt: skip
 @click.option("--truncate", is_flag=True, help="Longer rows lose their oldest text and whole media items instead.")
 @click.option("--on-error", default="skip", show_default=True, metavar="skip|stop|fail-after=N",
               help="Write the reason beside the row and go on, or stop at the first, or the Nth.")  # fmt: skip
