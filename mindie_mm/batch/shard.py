@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,6 +48,8 @@ _INFO = b"mindie_mm"
 class ShardInfo(msgspec.Struct, frozen=True):
     """What a shard says of itself, in its table's metadata."""
 
+    run: str
+    """`Run.digest` of the run that it is of."""
     first_row: int
     num_rows: int
     num_errors: int
@@ -82,12 +85,14 @@ def read_info(path: Path) -> ShardInfo:
         raise CorruptReference(f"{path} is no table of a shard: {error}") from error
 
 
-def complete_shards(folder: Path, chunk: Chunk) -> list[ShardInfo] | None:
-    """The shards of a chunk, if all of them are there."""
+def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
+    """The shards of a chunk of the run of that digest, if all of them are there."""
     found: list[ShardInfo] = []
     row = chunk.first_row
     while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
         found.append(read_info(path))
+        if found[-1].run != run:
+            return None  # a node's disk may still have another run's
         row = found[-1].stop_row
     return found if row == chunk.stop_row else None
 
@@ -138,9 +143,10 @@ def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[S
 class ShardWriter:
     """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
 
-    def __init__(self, folder: Path, number: int, first_row: int, shard_bytes: int) -> None:
-        """`number` stands in the words as the arena; the table tells which file is meant, so it may come again."""
+    def __init__(self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int) -> None:
+        """For the run of that digest. `number` stands in the words as the arena; the table tells which file is meant, so it may come again."""
         self._table_path = table_path(folder, first_row)
+        self._run = run
         self._first_row = first_row
         self._shard_bytes = shard_bytes
         self._records: list[dict[str, Any]] = []
@@ -188,6 +194,7 @@ class ShardWriter:
         except SharedMemoryError as error:
             raise StorageError(str(error)) from error
         info = ShardInfo(
+            run=self._run,
             first_row=self._first_row,
             num_rows=len(self._records),
             num_errors=sum(record["error"] is not None for record in self._records),
@@ -215,6 +222,8 @@ class ShardWriter:
 
 def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
     """A column of such arrays, some of them null; from Python objects pyarrow takes twenty times as long."""
-    stops = np.cumsum([0 if row is None else len(row) for row in rows], dtype=np.int32)
+    stops = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
     values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
-    return pa.ListArray.from_arrays(np.concatenate([[0], stops]), values, mask=pa.array([row is None for row in rows]))
+    # By way of a buffer: to be handed an array of numpy's pyarrow imports pandas, if that is installed.
+    column = pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
+    return pa.ListArray.from_arrays(pa.array(stops, pa.int32()), column, mask=pa.array([row is None for row in rows]))
