@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +82,7 @@ def read_info(path: Path) -> ShardInfo:
     try:
         metadata = pq.read_metadata(path).metadata or {}
         return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
-    except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+    except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise CorruptReference(f"{path} is no table of a shard: {error}") from error
 
 
@@ -93,6 +94,8 @@ def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | N
         found.append(read_info(path))
         if found[-1].run != run:
             return None  # a node's disk may still have another run's
+        if not arena_path(folder, row).is_file():
+            return None
         row = found[-1].stop_row
     return found if row == chunk.stop_row else None
 
@@ -112,11 +115,16 @@ class ShardRow:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """From a table's own."""
-        error = record["error"]
+        """From a table's own. CorruptReference for a row that no run writes."""
+        error, ids, spans = record["error"], record["input_ids"], record["spans"]
         prompt = None
         if error is None:
-            prompt = Prompt(np.asarray(record["input_ids"], np.int64), tuple(Span(**one) for one in record["spans"]))
+            if ids is None or spans is None:
+                raise CorruptReference(f"row {record['row']} has neither ids nor an error")
+            prompt = Prompt(np.asarray(ids, np.int64), tuple(Span(**span) for span in spans))
+            bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
+            if any(start > stop for start, stop in pairwise(bounds)):
+                raise CorruptReference(f"row {record['row']}: its media items' slots {bounds[1:-1]} are not in its ids")
         return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
 
     def plain_prompt(self) -> Prompt:
@@ -130,21 +138,30 @@ class ShardRow:
         for span in self.prompt.spans:
             own = self.prompt.ids[span.start : span.stop]
             words = own[own < 0][:2].tolist()
+            if not words:
+                raise CorruptReference(f"row {self.row}: the {span.kind} at slot {span.start} has no word")
             yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
 
 
-def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[ShardRow]:
-    """Rows [start, stop) of a table, counted from its own first one."""
-    with pq.ParquetFile(path) as table:
-        for record in table.read().slice(start, None if stop is None else stop - start).to_pylist():
-            yield ShardRow.of(record)
+def read_table(path: Path, num_rows: int) -> pa.Table:
+    """The rows of a shard. CorruptReference for another file."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptReference(f"{path} cannot be read: {error}") from error
+    if not table.schema.equals(SCHEMA) or table.num_rows != num_rows:
+        raise CorruptReference(f"{path} is no table of {num_rows} rows of a run")
+    return table
 
 
 class ShardWriter:
     """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
 
     def __init__(self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int) -> None:
-        """For the run of that digest. `number` stands in the words as the arena; the table tells which file is meant, so it may come again."""
+        """For the run of that digest.
+
+        `number` stands in the words as the arena; the table tells which file is meant, so it may come again.
+        """
         self._table_path = table_path(folder, first_row)
         self._run = run
         self._first_row = first_row
@@ -222,8 +239,6 @@ class ShardWriter:
 
 def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
     """A column of such arrays, some of them null; from Python objects pyarrow takes twenty times as long."""
-    stops = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
+    starts = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
     values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
-    # By way of a buffer: to be handed an array of numpy's pyarrow imports pandas, if that is installed.
-    column = pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
-    return pa.ListArray.from_arrays(pa.array(stops, pa.int32()), column, mask=pa.array([row is None for row in rows]))
+    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values, mask=pa.array([row is None for row in rows]))
