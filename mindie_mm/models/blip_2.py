@@ -59,6 +59,7 @@ class Blip2Processor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("Blip2Config", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         if config.image_token_id is None:
             raise UnsupportedCheckpoint(f"{where}: config.json has no image_token_index")
         settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}

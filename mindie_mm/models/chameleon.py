@@ -21,7 +21,7 @@ from mindie_mm.media.image import MAX_IMAGE_PIXELS, RESAMPLES, Data, open_image,
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
@@ -66,6 +66,7 @@ class ChameleonProcessor(Processor):
         shrink = 2 ** (len(quantizer.get("channel_multiplier") or (1, 1, 2, 2, 4)) - 1)
         if (made := self.height // shrink * (self.width // shrink)) != self._num_features:
             raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self._num_features}, images make {made} tokens")
+        self.feature_width = text_width("ChameleonConfig", checkpoint)
         token, start, end = (
             checkpoint.token_id(checkpoint.special_token(name) or default)
             for name, default in (

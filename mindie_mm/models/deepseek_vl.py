@@ -46,6 +46,7 @@ class DeepseekVLProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = self.where = str(checkpoint.path)
         config = self.config = read_config(self.config_name, checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         vision = config.vision_config
         if vision.model_type != "siglip_vision_model":
             raise UnsupportedCheckpoint(

@@ -84,6 +84,7 @@ class DeepseekVL2Processor(Processor):
         settings = {**checkpoint.config, **checkpoint.json("processor_config.json")}
         self.mean: tuple[float, ...] = tuple(settings.get("image_mean", (0.5, 0.5, 0.5)))
         self.std: tuple[float, ...] = tuple(settings.get("image_std", (0.5, 0.5, 0.5)))
+        self.feature_width: int = checkpoint.config["language_config"]["hidden_size"]
         self.size = 384
         self.side: int = -(-(self.size // settings.get("patch_size", 14)) // 2)
         self.resolutions = [(width, height) for width, height in settings["candidate_resolutions"]]
@@ -107,6 +108,10 @@ class DeepseekVL2Processor(Processor):
         """Of an image of so many tiles: each view's cells, an end to each row of them, and what parts the views."""
         side = self.side
         return side * (side + 1) + 1 + side * down * (side * across + 1)
+
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
 
     def max_tokens(self, kind: Kind) -> int:
         self.placeholder(kind)

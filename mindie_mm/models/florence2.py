@@ -84,6 +84,7 @@ class Florence2Processor(Processor):
                 "conversion for transformers' own, such as florence-community/Florence-2-base"
             )
         config = read_config("Florence2Config", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
         check_type(settings, "image_processor_type", (_IMAGE_PROCESSOR,), where)
         check_settings(settings, {"do_resize": True}, where)

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import RESAMPLES, Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
@@ -25,7 +25,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
@@ -70,6 +70,7 @@ class FuyuProcessor(Processor):
             raise UnsupportedCheckpoint(
                 f"{where}: images of up to {self._height}x{self._width} pixels are no whole patches of {self.patch}"
             )
+        self.feature_width = text_width("FuyuConfig", checkpoint)
         self._padding = int(config.get("padding_value", 1.0))
         self.mean, self.std = (_channels(config.get(name, 0.5)) for name in ("image_mean", "image_std"))
         self.rescale_factor: float = config.get("rescale_factor", 1 / 255)
@@ -96,9 +97,12 @@ class FuyuProcessor(Processor):
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return len(grid) == 2 and min(grid) > 0 and math.prod(grid) == num_features
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        if len(grid) != 2 or math.prod(grid) != num_features:
-            raise InputError(f"the {kind}'s grid {grid} is not the rows and columns of {num_features} features")
+        del kind, num_features
         rows, columns = grid
         return Spelling(runs=[[*[self._placeholder.token] * columns, self._newline] * rows])
 

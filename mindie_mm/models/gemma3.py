@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindie_mm import faults
 from mindie_mm.device import Device
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
@@ -51,6 +51,7 @@ class Gemma3Processor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("Gemma3Config", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         _check_text(config.text_config, where)
         self._side: int = config.vision_config.image_size
         self._features = _features(config, where)
@@ -102,10 +103,14 @@ class Gemma3Processor(Processor):
         width = max(self._most_crops, math.ceil(self._ratio)) * self._least
         return np.zeros((self._least, width, 3), np.uint8)
 
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
         crops = grid[0] if grid else 0
-        if len(grid) > 1 or crops < 0 or (1 + crops) * self._features != num_features:
-            raise InputError(f"the {kind}'s grid {grid} is not the number of crops of {num_features} features")
+        return len(grid) <= 1 and crops >= 0 and (1 + crops) * self._features == num_features
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        del kind, num_features
+        crops = grid[0] if grid else 0
         text = whole = f"\n\n{self._start}{self._image}{self._end}\n\n"
         if crops:
             text = (

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import check_settings, check_type, resample_of
@@ -59,6 +59,7 @@ class Idefics3Processor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = self.config = read_config(self.config_name, checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
         check_type(settings, "image_processor_type", [self.image_type], where)
         settings = {**DEFAULTS, **settings}
@@ -95,12 +96,13 @@ class Idefics3Processor(Processor):
         del kind
         return np.zeros((self.side, self.side, 3), np.uint8)
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return len(grid) == 2 and min(grid) >= 0 and (grid[0] * grid[1] + 1) * self.tile_features == num_features
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        tiles = grid[0] * grid[1] + 1 if len(grid) == 2 and min(grid) >= 0 else 0
-        if tiles * self.tile_features != num_features:
-            raise InputError(
-                f"the {kind}'s grid {grid} is not the rows and columns of tiles of {num_features} features"
-            )
+        del kind, num_features
+        tiles = grid[0] * grid[1] + 1
         rows = (
             "".join(f"{self._fake}<row_{row}_col_{column}>{self.image_token}" for column in range(1, grid[1] + 1))
             + "\n"

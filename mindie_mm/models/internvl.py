@@ -48,6 +48,7 @@ class InternVLProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("InternVLConfig", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         self._side, self._tile_features = _tile(config, where)
         stated = checkpoint.json("processor_config.json").get("image_seq_length", self._tile_features)
         if stated != self._tile_features:
@@ -102,10 +103,13 @@ class InternVLProcessor(Processor):
             return np.zeros((self._sampling.limit, self._side, self._side, 3), np.uint8)
         return np.zeros((self._side, self._most * self._side, 3), np.uint8)
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return len(grid) == 1 and grid[0] * self._tile_features == num_features
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        tiles = grid[0] if grid else 0
-        if tiles * self._tile_features != num_features:
-            raise InputError(f"the {kind}'s grid {grid} is not the number of its tiles, of {num_features} features")
+        del num_features
+        tiles = grid[0]
         if kind == "image":
             return Spelling(runs=[self._run(tiles)])
         text = "\n".join(f"Frame{number}: {self._context}" for number in range(1, tiles + 1))

@@ -87,6 +87,7 @@ class LlavaProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("LlavaConfig", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         self._num_features = tokens_of_tower(config, where)
         check_stated(checkpoint.json("processor_config.json"), config, where)
         self._placeholder = Placeholder((), config.image_token_id, ())

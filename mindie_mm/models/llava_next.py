@@ -39,6 +39,7 @@ class AnyresProcessor(Processor):
         """`defaults` of the class of image processors of the family, whose name is their image_processor_type."""
         where = self.where = str(checkpoint.path)
         config = self.config = read_config(config_name, checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         vision = config.vision_config
         self.side: int = vision.image_size
         self.rows: int = vision.image_size // vision.patch_size
@@ -72,6 +73,10 @@ class AnyresProcessor(Processor):
     def max_tokens(self, kind: Kind) -> int:
         del kind
         return max(self.num_features(*canvas) for canvas in self.canvases)
+
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
 
     def worst_case(self, kind: Kind) -> Data:
         del kind

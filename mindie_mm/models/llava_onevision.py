@@ -112,6 +112,13 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     def max_tokens(self, kind: Kind) -> int:
         return super().max_tokens(kind) if kind == "image" else self._sampling.limit * self._frame_features + 1
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        if kind == "video":
+            return len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
+        if grid[2:] == (0,):  # one of several, and so one tile
+            return min(grid[:2]) > 0 and num_features == self.rows**2 + 1
+        return grid[2:] == (1,) and super().makes(kind, num_features, grid[:2])
+
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
             return super().worst_case(kind)

@@ -6,6 +6,7 @@ checkpoint's own parameter names, and held against data made with the original i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.crops import Canvas, choose_tiling, cut_crops, cut_patches
 from mindie_mm.media.image import Data, open_image
@@ -128,6 +129,7 @@ class MolmoProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.json("preprocessor_config.json")
         _refuse_others(checkpoint, config, _PREPROCESSING)
+        self.feature_width: int = checkpoint.config["hidden_size"]
         self.max_crops: int = config.get("max_crops", 12)
         self.mean: tuple[float, ...] = tuple(config.get("image_mean", _CLIP_MEAN))
         self.std: tuple[float, ...] = tuple(config.get("image_std", _CLIP_STD))
@@ -172,13 +174,15 @@ class MolmoProcessor(Processor):
             grid=(rows, columns),
         )
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return len(grid) == 2 and min(grid) > 0 and sum(map(math.prod, _cells(grid))) == num_features
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        del num_features
         token = self.placeholder(kind).token
-        sides = [(CELLS, CELLS), tuple(8 * crops + 4 for crops in grid)] if len(grid) == 2 else []
-        if sum(rows * columns for rows, columns in sides) != num_features:
-            raise InputError(f"the image's grid {grid} is not the crops (rows, columns) of {num_features} features")
         run: list[int] = []
-        for rows, columns in sides:
+        for rows, columns in _cells(grid):
             run += [self._start, *([token] * columns + [self._column]) * rows, self._end]
         return Spelling(runs=(run,))
 
@@ -189,6 +193,12 @@ class MolmoProcessor(Processor):
     def insert_at(self, ids: Sequence[int]) -> int:
         del ids
         return 1
+
+
+def _cells(grid: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Rows and columns of features of the whole image, and of its crops (rows, columns)."""
+    rows, columns = (8 * crops + 4 for crops in grid)
+    return [(CELLS, CELLS), (rows, columns)]
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ Source: allenai/Molmo2; transformers' molmo2, whose ids, pixels and logits these
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -133,6 +133,7 @@ class Molmo2Processor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("Molmo2Config", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         image = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
         check_type(image, "image_processor_type", ["Molmo2ImageProcessor"], where)
         image = {**_IMAGE, **image}
@@ -196,6 +197,10 @@ class Molmo2Processor(Processor):
     def limits(self) -> Mapping[Kind, int]:
         return {"video": 1}
 
+    def check_kinds(self, kinds: Collection[Kind]) -> None:
+        if len(kinds) > 1:
+            raise InputError("the prompt has images and a video; this model takes one or the other")
+
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         del num_items
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
@@ -219,11 +224,15 @@ class Molmo2Processor(Processor):
         geometry = self.geometries["image"]
         return math.prod(geometry.square_cells) + math.prod(geometry.cells(rows, columns))
 
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
         if kind == "video":
-            return self._spell_video(num_features, grid)
-        if len(grid) != 2 or min(grid) < 1 or self._image_features(*grid) != num_features:
-            raise InputError(f"the image's grid {grid} is not the crops (rows, columns) of {num_features} features")
+            return min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
+        return len(grid) == 2 and min(grid) > 0 and self._image_features(*grid) == num_features
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+        del num_features
+        if kind == "video":
+            return self._spell_video(grid)
         geometry = self.geometries["image"]
         run = (
             *(self._start_whole, *self._rows(_WHOLE, *geometry.square_cells), self._end),
@@ -231,9 +240,7 @@ class Molmo2Processor(Processor):
         )
         return Spelling(_PATCH, [run])
 
-    def _spell_video(self, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        if not grid or min(grid) < 0 or len(grid) * self._frame_features != num_features:
-            raise InputError(f"the video's grid {grid} is not the times of frames of {num_features} features")
+    def _spell_video(self, grid: tuple[int, ...]) -> Spelling:
         start, end = self._frame_ends
         run = (start, *self._rows(_FRAMES, *self.geometries["video"].square_cells), end)
         return Spelling(" ".join(f"{time // 10}.{time % 10} {_PATCH}" for time in grid), [run] * len(grid))
@@ -242,8 +249,7 @@ class Molmo2Processor(Processor):
         return ([self._placeholders["image"].token] * columns + self._row_ends[part]) * rows
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        if all(counts.get(kind) for kind in self.geometries):
-            raise InputError("the prompt has images and a video; this model takes one or the other")
+        del counts
         if media.kind == "video":
             return self._plan_video(media, data)
         image, geometry = open_image(data), self.geometries["image"]

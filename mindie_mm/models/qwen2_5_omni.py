@@ -19,7 +19,7 @@ from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings
-from mindie_mm.models.qwen2_audio import SPECTROGRAM, num_features, plan_audio
+from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan
@@ -42,6 +42,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     """
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+    config_name: ClassVar[str] = "Qwen2_5OmniThinkerConfig"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -60,7 +61,14 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         }
 
     def max_tokens(self, kind: Kind) -> int:
-        return num_features(self.mel.max_frames) if kind == "audio" else super().max_tokens(kind)
+        return num_features_of(self.mel.max_frames) if kind == "audio" else super().max_tokens(kind)
+
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        return makes_clip(self, num_features, grid) if kind == "audio" else super().makes(kind, num_features, grid)
+
+    def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
+        del grid
+        return 1 if kind == "video" else 0
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros(self.mel.max_samples, np.float32) if kind == "audio" else super().worst_case(kind)

@@ -17,7 +17,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Spelling
+from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pretrained import load_pretrained
@@ -31,14 +31,16 @@ _PICOSECONDS = 10**12
 class Qwen25VLProcessor(Qwen2VLProcessor):
     """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, picoseconds from one t to the next)."""
 
+    config_name: ClassVar[str] = "Qwen2_5_VLConfig"
+
     def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
         # Frames handed in come without a rate: the reference takes them for ones of 24 a second, all of them.
         fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
 
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        self.check_grid(kind, num_features, grid, 4 if kind == "video" else 3)
-        return Spelling()
+    def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
+        del grid
+        return 1 if kind == "video" else 0
 
 
 class Qwen25VLModel(Qwen2VLModel):

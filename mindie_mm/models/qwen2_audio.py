@@ -23,7 +23,7 @@ from mindie_mm.media.mel import MelSettings, write_log_mel
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
@@ -34,7 +34,7 @@ _LEAST_FRAMES = 3
 _FURTHER_FRAMES = 2
 
 
-def num_features(num_frames: int) -> int:
+def num_features_of(num_frames: int) -> int:
     """Of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
     return _encoder_length(num_frames) // 2
 
@@ -55,12 +55,19 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
         write_log_mel(samples, settings, arrays[SPECTROGRAM])
 
     return Plan(
-        num_features=num_features(num_frames),
+        num_features=num_features_of(num_frames),
         specs={SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")},
         settings=f"sound of {media.options.sampling_rate}, {settings}, {stored} frames",
         write=write,
         grid=(num_frames,),
     )
+
+
+def makes_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> bool:
+    """`Processor.makes` of a clip, whose frames need not be known."""
+    if not grid:
+        return num_features <= processor.max_tokens("audio")
+    return len(grid) == 1 and num_features_of(grid[0]) == num_features
 
 
 def _encoder_length(num_frames: int) -> int:
@@ -88,6 +95,7 @@ class Qwen2AudioProcessor(Processor):
         self.mel = MelSettings.read(config, f"{checkpoint.path} (audio)")
         token = checkpoint.config.get("audio_token_index", 151646)
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
+        self.feature_width = text_width("Qwen2AudioConfig", checkpoint)
         self._placeholders: Mapping[Kind, Placeholder] = {"audio": Placeholder((before,), token, (after,))}
 
     def placeholder(self, kind: Kind) -> Placeholder:
@@ -95,7 +103,11 @@ class Qwen2AudioProcessor(Processor):
 
     def max_tokens(self, kind: Kind) -> int:
         self.placeholder(kind)
-        return num_features(self.mel.max_frames)
+        return num_features_of(self.mel.max_frames)
+
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        del kind
+        return makes_clip(self, num_features, grid)
 
     def worst_case(self, kind: Kind) -> Data:
         self.placeholder(kind)

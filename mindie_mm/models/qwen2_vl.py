@@ -23,13 +23,13 @@ from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import joined, normalize_patches, normalize_planes, repeat_frames
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
@@ -150,7 +150,10 @@ class Qwen2VLProcessor(Processor):
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
 
+    config_name: ClassVar[str] = "Qwen2VLConfig"
+
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self.feature_width = text_width(self.config_name, checkpoint)
         joint = checkpoint.json("processor_config.json")
         image = joint.get("image_processor") or checkpoint.json("preprocessor_config.json")
         video = joint.get("video_processor") or checkpoint.json("video_preprocessor_config.json") or image
@@ -184,15 +187,19 @@ class Qwen2VLProcessor(Processor):
             return _plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options.fps)
 
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        if kind in _PIXELS:
-            self.check_grid(kind, num_features, grid, 3)
-        return Spelling()
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        patches = math.prod(grid[:3])
+        return (
+            len(grid) == 3 + self.further_numbers(kind, grid)
+            and min(grid) >= 0
+            and patches == num_features * self.image.merge_size**2
+            and not any(side % self.image.merge_size for side in grid[1:3])
+        )
 
-    def check_grid(self, kind: Kind, num_features: int, grid: tuple[int, ...], length: int) -> None:
-        """InputError unless `grid` has `length` numbers, the first three patches (t, h, w) of so many features."""
-        if len(grid) < length or math.prod(grid[:3]) != num_features * self.image.merge_size**2 or min(grid[:3]) < 1:
-            raise InputError(f"the {kind}'s grid {grid} is not one of {length} numbers for {num_features} features")
+    def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
+        """How many numbers stand behind patches (t, h, w) in a grid of `kind`."""
+        del kind, grid
+        return 0
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """From the configuration that videos are preprocessed by. UnsupportedCheckpoint."""

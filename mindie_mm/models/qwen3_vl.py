@@ -27,7 +27,7 @@ from mindie_mm.nn.family import Family, Spelling
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.mrope import Grid, mrope_positions
-from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 
 _UNSTATED_FPS = 24.0
@@ -46,9 +46,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, and of each t its tenths of a second)."""
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+    config_name: ClassVar[str] = "Qwen3VLConfig"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
+        self.feature_width *= 1 + len(read_config(self.config_name, checkpoint).vision_config.deepstack_visual_indexes)
         spelled = {"vision_start": "<|vision_start|>", "video": "<|video_pad|>", "vision_end": "<|vision_end|>"}
         self._frame = "".join(checkpoint.special_token(f"{name}_token") or text for name, text in spelled.items())
 
@@ -116,8 +118,10 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         # Through text, so that the digit is rounded as the reference rounds it.
         return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
 
+    def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
+        return grid[0] if kind == "video" and grid else 0
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        self.check_grid(kind, num_features, grid, 3 + grid[0] if kind == "video" and grid else 3)
         if kind != "video":
             return Spelling()
         t, _, _, *tenths = grid

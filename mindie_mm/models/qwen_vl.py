@@ -81,6 +81,7 @@ class QwenVLProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         visual = checkpoint.config["visual"]
         start = visual["image_start_id"]
+        self.feature_width: int = checkpoint.config["hidden_size"]
         self.size: int = visual["image_size"]
         self.num_queries: int = visual.get("n_queries", 256)
         self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((start,), start + 2, (start + 1,))}

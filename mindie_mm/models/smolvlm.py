@@ -87,15 +87,16 @@ class SmolVLMProcessor(Idefics3Processor):
             return super().worst_case(kind)
         return np.zeros((self._limit, self.side, self.side, 3), np.uint8)
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        if kind == "image":
+            return super().makes(kind, num_features, grid)
+        return len(grid) > 1 and min(grid) >= 0 and (len(grid) - 1) * self.tile_features == num_features
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         if kind == "image":
             return super().spelling(kind, num_features, grid)
-        frames = len(grid) - 1
-        if frames < 1 or frames * self.tile_features != num_features or min(grid) < 0:
-            raise InputError(
-                f"the video's grid {grid} is not its duration and the times of frames of {num_features} features"
-            )
         duration, *seconds = grid
+        frames = len(seconds)
         intro = (
             f"You are provided the following series of {in_words(frames)} frames from a "
             f"{timedelta(seconds=duration)} [H:MM:SS] video.\n"

@@ -84,6 +84,9 @@ class Processor(ABC):
     chat_template: ClassVar[str | None] = None
     """Jinja, for a checkpoint that has none of its own."""
 
+    feature_width: int
+    """Columns of a feature: as many as `ModelSpec.hidden_size` and `extra_width`."""
+
     @abstractmethod
     def placeholder(self, kind: Kind) -> Placeholder:
         """The ids of an item of `kind`; InputError for a kind that the family does not take."""
@@ -105,8 +108,15 @@ class Processor(ABC):
     def worst_case(self, kind: Kind) -> bytes | NDArray[Any]:
         """Data of an item of `kind` that takes `max_tokens`, or nearly: what start-up measures with."""
 
+    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+        """Whether an item of `kind` can have so many features and this `Plan.grid`; features handed in are held to it.
+
+        Unless the family says otherwise, all items of a kind have `max_tokens` features and no grid.
+        """
+        return not grid and num_features == self.max_tokens(kind)
+
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        """What stands in the prompt for an item of `kind` of these sizes."""
+        """What stands in the prompt for an item of `kind` of these sizes, which it `makes`."""
         del kind, num_features, grid
         return Spelling()
 
@@ -118,6 +128,10 @@ class Processor(ABC):
     def limits(self) -> Mapping[Kind, int]:
         """Most items of each kind in one prompt; none named, none limited."""
         return {}
+
+    def check_kinds(self, kinds: Collection[Kind]) -> None:
+        """InputError where one prompt cannot hold items of all these kinds."""
+        del kinds
 
     def prompt_text(self, text: str) -> str:
         """A rendered prompt's text as the reference's processor words it, before it is encoded; InputError."""

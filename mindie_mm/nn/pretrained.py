@@ -37,6 +37,12 @@ def read_config(name: str, checkpoint: Checkpoint) -> Any:
         raise UnsupportedCheckpoint(f"{checkpoint.path} is not read as {name}: {error}") from error
 
 
+def text_width(name: str, checkpoint: Checkpoint) -> int:
+    """Width of the hidden states of the text model in config.json, read as `name`. UnsupportedCheckpoint."""
+    width: int = read_config(name, checkpoint).get_text_config().hidden_size
+    return width
+
+
 class PretrainedModel(Model):
     """A decoder of transformers': a family adds its tower, and its positions where they are not the index."""
 

@@ -227,13 +227,14 @@ class Tokenizer:
         for kind, limit in self._processor.limits().items():
             if counts[kind] > limit:
                 raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
+        self._processor.check_kinds(counts.keys())
         return [self._plan(item, index, counts) for index, item in enumerate(media)]
 
     def _plan(self, media: Media, index: int, counts: Mapping[Kind, int]) -> _Planned:
         processor, kind = self._processor, media.kind
         try:
             if isinstance(media.source, Embeddings):
-                plan, data = _plan_embeddings(media.source)
+                plan, data = self._plan_embeddings(kind, media.source)
             else:
                 data = read_source(media)
                 plan = processor.plan(media, data, counts)
@@ -242,6 +243,21 @@ class Tokenizer:
             raise type(error)(f"media item {index} ({kind}): {error}") from error
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return _Planned(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
+
+    def _plan_embeddings(self, kind: Kind, source: Embeddings) -> tuple[Plan, Data]:
+        """Features handed in instead of media: stored as they are, and spliced without a tower. InputError."""
+        array = np.ascontiguousarray(source.array)
+        num_features, width = array.shape
+        if width != self._processor.feature_width:
+            raise InputError(f"the embeddings are {width} wide, the model takes {self._processor.feature_width}")
+        if not self._processor.makes(kind, num_features, source.grid):
+            raise InputError(f"the model makes no {kind} of {num_features} features that has the grid {source.grid}")
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays[EMBEDDINGS][...] = array
+
+        spec = ArraySpec(array.shape, str(array.dtype))
+        return Plan(num_features, {EMBEDDINGS: spec}, f"embeddings {spec} {source.grid}", write, source.grid), array
 
     def _encode(self, rendered: Rendered, planned: Sequence[_Planned]) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
@@ -324,17 +340,6 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
     """How many ids both begin with."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
-
-
-def _plan_embeddings(source: Embeddings) -> tuple[Plan, Data]:
-    """Features handed in instead of media: stored as they are, and spliced without a tower."""
-    array = np.ascontiguousarray(source.array)
-
-    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        arrays[EMBEDDINGS][...] = array
-
-    spec = ArraySpec(array.shape, str(array.dtype))
-    return Plan(len(array), {EMBEDDINGS: spec}, f"embeddings {spec} {source.grid}", write, source.grid), array
 
 
 def content_digest(settings: str, data: Data) -> bytes:

@@ -290,6 +290,24 @@ class FamilyContract:
             logits = self.logits(model, ids)
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
 
+    def test_embeddings_that_no_tower_made_are_refused(self, model, processor, tokenizer, tokenized, path_file):
+        """Of another width, or a number of rows that does not fit their grid, or of more dimensions."""
+        assert processor.feature_width == model.spec.hidden_size + model.spec.extra_width
+        for name, items in self.prompts.items():
+            kinds = [kind for item in items for kind in item if kind in KINDS]
+            shapes = [item.shape for item in model.read(tokenized[name].numpy())]
+            for kind, shape in zip(kinds, shapes, strict=True):
+                rows, width = shape.num_features, processor.feature_width
+                assert processor.makes(kind, rows, shape.grid)
+                assert not processor.makes(kind, rows, (*shape.grid, 7))
+                for height, columns in ((rows, width + 1), (rows, width - 1), (rows - 1, width), (rows + 1, width)):
+                    if height:
+                        features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
+                        with pytest.raises(InputError, match=r"wide|makes no .* features"):
+                            tokenizer.tokenize([{kind: features}], path_file)
+                with pytest.raises(InputError, match="must be a numpy array"):
+                    Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)
+
     def test_a_prompt_given_as_ids_is_the_same_as_its_text(
         self, path, model, reference, tokenizer, tokenized, path_file
     ):

@@ -144,5 +144,5 @@ class TestFuyu(FamilyContract):
             family_named(self.name).processor(Checkpoint.open(other))
 
     def test_embeddings_without_rows_and_columns_are_refused(self, tokenizer, path_file):
-        with pytest.raises(InputError, match="rows and columns of 12"):
+        with pytest.raises(InputError, match=r"no image of 12 features that has the grid \(3, 5\)"):
             tokenizer.tokenize([{"image": Embeddings(np.zeros((12, 64), np.float32), (3, 5))}], path_file)

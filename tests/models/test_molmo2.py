@@ -14,7 +14,7 @@ from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProces
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
-from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.media.crops import choose_tiling
 from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -305,8 +305,14 @@ class TestMolmo2(FamilyContract):
         [("image", 18, ()), ("image", 18, (1, 2)), ("image", 18, (0, 1)), ("video", 8, (3,)), ("video", 4, (-1,))],
     )
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, kind, num_features, grid, processor):
-        with pytest.raises(InputError, match=rf"the {kind}'s grid .* of {num_features} features"):
-            processor.spelling(kind, num_features, grid)
+        assert not processor.makes(kind, num_features, grid)
+
+    def test_embeddings_of_images_and_a_video_are_refused_too(self, tokenizer, processor, path_file):
+        features = np.zeros((4, processor.feature_width), np.float32)
+        items = [{"image": picture(8, 8)}, {"video": Embeddings(features, (0,))}]
+        for given in (items, items[::-1]):
+            with pytest.raises(InputError, match="takes one or the other"):
+                tokenizer.tokenize(given, path_file)
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),
