@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from mindie_mm.batch.manifest import Manifest
-from mindie_mm.batch.shard import ShardRow, arena_path, table_path
-from mindie_mm.errors import CorruptReference
+from mindie_mm.batch.manifest import Manifest, Shard
+from mindie_mm.batch.shard import ShardRow, arena_path, read_table, table_path
 from mindie_mm.shm.mapped import MappedArena
 from mindie_mm.shm.reader import View
 from mindie_mm.tokenize.prompt import Span
@@ -55,7 +53,10 @@ class Dataset(Sequence[Sample]):
         return self.manifest.num_rows
 
     def __getitem__(self, row: Any) -> Any:
-        """The row of that number, counted from the end if negative; of a slice, a list. IndexError."""
+        """The row of that number, counted from the end if negative; of a slice, a list.
+
+        IndexError; where files were lost or changed since they were written, CorruptReference or SegmentMissing.
+        """
         if isinstance(row, slice):
             return [self[one] for one in range(*row.indices(len(self)))]
         number = index(row)
@@ -73,6 +74,10 @@ class Dataset(Sequence[Sample]):
         table, _, at = self._shard(number)
         return ShardRow.of(table.slice(at, 1).to_pylist()[0])
 
+    def shard(self, number: int) -> Shard:
+        """The shard that a row is in."""
+        return self.manifest.shards[bisect_right(self._firsts, number) - 1]
+
     def views(self, record: ShardRow) -> list[View]:
         """The blocks of a row's media items. CorruptReference, SegmentMissing."""
         _, arena, _ = self._shard(record.row)
@@ -87,13 +92,9 @@ class Dataset(Sequence[Sample]):
         return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays)
 
     def _shard(self, number: int) -> tuple[pa.Table, MappedArena, int]:
-        first = self._firsts[bisect_right(self._firsts, number) - 1]
+        first = self.shard(number).info.first_row
         if first not in self._open:
-            path = table_path(self.folder, first)
-            try:
-                table = pq.read_table(path)
-            except (OSError, ValueError) as error:
-                raise CorruptReference(f"{path} cannot be read: {error}") from error
+            table = read_table(table_path(self.folder, first), self.shard(number).info.num_rows)
             self._open[first] = (table, MappedArena(arena_path(self.folder, first)))
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)

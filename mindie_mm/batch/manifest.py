@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pyarrow.compute as pc
 
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import Run
-from mindie_mm.batch.shard import ShardInfo, read_info, read_rows, table_path
+from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.errors import CorruptReference, InputError, StorageError
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
+
+
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -22,6 +26,17 @@ class Shard(msgspec.Struct, frozen=True):
     table_digest: str
     """BLAKE3, as `info.arena_digest`."""
     info: ShardInfo
+
+    def verify(self, folder: Path) -> None:
+        """CorruptReference unless both files in the run's `folder` are, to the last bit, what the run wrote."""
+        arena = arena_path(folder, self.info.first_row)
+        for path, written in ((folder / self.table, self.table_digest), (arena, self.info.arena_digest)):
+            try:
+                found = file_digest(path)
+            except OSError as error:
+                raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
+            if found != written:
+                raise CorruptReference(f"{path} is not what the run wrote: its digest is {found}, not {written}")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
         StorageError where shards are missing: other nodes have them on disks of their own.
         """
-        shards = _shards(folder)
+        shards = _shards(folder, run.digest)
         infos = [shard.info for shard in shards]
         if (found := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
@@ -61,31 +76,40 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         with replacing(folder / ERRORS_FILE) as unfinished, unfinished.open("wb") as file:
             for shard in shards:
                 if shard.info.num_errors:
-                    for row in read_rows(folder / shard.table):
-                        if row.error is not None:
-                            file.write(msgspec.json.encode({"row": row.row, "id": row.id, "error": row.error}) + b"\n")
+                    table = read_table(folder / shard.table, shard.info.num_rows).select(["row", "id", "error"])
+                    for row in table.filter(pc.field("error").is_valid()).to_pylist():
+                        file.write(msgspec.json.encode(row) + b"\n")
         with replacing(folder / MANIFEST_FILE) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         return manifest
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """InputError where there is no finished run, CorruptReference where its file is damaged."""
+        """InputError where there is no finished run, CorruptReference where its file is damaged, StorageError."""
         file = folder / MANIFEST_FILE
         try:
-            return msgspec.json.decode(file.read_bytes(), type=cls)
+            manifest = msgspec.json.decode(file.read_bytes(), type=cls)
         except FileNotFoundError:
             raise InputError(f"{folder} holds no finished run: there is no {MANIFEST_FILE}") from None
-        except msgspec.DecodeError as error:
+        except OSError as error:
+            raise StorageError(f"{file} cannot be read: {error.strerror}") from error
+        except _NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {error}") from None
+        stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
+        firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
+        if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
+            raise CorruptReference(f"{file} is damaged: its shards do not have the rows 0 to {manifest.num_rows - 1}")
+        return manifest
 
 
-def _shards(folder: Path) -> list[Shard]:
-    """From the first row on, each where the one before it stops."""
+def _shards(folder: Path, run: str) -> list[Shard]:
+    """From the first row on, each where the one before it stops, as far as they are of the run of that digest."""
     found: list[Shard] = []
     row = 0
     while (path := table_path(folder, row)).is_file():
         info = read_info(path)
+        if info.run != run:
+            break
         found.append(Shard(path.name, file_digest(path), info))
         row = info.stop_row
     return found

@@ -72,11 +72,12 @@ class _Actor:
             if not (self._folder / name).exists():
                 with replacing(self._folder / name) as unfinished:
                     unfinished.write_bytes(content)
-        self._stage = Stage(msgspec.json.decode(run, type=Run).settings, self._folder)
+        self._run = msgspec.json.decode(run, type=Run)
+        self._stage = Stage(self._run, self._folder)
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[bytes]]:
         chunk = msgspec.json.decode(batch["chunk"][0], type=Chunk)
-        found = complete_shards(self._folder, chunk)
+        found = complete_shards(self._folder, chunk, self._run.digest)
         done = self._do(chunk) if found is None else found
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)]}
 

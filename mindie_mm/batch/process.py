@@ -20,7 +20,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str) -> None:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
         run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
-        stage = Stage(run.settings, Path(folder))
+        stage = Stage(run, Path(folder))
         channel.send(encoder.encode(Ready()))
         while True:
             job = decoder.decode(channel.recv())

@@ -19,10 +19,10 @@ from mindie_mm.batch.gather import drop_gathered, gather
 from mindie_mm.batch.manifest import Manifest
 from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Step, death_error
 from mindie_mm.batch.progress import Progress, Show
-from mindie_mm.batch.settings import Run, Settings
+from mindie_mm.batch.settings import Run, Settings, require_run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, Source, chunks
-from mindie_mm.errors import InputError, ProcessDied, WorldError
+from mindie_mm.errors import InputError, ProcessDied, StorageError, WorldError
 from mindie_mm.ipc import Child
 
 _log = logging.getLogger(__name__)
@@ -83,41 +83,53 @@ class BatchRun:
         self._show = show
         self._ray_address = ray_address
         self._done = self._earlier = Progress()
+        self._digest = ""
         self._shares: list[float] = []
         self._suspects = _Suspects()
         self._set_aside: list[Chunk] = []
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
 
-    async def run(self) -> Manifest:
+    def run(self) -> Manifest:
         """Does what is not done yet, and writes the manifest.
 
         InputError if the folder holds another run or the input cannot be read, StorageError if the output cannot be
         written, TooManyErrors. Whatever ends it, running it again goes on from there.
         """
         settings, folder = self._settings, self._folder
-        folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
+            require_run(folder)
             gather(settings.inputs, folder, settings.template, sys.stdin.buffer)
             run = Run.of(settings, folder)
             run.begin(folder)
+            self._digest = run.digest
             sources = settings.sources(folder)
             self._shares = _shares(sources)
-            waiting = self._waiting(chunks(sources, settings.shard_rows, settings.limit))
-            await (self._work(waiting) if self._ray_address is None else self._work_on_ray(run, waiting))
+            every = chunks(sources, settings.shard_rows, settings.limit)
+            if self._ray_address is None:
+                asyncio.run(self._work(every))
+            else:
+                self._work_on_ray(run, [chunk for chunk in every if not self._is_done(chunk)])
             manifest = Manifest.write(folder, run, self._done.rows)
             drop_gathered(settings.inputs, folder)
             return manifest
 
-    def _waiting(self, every: Iterator[Chunk]) -> Iterator[Chunk]:
-        """The chunks that no earlier run has done."""
+    def _is_done(self, chunk: Chunk) -> bool:
+        """Whether an earlier run did a chunk; counts it then."""
+        shards = complete_shards(self._folder, chunk, self._digest)
+        if shards is None:
+            return False
+        before = self._done
+        self._count_shards(chunk, shards)
+        self._earlier += self._done - before
+        return True
+
+    async def _next(self, every: Iterator[Chunk]) -> Chunk | None:
+        """The next chunk that is not done; None behind the last one."""
         for chunk in every:
-            shards = complete_shards(self._folder, chunk)
-            if shards is None:
-                yield chunk
-                continue
-            before = self._done
-            self._count_shards(chunk, shards)
-            self._earlier += self._done - before
+            if not self._is_done(chunk):
+                return chunk
+            await asyncio.sleep(0)  # many may be done: an interrupt comes through here
+        return None
 
     def _share(self, chunk: Chunk, rows: int) -> float:
         """Of the whole input, so many rows of a chunk."""
@@ -138,47 +150,40 @@ class BatchRun:
         if self._max_errors is not None and self._done.errors > self._max_errors:
             raise TooManyErrors(f"{why} ({self._done.errors} rows failed)")
 
-    async def _work_on_ray(self, run: Run, waiting: Iterator[Chunk]) -> None:
+    def _work_on_ray(self, run: Run, waiting: Sequence[Chunk]) -> None:
         from mindie_mm.batch import on_ray  # late: it is an extra, and takes seconds to import
 
         assert self._ray_address is not None
-        finished = on_ray.shards(self._ray_address, run, self._folder, list(waiting), self._num_workers)
-        # On a thread, so that an interrupt ends it.
-        while (one := await asyncio.to_thread(next, finished, None)) is not None:
-            chunk, shards = one
+        for chunk, shards in on_ray.shards(self._ray_address, run, self._folder, waiting, self._num_workers):
             self._count_shards(chunk, shards)
             self._require_few_errors(f"rows {chunk.first_row} to {chunk.stop_row - 1}")
 
-    async def _work(self, waiting: Iterator[Chunk]) -> None:
+    async def _work(self, every: Iterator[Chunk]) -> None:
         try:
             async with asyncio.TaskGroup() as workers:
-                for _, chunk in zip(
-                    range(self._num_workers or os.cpu_count() or 1), waiting, strict=False
-                ):  # no worker without a chunk
-                    workers.create_task(self._worker(chunk, waiting))
+                for _ in range(self._num_workers or len(os.sched_getaffinity(0))):
+                    workers.create_task(self._worker(every))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         # Alone, so that what another worker took cannot be what ends it again.
         while self._set_aside:
-            first, *others = self._set_aside
-            self._set_aside = []
-            await self._worker(first, iter(others))
+            again, self._set_aside = self._set_aside, []
+            await self._worker(iter(again))
 
-    async def _worker(self, chunk: Chunk | None, waiting: Iterator[Chunk]) -> None:
-        """One process after another, until nothing waits."""
-        while chunk is not None:
+    async def _worker(self, every: Iterator[Chunk]) -> None:
+        """One process after another, until nothing waits; none where nothing does."""
+        while (chunk := await self._next(every)) is not None:
             child = await Child.start(_MODULE, str(self._folder))
             try:
                 if not isinstance(await self._report(child), Ready):
                     await child.end()
                     raise ProcessDied(f"a worker ended with status {child.status} before it was ready")
                 while chunk is not None and await self._finish(child, chunk):
-                    chunk = next(waiting, None)
+                    chunk = await self._next(every)
             finally:
                 await child.end()
             if chunk is not None:
                 self._set_aside.append(chunk)
-                chunk = next(waiting, None)
 
     async def _report(self, child: Child) -> Report | None:
         """The worker's next one; None if it died."""
@@ -224,12 +229,20 @@ def _shares(sources: Sequence[Source]) -> list[float]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """InputError while another run works in `folder`. The kernel lets go of it, however the run ends."""
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Makes the folder if there is none, and keeps other runs out; the kernel lets go of it, however the run ends.
+
+    InputError while another run works in it, StorageError if it cannot be written to.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written to: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another run works in {folder}") from None
         yield
-    except BlockingIOError:
-        raise InputError(f"another run works in {folder}") from None
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ FORMAT = 1
 RUN_FILE = "run.json"
 
 MiB = 2**20
+MAX_SHARD_BYTES = 2**40
 
+_RUN_FILES = re.compile(r"\.lock|(input-|shard-|run\.json).*")
+"""What may be there before the run's file is: its lock, gathered input, shards that came from another node."""
 _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
@@ -52,9 +56,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """And with that many rows. What one process does at a time, and does again if it dies."""
 
     def __post_init__(self) -> None:
-        for name, least in (("shard_bytes", 1), ("shard_rows", 1), ("max_tokens", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        for name, least, most in (
+            ("shard_bytes", 1, MAX_SHARD_BYTES),
+            ("shard_rows", 1, 2**31),
+            ("max_tokens", 0, 2**31),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise InputError(f"{name} is {getattr(self, name)}, it must be {least} to {most}")
+        if self.inputs.count(STDIN) > 1:
+            raise InputError(f"standard input is named {self.inputs.count(STDIN)} times; it can be read once")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}, it must be at least 1")
 
@@ -91,10 +101,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         digests = tuple(source.fingerprint() for source in settings.sources(folder))
         return cls(settings=settings, model_digest=_model_digest(settings.checkpoint()), input_digests=digests)
 
+    @property
+    def digest(self) -> str:
+        """Names the run: a shard says of which one it is."""
+        return blake3(msgspec.json.encode(self)).hexdigest(16)
+
     def begin(self, folder: Path) -> bool:
         """Writes the run's file into `folder`; False if the same run was begun there.
 
-        InputError if another one was, with what differs, or if the folder holds what is no run.
+        InputError if another one was, with what differs.
         """
         file = folder / RUN_FILE
         if file.is_file():
@@ -108,6 +123,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         with replacing(file) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
         return True
+
+
+def require_run(folder: Path) -> None:
+    """InputError if a folder holds what no run writes, and no run: it is somebody's, and was not meant."""
+    if not (folder / RUN_FILE).exists():
+        others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
+        if others:
+            raise InputError(f"{folder} holds no run, but {min(others)}: name a folder that is empty, or not there yet")
 
 
 def _differences(earlier: Run, now: Run) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from mindie_mm.batch.messages import Finished, Step
 from mindie_mm.batch.row import Row, parse, printable, row_id
-from mindie_mm.batch.settings import Settings
+from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Record, Source
 from mindie_mm.errors import ArenaFull, MindieMMError, StorageError, error_name
@@ -27,10 +27,11 @@ _log = logging.getLogger(__name__)
 class Stage:
     """A tokenizer that writes shards into `folder`. One thread's."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, run: Run, folder: Path) -> None:
         """Reads the checkpoint. InputError, UnsupportedCheckpoint."""
         torch.set_num_threads(1)
-        self._settings = settings
+        self._run, self._settings = run, run.settings
+        settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder)
         self._wire = DiskWire()
@@ -60,7 +61,7 @@ class Stage:
         yield Finished(chunk.number, shards)
 
     def _shard(self, chunk: Chunk, first_row: int) -> ShardWriter:
-        return ShardWriter(self._folder, chunk.number, first_row, self._settings.shard_bytes)
+        return ShardWriter(self._folder, self._run.digest, chunk.number, first_row, self._settings.shard_bytes)
 
     def _add(self, shard: ShardWriter, record: Record, folder: Path) -> str | None:
         """Adds a record's row to the shard; what is wrong with it, if anything is."""

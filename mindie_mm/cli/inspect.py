@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from mindie_mm.errors import StorageError
+
 
 @click.command("inspect")
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -20,10 +22,10 @@ def command(folder: Path, row: int | None, png: Path | None) -> None:
     if row is None:
         _show_run(dataset.manifest)
         return
-    try:
-        sample = dataset[row]
-    except IndexError as error:
-        raise click.UsageError(str(error)) from None
+    if not 0 <= row < len(dataset):
+        raise click.UsageError(f"row {row} of {len(dataset)}")
+    dataset.shard(row).verify(folder)
+    sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
     if sample.error is not None:
         click.echo(f"failed: {sample.error}")
@@ -41,15 +43,19 @@ def command(folder: Path, row: int | None, png: Path | None) -> None:
         click.echo(repr(tokenizer.decode(sample.ids[at : span.start])))
         held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items() if name != ITEM)
         click.echo(f"{span.kind} in slots {span.start} to {span.stop - 1}: {held}")
-        pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
+        if span.kind != "audio":
+            pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
         at = span.stop
     click.echo(repr(tokenizer.decode(sample.ids[at:])))
     if pictures:
         from mindie_mm.batch.sheet import contact_sheet
 
         png = png or Path(f"row-{sample.row}.png")
-        contact_sheet(pictures).save(png)
-        click.echo(f"{len(pictures)} pictures in {png}")
+        try:
+            contact_sheet(pictures).save(png, "PNG")
+        except OSError as error:
+            raise StorageError(f"{png} cannot be written: {error.strerror}") from error
+        click.echo(f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'} in {png}")
 
 
 def _show_run(manifest: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,7 +19,7 @@ from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import InputError, MindieMMError, error_name
+from mindie_mm.errors import InputError, MindieMMError, StorageError, error_name
 
 Answer = dict[str, Any]
 
@@ -28,19 +29,19 @@ async def generate(
 ) -> tuple[int, int]:
     """Appends the answers of rows that `output` does not have yet; how many rows it has then, and errors among them.
 
-    InputError if `output` is not this run's; errors as Worker.start.
+    InputError if `output` is not this run's, StorageError if it cannot be written, CorruptReference if a shard is not
+    what the run wrote; errors as Worker.start.
     """
     stop = min(len(dataset), limit or len(dataset))
-    begun, errors = _begun(output)
-    if begun > stop:
-        raise InputError(f"{output} has {begun} rows; {stop} are asked for")
-    async with _started(config) as worker:
-        with output.open("ab") as file:
-            async with aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers:
-                async for answer in answers:
-                    errors += "error" in answer
-                    file.write(msgspec.json.encode(answer) + b"\n")
-                    file.flush()
+    with _continued(output) as (file, begun, earlier_errors):
+        if begun > stop:
+            raise InputError(f"{output} has {begun} rows; {stop} are asked for")
+        errors, rows = earlier_errors, range(begun, stop)
+        async with _started(config) as worker, aclosing(_answers(dataset, rows, worker, params)) as answers:
+            async for answer in answers:
+                errors += "error" in answer
+                file.write(msgspec.json.encode(answer) + b"\n")
+                file.flush()
     return stop, errors
 
 
@@ -53,6 +54,7 @@ async def _answers(
     try:
         for first_row, own in _by_shard(dataset, rows):
             async with AsyncExitStack() as stack:
+                await asyncio.to_thread(dataset.shard(first_row).verify, dataset.folder)
                 number = stack.enter_context(reserved())
                 worker.engine.mount(arena_path(dataset.folder, first_row), number)
                 stack.callback(worker.engine.unmount, number)
@@ -92,23 +94,35 @@ def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
             yield shard.info.first_row, own
 
 
-def _begun(output: Path) -> tuple[int, int]:
-    """How many answers are there, and errors among them; a line that was cut short is removed."""
-    if not output.exists():
-        return 0, 0
-    rows = errors = whole = 0
-    with output.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
+@contextmanager
+def _continued(output: Path) -> Iterator[tuple[BinaryIO, int, int]]:
+    """The file of answers, to write behind those that it has; how many those are, and errors among them."""
+    try:
+        with output.open("a+b") as file:
             try:
-                answer = msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                answer = None
-            if not isinstance(answer, dict) or answer.get("row") != rows:
-                raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
-            rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
-        file.truncate(whole)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another call writes {output}") from None
+            yield file, *_begun(file, output)
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written: {error.strerror}") from error
+
+
+def _begun(file: BinaryIO, output: Path) -> tuple[int, int]:
+    """How many answers are there, and errors among them; a line that was cut short is removed."""
+    rows = errors = whole = 0
+    file.seek(0)
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            answer = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("row") != rows:
+            raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
+        rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
+    file.truncate(whole)
     return rows, errors
 
 

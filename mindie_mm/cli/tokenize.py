@@ -54,8 +54,6 @@ def command(
     standard input. A row is a List[Dict], an object with inputs or messages, or one with text and media. Exits with 1
     if a row failed: DIR/errors.jsonl says which, and why.
     """
-    import asyncio
-
     from mindie_mm.batch.progress import shown
     from mindie_mm.batch.run import BatchRun
     from mindie_mm.batch.settings import Settings
@@ -73,10 +71,11 @@ def command(
     )
     with shown("json" if json_progress else "auto") as show:
         run = BatchRun(made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address)
-        manifest = asyncio.run(run.run())
+        manifest = run.run()
     said = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
     if manifest.num_errors:
-        click.echo(f"{said}; {manifest.num_errors} rows failed, see {output / 'errors.jsonl'}")
+        failed = "1 row" if manifest.num_errors == 1 else f"{manifest.num_errors} rows"
+        click.echo(f"{said}; {failed} failed, see {output / 'errors.jsonl'}")
         raise SystemExit(1)
     click.echo(f"{said}; no row failed")
 

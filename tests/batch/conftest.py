@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -60,7 +59,7 @@ def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureReques
 
 
 def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:
-    return asyncio.run(BatchRun(settings, folder, num_workers=num_workers, **options).run())
+    return BatchRun(settings, folder, num_workers=num_workers, **options).run()
 
 
 def settings(*inputs: Path, **others: Any) -> Settings:
