@@ -80,6 +80,9 @@ class MiniGPT4Processor(Processor):
 class MiniGPT4Model(PretrainedModel):
     """`module` is transformers' Blip2ForConditionalGeneration."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("vision_model",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("language_projection",)
+
     def __init__(self, module: Any, spec: ModelSpec, processor: MiniGPT4Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
         self._processor = processor

@@ -105,6 +105,8 @@ class Blip2Processor(Processor):
 class _Tower(MediaModel):
     """Tower and Q-Former; `module` is transformers' Blip2ForConditionalGeneration."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("vision_model",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("language_projection",)
     module: Any
     _normalization: Normalization
 

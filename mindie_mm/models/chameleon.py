@@ -138,6 +138,12 @@ class ChameleonProcessor(Processor):
 class ChameleonModel(PretrainedModel):
     """Quantiser and decoder of Chameleon; `module` is transformers' ChameleonForConditionalGeneration."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = (
+        "model.vqmodel.encoder",
+        "model.vqmodel.quant_conv",
+        "model.vqmodel.quantize",
+    )
+
     def __init__(self, module: Any, spec: ModelSpec, processor: ChameleonProcessor) -> None:
         super().__init__(module, spec, module.model, module.lm_head)
         self._scaled_mean, self._scaled_std = (

@@ -115,6 +115,9 @@ class DeepseekVLProcessor(Processor):
 class DeepseekVLModel(PretrainedModel):
     """Tower and decoder of DeepSeek-VL; `module` is transformers' DeepseekVLForConditionalGeneration or its sibling."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_model",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.aligner",)
+
     def __init__(self, module: Any, spec: ModelSpec, normalizations: Mapping[str, Normalization]) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._normalizations = normalizations

@@ -418,19 +418,22 @@ class _Network(nn.Module):
 class DeepseekVL2Model(Model):
     """Tower, projector and decoder."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("vision",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("projector",)
+
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
     ) -> None:
         """`language` is the decoder's part of config.json."""
         self.spec = spec
-        self.network = network
+        self.module = network
         self._processor = processor
         self._rotary_width = language["qk_rope_head_dim"] if language.get("use_mla", True) else spec.head_dim
         self._rotary_base: float = language.get("rope_theta", 10000.0)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items])
-        features = self.network.projector(self.network.vision(pixels.to(self.spec.dtype)))
+        features = self.module.projector(self.module.vision(pixels.to(self.spec.dtype)))
         counts = [len(item.view[_TILES]) for item in items]
         return [self._arranged(own, item) for own, item in zip(features.split(counts), items, strict=True)]
 
@@ -448,20 +451,20 @@ class DeepseekVL2Model(Model):
         side, (across, down) = self._processor.side, item.shape.grid
         tiles = views[1:].view(down, across, side, side, -1).transpose(1, 2).reshape(down * side, across * side, -1)
         overview = self._ended(views[0].view(side, side, -1))
-        return torch.cat([overview, self.network.view_seperator.unsqueeze(0), self._ended(tiles)])
+        return torch.cat([overview, self.module.view_seperator.unsqueeze(0), self._ended(tiles)])
 
     def _ended(self, grid: Tensor) -> Tensor:
         """[rows, columns, width], an end put to each row: [rows * (columns + 1), width]."""
-        ends = self.network.image_newline.expand(len(grid), 1, -1)
+        ends = self.module.image_newline.expand(len(grid), 1, -1)
         return torch.cat([grid, ends], dim=1).flatten(0, 1)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        hidden: Tensor = self.network.language.model.embed_tokens(input_ids)
+        hidden: Tensor = self.module.language.model.embed_tokens(input_ids)
         return hidden
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         del extra
-        decoder = self.network.language.model
+        decoder = self.module.language.model
         angles = rotary_angles(positions[0], self._rotary_width, self._rotary_base)
         for layer in decoder.layers:
             hidden = layer(hidden, angles, paged)
@@ -469,7 +472,7 @@ class DeepseekVL2Model(Model):
         return normed
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.network.language.lm_head(hidden)
+        logits: Tensor = self.module.language.lm_head(hidden)
         return logits.float()
 
 

@@ -60,6 +60,17 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
         arrays["pixel_values"][...] = resize(high, self.side, self.side, self.resample)
 
 
+class DeepseekVLHybridModel(DeepseekVLModel):
+    """With a second tower; `module` is transformers' DeepseekVLHybridForConditionalGeneration."""
+
+    vision_parts: ClassVar[tuple[str, ...]] = (
+        "model.vision_model",
+        "model.high_res_vision_model",
+        "model.high_res_vision_neck",
+        "model.high_res_vision_proj",
+    )
+
+
 class DeepseekVLHybrid(Family):
     """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
@@ -72,9 +83,9 @@ class DeepseekVLHybrid(Family):
         return DeepseekVLHybridProcessor(checkpoint)
 
     @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> DeepseekVLModel:
+    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> DeepseekVLHybridModel:
         from transformers import DeepseekVLHybridForConditionalGeneration
 
         processor = DeepseekVLHybridProcessor(checkpoint)
         module, spec = load_pretrained(DeepseekVLHybridForConditionalGeneration, checkpoint, device, dtype)
-        return DeepseekVLModel(module, spec, processor.normalizations)
+        return DeepseekVLHybridModel(module, spec, processor.normalizations)

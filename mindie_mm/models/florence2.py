@@ -153,6 +153,9 @@ class Florence2Processor(Processor):
 class Florence2Model(Seq2SeqModel):
     """Tower, encoder and decoder; `module` is transformers' Florence2ForConditionalGeneration."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, normalization: Normalization) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
         self._normalization = normalization

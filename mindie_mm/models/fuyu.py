@@ -155,6 +155,8 @@ class FuyuProcessor(Processor):
 class FuyuModel(PretrainedModel):
     """Decoder of Fuyu; its tower is one linear layer. `module` is transformers' FuyuForCausalLM."""
 
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.vision_embed_tokens",)
+
     def __init__(self, module: Any, spec: ModelSpec, processor: FuyuProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._scaled_mean, self._scaled_std = (

@@ -203,6 +203,9 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 class Idefics3Model(PretrainedModel):
     """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_model",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.connector",)
+
     def __init__(self, module: Any, spec: ModelSpec, normalizations: Mapping[Kind, Normalization]) -> None:
         super().__init__(module, spec, module.model.text_model, module.lm_head)
         self.normalizations = normalizations

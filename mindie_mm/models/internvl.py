@@ -195,6 +195,9 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 class InternVLModel(PretrainedModel):
     """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._normalizations = processor.normalizations

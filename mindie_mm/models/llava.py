@@ -143,6 +143,9 @@ class LlavaProcessor(Processor):
 class LlavaModel(PretrainedModel):
     """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+
     def __init__(self, module: Any, spec: ModelSpec, normalization: Normalization) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._normalization = normalization

@@ -400,6 +400,12 @@ class MolmoModel(Model):
 
     splice_adds: ClassVar[bool] = True
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_backbone",)
+    projector_parts: ClassVar[tuple[str, ...]] = (
+        "model.vision_backbone.image_pooling_2d",
+        "model.vision_backbone.image_projector",
+    )
+
     def __init__(self, module: Network, spec: ModelSpec, config: Mapping[str, Any], processor: MolmoProcessor) -> None:
         self.spec = spec
         self.module = module

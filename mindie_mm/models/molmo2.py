@@ -351,6 +351,9 @@ class Molmo2Model(PretrainedModel):
     joins_items: ClassVar[bool] = True
     prefix_sees_later_media: ClassVar[bool] = True
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._geometries = processor.geometries

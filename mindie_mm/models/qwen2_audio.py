@@ -121,6 +121,8 @@ class Qwen2AudioProcessor(Processor):
 class Qwen2AudioModel(PretrainedModel):
     """Audio tower and decoder; `module` is transformers' Qwen2AudioForConditionalGeneration."""
 
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
 

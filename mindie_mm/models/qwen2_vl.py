@@ -364,6 +364,9 @@ class Qwen2VLModel(PretrainedModel):
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("model.visual",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.visual.merger",)
+
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}

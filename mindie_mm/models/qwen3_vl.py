@@ -162,6 +162,7 @@ class Qwen3VLModel(Qwen2VLModel):
     Behind a feature's hidden columns stand those of each tower layer that reaches the decoder.
     """
 
+    projector_parts: ClassVar[tuple[str, ...]] = ("model.visual.merger", "model.visual.deepstack_merger_list")
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:

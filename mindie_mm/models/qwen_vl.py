@@ -277,11 +277,14 @@ class QwenVLModel(Model):
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
     prefix_sees_length: ClassVar[bool] = True
 
+    vision_parts: ClassVar[tuple[str, ...]] = ("transformer.visual",)
+    projector_parts: ClassVar[tuple[str, ...]] = ("transformer.visual.attn_pool",)
+
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: QwenVLProcessor, config: Mapping[str, Any]
     ) -> None:
         self.spec = spec
-        self.network = network
+        self.module = network
         self._size = processor.size
         self._shape = MediaShape("image", processor.placeholder("image").token, processor.num_queries)
         self._trained_length: int = config["seq_length"]
@@ -305,7 +308,7 @@ class QwenVLModel(Model):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items])
-        return list(self.network.transformer["visual"](pixels.to(self.spec.dtype)))
+        return list(self.module.transformer["visual"](pixels.to(self.spec.dtype)))
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [1, 3, size, size], on the device, of an item of either wire."""
@@ -314,7 +317,7 @@ class QwenVLModel(Model):
         return normalize(from_dlpack(item.view[_BYTES]).to(self.spec.device).unsqueeze(0))
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        hidden: Tensor = self.network.transformer["wte"](input_ids)
+        hidden: Tensor = self.module.transformer["wte"](input_ids)
         return hidden
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
@@ -323,13 +326,13 @@ class QwenVLModel(Model):
         width = self.spec.head_dim
         angles = rotary_angles(index, width, self._rotary_base * factor.double() ** (width / (width - 2)))
         scale = self._query_scale(index)
-        for block in self.network.transformer["h"].children():
+        for block in self.module.transformer["h"].children():
             hidden = block(hidden, angles, scale, paged)
-        normed: Tensor = self.network.transformer["ln_f"](hidden)
+        normed: Tensor = self.module.transformer["ln_f"](hidden)
         return normed
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.network.lm_head(hidden)
+        logits: Tensor = self.module.lm_head(hidden)
         return logits.float()
 
     def _query_scale(self, index: Tensor) -> Tensor:

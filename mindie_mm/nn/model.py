@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -86,6 +86,15 @@ class MediaModel(ABC):
     """The part of a loaded model that reads media: from words to features."""
 
     spec: ModelSpec
+    module: Any
+    """All of it, an nn.Module."""
+    vision_parts: ClassVar[tuple[str, ...]] = ()
+    """Names in `module` of what sees pictures: what `vision_device` and `vision_bits` move; none, and they are refused.
+
+    They must be called themselves, not their methods; of a ModuleList its modules are.
+    """
+    projector_parts: ClassVar[tuple[str, ...]] = ()
+    """The same of what brings its features to the decoder's width, in the tower or behind it."""
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
     """The slots of each kind on MindIE's wire; none, and ids of that wire are refused."""
 

@@ -1,11 +1,11 @@
 """The vision tower and the projector on a device, or in a precision, of their own.
 
-Hooks bring what a part is called with to the part, and what it gives back to its caller: no family knows of it.
+Hooks bring what a part is called with to the part, and what it gives back to its caller: a family only names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,6 @@ from torch import Tensor, nn
 from mindie_mm.device import open_device
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import MediaModel
-
-# What transformers' own modules, and those here, call these parts.
-VISION = (
-    "vision",
-    "vision_tower",
-    "visual",
-    "vision_model",
-    "vision_encoder",
-    "image_tower",
-    "vision_backbone",
-    "high_res_vision_model",
-    "high_res_vision_neck",
-    "high_res_vision_proj",
-)
-PROJECTOR = ("multi_modal_projector", "merger", "connector", "aligner", "language_projection", "projector", "attn_pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +26,10 @@ class Placement:
     bits: int | None = None
     """32 or 16; None: as the rest."""
 
-    def dtype(self, model: torch.dtype) -> torch.dtype:
-        """The part's dtype in a model of dtype `model`."""
-        if self.bits is None or self.bits == model.itemsize * 8:
-            return model
+    def dtype(self, own: torch.dtype) -> torch.dtype:
+        """What the dtype of a part becomes that has been loaded as `own`."""
+        if self.bits is None or self.bits == own.itemsize * 8:
+            return own
         return torch.float32 if self.bits == 32 else torch.bfloat16
 
 
@@ -58,30 +43,27 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
     Weights and pixels are rounded to the model's dtype before; what counts in 32 bits is the arithmetic.
     InputError where it has no such part, or a quantised one; DeviceError where the device is not there.
     """
+    moves: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
     # The projector after the tower, which it may lie in.
-    for what, names, placement in (("vision", VISION, vision), ("projector", PROJECTOR, projector)):
+    for what, names, placement in (
+        ("vision", model.vision_parts, vision),
+        ("projector", model.projector_parts, projector),
+    ):
         if placement == TOGETHER:
             continue
-        if not (parts := list(_parts(model, names))):
+        if not names:
             raise InputError(f"{what}_device or {what}_bits is given, but this model has no part of that kind to move")
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
-        for part in parts:
-            _move(part, what, device, placement.dtype(model.spec.dtype))
+        moves += [(part, what, device, placement.dtype(next(part.parameters()).dtype)) for part in parts(model, names)]
+    for move in moves:
+        _move(*move)
 
 
-def _parts(model: MediaModel, names: tuple[str, ...]) -> Iterator[nn.Module]:
-    """The outermost modules of these names."""
-    roots = [value for value in vars(model).values() if isinstance(value, nn.Module)]
-    seen: set[nn.Module] = set()
-    for root in roots:
-        inside: set[nn.Module] = set()
-        for path, module in root.named_modules():
-            if module in seen or module in inside:
-                continue
-            if path.rpartition(".")[2] in names:
-                inside.update(module.modules())
-                yield module
-        seen.update(root.modules())
+def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
+    """The modules of these names, of a ModuleList those in it."""
+    for name in names:
+        part = model.module.get_submodule(name)
+        yield from part if isinstance(part, nn.ModuleList) else (part,)
 
 
 def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) -> None:

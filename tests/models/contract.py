@@ -29,6 +29,7 @@ from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
@@ -390,6 +391,20 @@ class FamilyContract:
                     # Blanks can be shared with what stands beside the item.
                     assert lead.strip().endswith(parts[0].strip()), (name, lead)
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
+
+    @pytest.mark.parametrize("what", ["vision", "projector"])
+    def test_parts_have_a_precision_of_their_own(self, what, path, model, tokenized):
+        """Those that the family names; where it names none, the setting is refused."""
+        half = {what: Placement("cpu", bits=16)}
+        if not (names := getattr(model, f"{what}_parts")):
+            with pytest.raises(InputError, match=f"{what}_device or {what}_bits is given, but this model has no part"):
+                load_model(path, device="cpu", dtype="float32", **half)
+            return
+        moved = load_model(path, device="cpu", dtype="float32", **half)
+        assert {weight.dtype for part in parts(moved, names) for weight in part.parameters()} == {torch.bfloat16}
+        items = [item for ids in tokenized.values() for item in moved.read(ids.numpy())]
+        for features, item in zip(moved.encode(items), items, strict=True):
+            assert (features.dtype, len(features)) == (torch.float32, item.shape.num_features)
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:

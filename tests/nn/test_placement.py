@@ -76,10 +76,13 @@ def test_a_device_that_is_not_there_is_refused(random_checkpoint):
 
 
 class Bare:
-    """A model with none of these parts."""
+    """A model with a tower, or with none."""
+
+    projector_parts = ()
 
     def __init__(self, **parts: nn.Module) -> None:
         self.module = nn.ModuleDict(parts)
+        self.vision_parts = tuple(name for name in parts if name == "visual")
         self.spec = ModelSpec(8, 8, 8, 1, 1, 8, (), torch.device("cpu"), torch.float32)
 
 
