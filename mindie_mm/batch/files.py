@@ -9,6 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from mindie_mm import faults
 from mindie_mm.errors import StorageError
 
 _PIECE = 1 << 20
@@ -21,8 +22,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield unfinished
         sync(unfinished)
+        faults.point(f"written {path.name}")
         unfinished.rename(path)
         sync(path.parent)
+        faults.point(f"named {path.name}")
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error

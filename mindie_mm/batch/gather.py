@@ -49,14 +49,13 @@ def _list(root: Path, file: BinaryIO, template: str) -> None:
     """A row a medium, by its name within the folder, in the order of names."""
     before, _, after = template.rpartition(MEDIA_MARK)
     encoder, found = msgspec.json.Encoder(), False
-    for path in _media_files(os.fspath(root)):
+    for found_path in _media_files(os.fspath(root)):
+        # Of a name that is not UTF-8 there is no JSON: as it is written here there is no such file, and its row fails.
+        path = os.fsencode(found_path).decode(errors="backslashreplace")
         items: list[dict[str, Any]] = [{SUFFIXES[suffix_of(path)]: path}]
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
-        try:
-            file.write(encoder.encode({"id": os.path.relpath(path, root), "inputs": items}) + b"\n")
-        except UnicodeEncodeError:
-            raise InputError(f"the name of {path!r} is not UTF-8") from None
+        file.write(encoder.encode({"id": os.path.relpath(path, root), "inputs": items}) + b"\n")
         found = True
     if not found:
         raise InputError(f"{root} has no file that ends in {', '.join(SUFFIXES)}")

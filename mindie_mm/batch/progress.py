@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event, Thread
 from typing import Literal, Protocol, TextIO
 
 import msgspec
@@ -36,7 +37,7 @@ class Progress:
 
 
 class Show(Protocol):
-    """Called at each row; shows what there is, when it is time to."""
+    """Called at each row; what is shown, and when, is its own affair."""
 
     def __call__(self, done: Progress, earlier: Progress) -> None:
         """`earlier` is what of `done` an earlier run did."""
@@ -60,8 +61,11 @@ class Rates:
 
 
 @contextmanager
-def shown(style: Style, out: TextIO = sys.stderr) -> Iterator[Show]:
-    """A bar on a terminal, a line each 30 s elsewhere; "json": an object a second; the end is always shown."""
+def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = None) -> Iterator[Show]:
+    """A bar on a terminal, a line each 30 s elsewhere; "json": an object a second; the end is always shown.
+
+    `interval_s` is another time between two of them.
+    """
     if style == "none":
         yield lambda *_: None
         return
@@ -69,24 +73,28 @@ def shown(style: Style, out: TextIO = sys.stderr) -> Iterator[Show]:
         with _bar() as drawn:
             yield drawn
         return
-    write = _json if style == "json" else _line
-    interval_s = JSON_INTERVAL_S if style == "json" else LOG_INTERVAL_S
-    began = shown_s = time.monotonic()
+    write, pause_s = (_json, JSON_INTERVAL_S) if style == "json" else (_line, LOG_INTERVAL_S)
+    began, ended = time.monotonic(), Event()
     last = (Progress(), Progress())
+
+    def show(done: Progress, earlier: Progress) -> None:
+        nonlocal last
+        last = (done, earlier)
 
     def print_now() -> None:
         print(write(*last, time.monotonic() - began), file=out, flush=True)
 
-    def show(done: Progress, earlier: Progress) -> None:
-        nonlocal shown_s, last
-        last = (done, earlier)
-        if (now := time.monotonic()) >= shown_s + interval_s:
-            shown_s = now
+    def print_often() -> None:
+        while not ended.wait(interval_s or pause_s):
             print_now()
 
+    printing = Thread(target=print_often, daemon=True)  # of its own: a row may take longer than a pause
+    printing.start()
     try:
         yield show
     finally:
+        ended.set()
+        printing.join()
         print_now()
 
 

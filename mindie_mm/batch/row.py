@@ -25,7 +25,8 @@ from mindie_mm.media.source import source_path
 
 _PROMPTS = ("inputs", "messages")
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
-_FLAT = ("text", "prompt", *KINDS, *(f"{kind}s" for kind in KINDS))
+_TEXTS = ("text", "prompt")
+_FLAT = (*_TEXTS, *KINDS, *(f"{kind}s" for kind in KINDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,11 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     by_suffix = {suffix_of(name): data for name, data in record.files.items()}
     if ".json" in by_suffix:
         described = _decoded(by_suffix[".json"], f"{record.key}.json")
-        if isinstance(described, dict) and described.keys() & set(_PROMPTS):
-            return _from_object(_embedded(described, record.files), folder)
+        if isinstance(described, dict) and described.keys() & {*_PROMPTS, *_FLAT} - set(_TEXTS):
+            by_base = {os.path.basename(name): data for name, data in record.files.items()}  # noqa: PTH119 - no path
+            return _from_object(_embedded(described, by_base | record.files), folder)
+        if isinstance(described, dict):
+            template = next((described[key] for key in _TEXTS if isinstance(described.get(key), str)), template)
     media = [
         Media(SUFFIXES[suffix], data) for name, data in record.files.items() if (suffix := suffix_of(name)) in SUFFIXES
     ]
@@ -128,23 +132,19 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     media: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     for key, value in record.items():
-        if key in ("text", "prompt"):
+        if key in _TEXTS:
             texts.append({"text": value})
         elif key in _FLAT:
             kind = key.removesuffix("s")
-            media += [{kind: _file_of(one)} for one in (value if isinstance(value, list) else [value])]
+            media += [{kind: one} for one in (value if isinstance(value, list) else [value])]
     return media + texts
 
 
-def _file_of(value: Any) -> Any:
-    """What a cell of a media column holds: `datasets` writes pictures and sounds as their bytes beside a path."""
-    if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
-        return value.get("bytes") or value.get("path")
-    return value
-
-
 def _without_nulls(value: Any) -> Any:
+    """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes."""
     if isinstance(value, Mapping):
+        if value and value.keys() <= {"bytes", "path"}:
+            return value.get("bytes") or value.get("path")
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):
         return [_without_nulls(one) for one in value]

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from mindie_mm import faults
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.source import Chunk
 from mindie_mm.errors import CorruptReference, SharedMemoryError, StorageError
@@ -25,7 +26,7 @@ from mindie_mm.tokenize.prompt import Prompt, Span
 MAX_ROW_BYTES = 1 << 34
 """Most bytes that the row which fills a shard may add to it."""
 MAX_BLOCKS = 2048
-"""Media items of a shard; with less than an eighth of them left the next row begins another."""
+"""Media items of a shard; with less than half of them left the next row begins another, so that it has room."""
 
 _SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
 _ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
@@ -174,7 +175,7 @@ class ShardWriter:
     @property
     def is_full(self) -> bool:
         """Whether the next row belongs to another shard."""
-        return self.arena.used_bytes >= self._shard_bytes or self.arena.num_free < MAX_BLOCKS // 8
+        return self.arena.used_bytes >= self._shard_bytes or self.arena.num_free < MAX_BLOCKS // 2
 
     @property
     def num_rows(self) -> int:
@@ -209,6 +210,7 @@ class ShardWriter:
             self.arena.close()
         except SharedMemoryError as error:
             raise StorageError(str(error)) from error
+        faults.point(f"named {self.arena.path.name}")
         info = ShardInfo(
             run=self._run,
             first_row=self._first_row,

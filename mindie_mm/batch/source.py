@@ -21,11 +21,16 @@ from mindie_mm.inputs import Kind
 
 MEDIA_MARK = "{media}"
 """Where a prompt template has the media."""
-_SAMPLED_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 16
+_MAX_PIECES = 1024
+_MOST_ROWS_AT_ONCE = 64
+_BYTES_AT_ONCE = 1 << 20
+_MOST_FILE_BYTES = (1 << 29) + 1
+"""One more than a medium may have, so that it fails for its size."""
 _NAMED: Mapping[Kind, str] = {
     "image": ".jpg .jpeg .png .webp .bmp .gif .tif .tiff",
-    "video": ".mp4 .mkv .webm .mov .avi .m4v",
-    "audio": ".wav .flac .mp3 .m4a .ogg .opus",
+    "video": ".mp4 .mkv .webm .mov .avi .m4v .wmv .flv .ts",
+    "audio": ".wav .flac .mp3 .m4a .aac .ogg .opus .aiff .wma",
 }
 SUFFIXES: Mapping[str, Kind] = {suffix: kind for kind, suffixes in _NAMED.items() for suffix in suffixes.split()}
 """What kind of medium a file is, by the end of its name: which files of a folder, or of a tar, are taken."""
@@ -80,13 +85,16 @@ class Source(ABC):
         return self.path.stat().st_size
 
     def fingerprint(self) -> str:
-        """Tells it from another file, without reading all of it: its size, its ends."""
+        """Tells it from another file: by all of it, or, of a large one, by its size and 1,024 pieces of it."""
         with self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest = blake3(str(size).encode())
-            for at in (0, max(0, size - _SAMPLED_BYTES)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLED_BYTES))
+            # The last one ends with the file: a Parquet file's end has something to say of each of its pages.
+            last = max(0, size - _PIECE_BYTES)
+            pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
+            for number in range(pieces + 1):
+                file.seek(last * number // pieces)
+                digest.update(file.read(_PIECE_BYTES))
         return digest.hexdigest(16)
 
     @abstractmethod
@@ -128,18 +136,22 @@ class Table(Source):
     """A Parquet file, of which some columns can be chosen."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        import pyarrow.parquet as pq  # late: the parent of the workers does with what lists its files
+        import pyarrow as pa  # late: the parent of the workers does with what lists its files
+        import pyarrow.parquet as pq
 
         super().__init__(path)
         try:
-            self._file = pq.ParquetFile(path)
-        except (OSError, ValueError) as error:
+            # In pieces: a group of rows with pictures in it may be larger than the memory.
+            self._file = pq.ParquetFile(path, buffer_size=_PIECE_BYTES)
+        except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
         if missing := set(columns) - set(self._file.schema_arrow.names):
             raise InputError(f"{path} has no column {sorted(missing)}; it has {self._file.schema_arrow.names}")
         metadata = self._file.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._group_starts = list(accumulate(sizes[:-1], initial=0))
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
+        row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+        self._rows_at_once = max(1, min(_MOST_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(1, row_bytes)))
         self._columns = list(columns) or None
         self._at = 0
         self._rows: Iterator[dict[str, Any]] = iter(())
@@ -158,21 +170,36 @@ class Table(Source):
         first = self._group_starts[bisect_right(self._group_starts, start) - 1]
         if not first < self._at <= start:
             self._at, self._rows = first, self._read(self._group_starts.index(first))
-        for _ in islice(self._rows, start - self._at):
-            pass
-        for at in range(start, stop):
-            row = next(self._rows)
-            self._at = at + 1
-            yield row
+        for row in islice(self._rows, stop - self._at):
+            self._at += 1
+            if self._at > start:
+                yield row
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._file.metadata.num_row_groups))
-        for batch in self._file.iter_batches(batch_size=16, row_groups=groups, columns=self._columns):
-            yield from batch.to_pylist()
+        for batch in self._file.iter_batches(self._rows_at_once, row_groups=groups, columns=self._columns):
+            try:
+                rows = batch.to_pylist()
+            except (ValueError, OverflowError):
+                names = batch.schema.names
+                rows = [{name: _cell(row.column(name)[0]) for name in names} for row in _single(batch)]
+            yield from rows
+
+
+def _single(batch: Any) -> Iterator[Any]:
+    return (batch.slice(row, 1) for row in range(batch.num_rows))
+
+
+def _cell(scalar: Any) -> Any:
+    """What a cell holds; no bytes at all for what Python has no value for, such as text that is not UTF-8."""
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):
+        return b""
 
 
 class Tar(Source):
-    """WebDataset: files of one name up to its first dot are one row."""
+    """WebDataset: files of one name up to its first dot are one row. Links and sparse files are left out."""
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         rows, start, stop, last = 0, 0, 0, None
@@ -197,7 +224,7 @@ class Tar(Source):
                         yield Files(key, files)
                     key, files = name, {}
                 file.seek(member.offset_data)
-                files[member.name] = file.read(member.size)
+                files[member.name] = file.read(min(member.size, _MOST_FILE_BYTES))
         if files:
             yield Files(key, files)
 
@@ -209,8 +236,11 @@ class Tar(Source):
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (member := tar.next()) is not None:
                         tar.members = []  # type: ignore[attr-defined]  # it would keep every one
-                        if member.isfile():
+                        if member.isfile() and not member.issparse():
                             yield member
+                    file.seek(tar.offset)
+                    if any(file.read(tarfile.BLOCKSIZE)):  # tarfile takes a damaged header for the end
+                        raise InputError(f"{self.path} is damaged: at byte {tar.offset} is no header of a tar")
             except tarfile.TarError as error:
                 raise InputError(f"{self.path} cannot be read as an uncompressed tar: {error}") from None
 

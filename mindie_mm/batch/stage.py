@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mindie_mm import faults
 from mindie_mm.batch.messages import Finished, Step
 from mindie_mm.batch.row import Row, parse, printable, row_id
 from mindie_mm.batch.settings import Run
@@ -56,6 +57,7 @@ class Stage:
                     shard.add_error(row_id(record), error)
                 else:
                     error = self._add(shard, record, self._settings.media_folder(chunk.file))
+                faults.point(f"row {number}")
                 yield Step(number, shard.arena.used_bytes - used, error)
             shards.append(shard.finish())
         yield Finished(chunk.number, shards)

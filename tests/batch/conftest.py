@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mindie_mm.batch.gather import gather
 from mindie_mm.batch.manifest import Manifest
 from mindie_mm.batch.run import BatchRun
-from mindie_mm.batch.settings import Settings
+from mindie_mm.batch.settings import Run, Settings
+from mindie_mm.batch.shard import complete_shards
+from mindie_mm.batch.source import chunks
+from mindie_mm.batch.stage import Stage
 from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
@@ -62,6 +67,20 @@ def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: An
     return BatchRun(settings, folder, num_workers=num_workers, **options).run()
 
 
+def made(settings: Settings, folder: Path) -> Manifest:
+    """A whole run as `run` makes it, its chunks done in this process, which begins sooner than a worker does."""
+    folder.mkdir(exist_ok=True)
+    gather(settings.inputs, folder, settings.template, io.BytesIO())
+    begun = Run.of(settings, folder)
+    begun.begin(folder)
+    stage = Stage(begun, folder)
+    for chunk in chunks(settings.sources(folder), settings.shard_rows, settings.limit):
+        if complete_shards(folder, chunk, begun.digest) is None:
+            for _ in stage.run(chunk, {}):
+                pass
+    return run(settings, folder)
+
+
 def settings(*inputs: Path, **others: Any) -> Settings:
     return Settings(model="", inputs=tuple(map(str, inputs)), **{"shard_rows": 7} | others)
 
@@ -71,10 +90,14 @@ def content(folder: Path) -> Mapping[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in UNEQUAL}
 
 
+def written(path: Path, rows: Iterable[Any]) -> Path:
+    """A file of such rows, JSON or bytes as they are."""
+    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
 def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`mindie-mm tokenize`, to its end."""
     command = [CLI, "tokenize", *map(str, arguments)]
     return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=100, cwd=cwd)
-
-
-Write = Callable[[Iterable[Mapping[str, Any]]], Path]

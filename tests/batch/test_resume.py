@@ -1,0 +1,116 @@
+"""A run that is killed between any two of its steps, and resumed, has the bytes of one that never was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mindie_mm import faults
+from mindie_mm.batch.shard import table_path
+from mindie_mm.errors import InputError, StorageError
+from mindie_mm.shm.layout import ArenaHeader, Owner
+from tests.batch.conftest import content, made, run, settings, written
+
+POINTS = (
+    "written run.json",
+    "row 0",
+    "row 5",
+    "named shard-000000000.arena",
+    "written shard-000000000.parquet",
+    "named shard-000000000.parquet",
+    "row 7",
+    "named shard-000000007.parquet",
+    "written errors.jsonl",
+    "written manifest.json",
+    "named manifest.json",
+)
+
+
+@pytest.fixture(scope="module")
+def few(media: Path) -> Path:
+    """Eight rows, one of them bad: two chunks of seven."""
+    rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(7)]
+    return written(media / "few.jsonl", [*rows[:3], {"text": 5}, *rows[4:], {"text": "the last"}])
+
+
+@pytest.fixture(scope="module")
+def whole(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    made(settings(few), folder)
+    return folder
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at(point: str, few: Path, whole: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / f"batch.{point}"
+    trigger.touch()
+    killed = os.fork()
+    if not killed:
+        try:
+            faults.arm("batch", tmp_path)
+            made(settings(few), tmp_path / "run")
+        finally:
+            os._exit(1)
+    assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+    assert not trigger.exists()
+    assert made(settings(few), tmp_path / "run").num_rows == 8
+    assert content(tmp_path / "run") == content(whole)
+
+
+def test_a_shard_of_another_run_is_not_taken_for_this_ones(few: Path, whole: Path, tmp_path: Path) -> None:
+    made(settings(few, chat=False), tmp_path / "run")
+    assert content(tmp_path / "run") != content(whole)
+    (tmp_path / "run/run.json").unlink()
+    (tmp_path / "run/manifest.json").unlink()
+    (tmp_path / "run/errors.jsonl").unlink()
+    made(settings(few), tmp_path / "run")
+    assert content(tmp_path / "run") == content(whole)
+
+
+def test_a_folder_of_something_else_is_left_alone(few: Path, tmp_path: Path) -> None:
+    (tmp_path / "errors.jsonl").write_text("mine")
+    with pytest.raises(InputError, match=r"holds no run, but errors\.jsonl: name a folder that is empty"):
+        run(settings(few), tmp_path)
+    assert (tmp_path / "errors.jsonl").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(few: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file cannot be written to: File exists"):
+        run(settings(few), tmp_path / "file")
+    with pytest.raises(StorageError, match=r"below cannot be written to: Not a directory"):
+        run(settings(few), tmp_path / "file/below")
+
+
+def test_headers_on_disk_say_nothing_of_who_wrote_them(whole: Path) -> None:
+    arena = whole / "shard-000000007.arena"
+    with arena.open("rb") as file:
+        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()))
+    assert header.owner == Owner.nobody()
+    assert (header.created_ns, header.arena) == (0, 1)
+    assert not any(arena.read_bytes()[48:112])
+
+
+def test_a_change_in_the_midst_of_the_input_is_found(tmp_path: Path) -> None:
+    rows = [{"text": f"word {i} " + "x" * 90_000} for i in range(9)]
+    path = written(tmp_path / "rows.jsonl", rows)
+    made(settings(path, max_tokens=1), tmp_path / "run")
+    path.write_bytes(path.read_bytes().replace(b"word 4", b"word 5"))
+    with pytest.raises(InputError, match="holds another run: input_digests was"):
+        run(settings(path, max_tokens=1), tmp_path / "run")
+
+
+def test_no_rows_are_a_run(tmp_path: Path) -> None:
+    manifest = run(settings(written(tmp_path / "none.jsonl", [])), tmp_path / "run")
+    assert (manifest.num_rows, manifest.shards) == (0, [])
+    assert (tmp_path / "run/errors.jsonl").read_bytes() == b""
+
+
+def test_a_table_without_its_blocks_is_made_again(few: Path, whole: Path, tmp_path: Path) -> None:
+    made(settings(few), tmp_path / "run")
+    table_path(tmp_path / "run", 0).with_suffix(".arena").unlink()
+    made(settings(few), tmp_path / "run")
+    assert content(tmp_path / "run") == content(whole)
