@@ -19,18 +19,26 @@ from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import RESAMPLES, Data, Pixels, open_image, resize
+from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
+from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
+from mindie_mm.nn.pixels import HALF, Normalization, joined
+from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
-_BILINEAR = 2
 _NEEDED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": True, "padding_mode": "constant"}
+_DEFAULTS: Mapping[str, Any] = {
+    "resample": 2,
+    "size": {"height": 1080, "width": 1920},
+    "patch_size": {"height": 30, "width": 30},
+    "padding_value": 1.0,
+    "image_mean": HALF,
+    "image_std": HALF,
+}
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}"
@@ -49,31 +57,26 @@ class FuyuProcessor(Processor):
     chat_template: ClassVar[str | None] = _CHAT_TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        where = checkpoint.path
-        config = checkpoint.json("processor_config.json").get("image_processor")
-        config = config or checkpoint.json("preprocessor_config.json")
-        for name, needed in _NEEDED.items():
-            if config.get(name, needed) != needed:
-                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
-        if (number := config.get("resample", _BILINEAR)) not in RESAMPLES:
-            raise UnsupportedCheckpoint(f"{where}: resample is {number!r}, only {[*RESAMPLES]} are served")
-        self._resample = RESAMPLES[number]
-        size = config.get("size") or {"height": 1080, "width": 1920}
-        patch = config.get("patch_size") or {"height": 30, "width": 30}
-        self._height, self._width, self.patch = int(size["height"]), int(size["width"]), int(patch["height"])
-        if self.patch != patch["width"] or self.patch != checkpoint.config.get("patch_size", 30):
+        where = str(checkpoint.path)
+        config = read_config("FuyuConfig", checkpoint)
+        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
+        check_type(settings, "image_processor_type", ["FuyuImageProcessor"], where)
+        check_settings(settings, _NEEDED, where)
+        self._resample = resample_of(settings, where)
+        size, patch = (Size.read(settings[name], where).fixed for name in ("size", "patch_size"))
+        if size is None or patch != (config.patch_size, config.patch_size):
             raise UnsupportedCheckpoint(
-                f"{where}: images are cut into patches of {patch['height']}x{patch['width']} pixels, the model takes "
-                f"squares of {checkpoint.config.get('patch_size', 30)}"
+                f"{where}: size is {settings['size']}, patch_size {settings['patch_size']}; the model takes a height "
+                f"and a width, and squares of {config.patch_size} pixels"
             )
+        (self._height, self._width), self.patch = size, patch[0]
         if self._height % self.patch or self._width % self.patch:
             raise UnsupportedCheckpoint(
                 f"{where}: images of up to {self._height}x{self._width} pixels are no whole patches of {self.patch}"
             )
-        self.feature_width = text_width("FuyuConfig", checkpoint)
-        self._padding = int(config.get("padding_value", 1.0))
-        self.mean, self.std = (_channels(config.get(name, 0.5)) for name in ("image_mean", "image_std"))
-        self.rescale_factor: float = config.get("rescale_factor", 1 / 255)
+        self.feature_width = config.get_text_config().hidden_size
+        self._padding = int(settings["padding_value"])
+        self.normalization = Normalization.read(settings)
         vocabulary = _vocabulary(checkpoint)
         try:
             self._bos, newline, answer = (vocabulary[token] for token in ("<s>", "|NEWLINE|", "<0x04>"))
@@ -160,8 +163,8 @@ class FuyuModel(PretrainedModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: FuyuProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._scaled_mean, self._scaled_std = (
-            torch.tensor(values, device=spec.device) * (1.0 / processor.rescale_factor)
-            for values in (processor.mean, processor.std)
+            torch.tensor(values, device=spec.device) * (1.0 / processor.normalization.rescale_factor)
+            for values in (processor.normalization.mean, processor.normalization.std)
         )
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -193,10 +196,6 @@ class Fuyu(Family):
 
         module, spec = load_pretrained(FuyuForCausalLM, checkpoint, device, dtype)
         return FuyuModel(module, spec, FuyuProcessor(checkpoint))
-
-
-def _channels(value: float | Sequence[float]) -> tuple[float, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,) * 3
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
