@@ -1,11 +1,13 @@
-"""Each family beside transformers: preprocessing of an item, the tower over it, prefill of text.
+"""Each family beside transformers: preprocessing of an item, the tower over it, prefill of text, a request for a token.
 
 The checkpoints are those of the tests, of random weights and a few layers, made again with the published ones' sizes of
 pictures, patches and tiles, and their settings of sound. A photograph comes as a JPEG's bytes; transformers gets its
-pixels from libjpeg-turbo, as torchvision's decoder gives them, and has its arithmetic from tests/stubs. Frames and
+pixels from libjpeg-turbo, as torchvision's decoder gives them, and has its arithmetic from tests/stubs; the same
+photograph comes once more as pixels to both, since one decoder takes most of the time of a small picture. Frames and
 samples come decoded to both. Ours ends with a published block in shared memory. The towers here begin with bytes,
-transformers' with normalised floats: so the sum of both steps counts, too. Where the reference is golden data there is
-nothing to take turns with.
+transformers' with normalised floats: so the sum of both steps counts, too. Prefill is the layers over the cache's pages
+beside a call of the model that keeps its cache; a request goes through the engine's queue, pages and sampler, beside
+`generate` for one token. Where the reference is golden data there is nothing to take turns with.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.attention import Chunk, PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.nn.model import MediaModel
@@ -51,6 +54,9 @@ CLIP = (8, 360, 480)
 SECONDS = 10.0
 PROMPT = 1000
 """Tokens of text, or as many as the checkpoint's context holds."""
+BLOCK = 16
+"""Tokens in a block of the KV cache."""
+TEXT_STEPS = ("prefill", "first token")
 FEWEST, MOST, LONG_ENOUGH_S = 5, 60, 0.3
 """Turns of each contestant: within these, until it has run so long."""
 
@@ -236,7 +242,8 @@ def preprocessing(
 
     def theirs() -> object:
         if kind == "image":
-            rgb = torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB")).permute(2, 0, 1)
+            pixels = data if isinstance(data, np.ndarray) else simplejpeg.decode_jpeg(data, "RGB")
+            rgb = torch.from_numpy(pixels).permute(2, 0, 1)
             return reference.processor.image_processor(images=[rgb], return_tensors="pt")
         if kind == "video":
             return reference.processor.video_processor(videos=[data], return_tensors="pt")
@@ -289,30 +296,53 @@ def reference_tower(reference: Any, kind: Kind, item: NDArray[Any]) -> Callable[
     return see
 
 
-def prefill(contract: type[FamilyContract], model: Any, reference: Any, length: int) -> Contestants:
-    """Text to its first token: the engine's queue, pages and sampler with ours; one call of the model with theirs."""
+def text_steps(contract: type[FamilyContract], model: Any, reference: Any, length: int) -> dict[str, Contestants]:
+    """A prompt of text: through the layers into the cache; and as a request whose answer is one token."""
     ids = np.random.default_rng(0).integers(30, 100, length, dtype=np.int64)
     engine = contract().engine(model, prefix_caching=False, kv_cache_bytes=2**27)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
-    def ours() -> None:
+    def request() -> None:
         engine.add(Add("0", ids.tobytes(), params))
         while engine.has_work():
             engine.step()
 
+    steps: dict[str, Contestants] = {
+        "prefill": {OURS: layers(model, torch.from_numpy(ids))},
+        "first token": {OURS: request},
+    }
     if reference is None:
-        return {OURS: ours}
+        return steps
     # BLIP-2's whole insists on pixels.
     whole = reference.model.language_model if type(reference.model).__name__.startswith("Blip2") else reference.model
     batch = torch.from_numpy(ids)[None]
     encoded = isinstance(model, Seq2SeqModel)
     further = {"decoder_input_ids": torch.tensor([[model.rules.start_token_id]])} if encoded else {"logits_to_keep": 1}
 
-    def theirs() -> None:
+    def call() -> None:
         with torch.inference_mode():
-            whole(input_ids=batch, use_cache=True, **further).logits.argmax(-1)
+            whole(input_ids=batch, use_cache=True, **further)
 
-    return {OURS: ours, THEIRS: theirs}
+    def generate() -> None:
+        whole.generate(input_ids=batch, max_new_tokens=1, do_sample=False)
+
+    steps["prefill"][THEIRS] = call
+    steps["first token"][THEIRS] = generate
+    return steps
+
+
+def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+    """Ids into the cache, and the last one's logits."""
+    if isinstance(model, Seq2SeqModel):
+        return lambda: model.decode(model.encode_prompt(ids, []), [model.rules.start_token_id])
+    cache = model.allocate_cache(len(ids) // BLOCK + 1, BLOCK)
+    positions, device = model.positions(len(ids), []).prompt, model.spec.device
+
+    def run() -> None:
+        paged = PagedBatch.build([Chunk(0, len(ids), range(cache.padding))], cache, device)
+        model.forward(ids, positions, [], paged, torch.tensor([len(ids) - 1]))
+
+    return run
 
 
 def milliseconds(
@@ -369,18 +399,20 @@ def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: S
     with Tokenizer.from_pretrained(folder, arena=arena) as tokenizer:
         steps: dict[str, Contestants] = {}
         for kind, item in data.items():
-            steps[f"preprocess {kind}"] = preprocessing(
-                kind, item, processor, reference, arena, folder / "shm_name.txt"
-            )
+            steps[f"preprocess {kind}"] = preprocessing(kind, item, processor, reference, arena, path_file)
+            if kind == "image":
+                pixels = simplejpeg.decode_jpeg(item, "RGB")
+                steps["preprocess pixels"] = preprocessing(kind, pixels, processor, reference, arena, path_file)
             steps[f"tower {kind}"] = towers(kind, item, model, tokenizer, reference, folder / f"{kind}.txt")
-        steps["prefill"] = prefill(contract, model, reference, length)
+        steps |= text_steps(contract, model, reference, length)
         for count in cores:
             with threads(count) as clock:
                 measured = {
                     step: milliseconds(entries, clock, path_file if step.startswith("preprocess") else None)
                     for step, entries in steps.items()
                 }
-            measured["prefill"] = {name: value * 1000 / length for name, value in measured["prefill"].items()}
+            for step in TEXT_STEPS:
+                measured[step] = {name: value * 1000 / length for name, value in measured[step].items()}
             for kind in data:
                 parts = [measured[f"preprocess {kind}"], measured[f"tower {kind}"]]
                 measured[f"both {kind}"] = {name: sum(part[name] for part in parts) for name in parts[0]}
@@ -400,15 +432,18 @@ def table(families: Mapping[str, Any], count: int) -> str:
     lines = [
         f"On {cores}: ms, and how many times as long transformers takes; -: only golden data to compare with.",
         "",
-        "| family | item | preprocess | tower | both | prefill of 1,000 tokens |",
-        "|---|---|---|---|---|---|",
+        "| family | item | preprocess | of it decoded | tower | both | prefill of 1,000 tokens | request of 1,000 tokens |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, family in families.items():
         figures = family[f"{count} cores"]
         kinds = [step.removeprefix("tower ") for step in figures if step.startswith("tower ")]
         for kind in kinds:
+            decoded = [cell(figures["preprocess pixels"]) if kind == "image" else ""]
             steps = [cell(figures[f"{step} {kind}"]) for step in ("preprocess", "tower", "both")]
-            lines.append(f"| {name} | {kind} | {' | '.join(steps)} | {cell(figures['prefill'])} |")
+            steps[1:1] = decoded
+            steps += [cell(figures[step]) for step in TEXT_STEPS]
+            lines.append(f"| {name} | {kind} | {' | '.join(steps)} |")
     return "\n".join([*lines, ""])
 
 

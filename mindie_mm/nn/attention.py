@@ -210,20 +210,18 @@ def paged_attention(
     query [heads, T, head_dim], key [kv_heads, T, head_dim], value [kv_heads, T, value_head_dim]; returns
     [T, heads, value_head_dim].
     """
-    out = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])  # (T, heads, value_head_dim)
     cached = None
     if paged.cache is not None and paged.slots is not None:
         cached = paged.cache.keys[layer], paged.cache.values[layer]
         for pages, new in zip(cached, (key, value), strict=True):
             pages.flatten(0, 1).index_copy_(0, paged.slots, new.transpose(0, 1))
+    if len(paged.prefills) == 1 and not paged.decodes:  # the rows are one sequence's: nothing to put together
+        return _prefill(query, key, value, cached, paged.prefills[0], scaling, sliding_window)
+    out = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])  # (T, heads, value_head_dim)
     for prefill in paged.prefills:
         rows = prefill.rows
-        k, v = key[:, rows], value[:, rows]
-        if prefill.context:
-            assert cached is not None
-            length = prefill.context + rows.stop - rows.start
-            k, v = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
-        out[rows] = _prefill(query[:, rows], k, v, prefill, scaling, sliding_window).transpose(0, 1)
+        own = query[:, rows], key[:, rows], value[:, rows]
+        out[rows] = _prefill(*own, cached, prefill, scaling, sliding_window)
     for decode in paged.decodes:
         assert cached is not None
         out[decode.rows] = _decode(query[:, decode.rows], *cached, decode, scaling, sliding_window)
@@ -231,9 +229,19 @@ def paged_attention(
 
 
 def _prefill(
-    query: Tensor, key: Tensor, value: Tensor, prefill: _Prefill, scaling: float, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cached: tuple[Tensor, Tensor] | None,
+    prefill: _Prefill,
+    scaling: float,
+    sliding_window: int | None,
 ) -> Tensor:
-    """query (heads, n, head_dim) over key and value (kv_heads, context + n, head_dim)."""
+    """query (heads, n, head_dim) over key and value (kv_heads, n, head_dim) and the pages; (n, heads, head_dim)."""
+    if prefill.context:
+        assert cached is not None
+        length = prefill.context + query.shape[1]
+        key, value = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
     mask, groups = None, prefill.groups
     if prefill.context or sliding_window is not None or groups is not None:
         at = torch.arange(prefill.context, key.shape[1], device=query.device).unsqueeze(1)
@@ -253,7 +261,7 @@ def _prefill(
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[0] != key.shape[0],
-    )[0]
+    )[0].transpose(0, 1)
 
 
 def _decode(
