@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("preprocess", "shm", "engine", "models")
+NAMES = ("preprocess", "shm", "engine", "models", "batch")
 
 
 def main() -> None:

@@ -1,0 +1,208 @@
+"""mindie-mm tokenize over JPEGs of mixed sizes: time, bytes and memory, beside transformers and Ray Data.
+
+Contestants take turns, slice of the pictures after slice; medians over the slices count. The time that a run takes to
+start is measured by a run of two rows and taken off, and stands in the figures by itself. Wall time and processor time
+are given, since other load on a machine counts little in the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from bench.batch import memory
+from bench.batch.contestants import Cost, Reference, fused, tokenize
+from bench.batch.pictures import CACHE, SIDES, pictures, rows
+from bench.report import RESULTS, median, plot, write
+from mindie_mm.batch.manifest import Manifest
+from tools.random_checkpoint import write_checkpoint
+
+IMAGES, ROWS = 10_000, 100_000
+SLICES = 5
+LOOP_ROWS, RAY_ROWS, FEW_ROWS = 60, 400, 32
+"""Of each slice for the loop; of all pictures for Ray Data; and what is taken off for its start."""
+SMALL_PIXELS = 64 * 28 * 28
+LARGE_EACH = 100
+"""One row of so many has its picture at full size, when memory is measured."""
+MEMORY_LIMIT = 1.2e9
+MEASURES = ("speed", "ray", "memory")
+
+
+def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str, Any]:
+    """Milliseconds a row of each contestant, and what the rows take on disk."""
+    reference = Reference(checkpoint)
+    turns: list[dict[str, dict[str, float]]] = []
+    starts: list[dict[str, Cost]] = []
+    disk = blocks = patches = 0
+    size = count // SLICES
+    for start in range(0, size * SLICES, size):
+        lines = rows(images, folder / "slice.jsonl", range(start, start + size))
+        paths = [images / f"{number:06d}.jpg" for number in range(start, start + size)]
+        turn = {"fused path alone": fused(paths, checkpoint, folder / "shm_name.txt").a_row(size)}
+        begun: dict[str, Cost] = {}
+        for name, workers in (("1 worker", 1), ("2 workers", 2)):
+            few, whole = folder / "few", folder / "whole"
+            begun[name] = tokenize(lines, checkpoint, few, workers, "--limit", "2", "--shard-rows", "1")
+            cost = tokenize(lines, checkpoint, whole, workers) - begun[name]
+            turn[name] = cost.a_row(size - 2)
+            own_bytes = Manifest.read(whole).num_bytes
+            if workers == 1:
+                disk += sum(file.stat().st_size for file in whole.iterdir())
+                patches += patch_bytes(whole)
+                blocks += own_bytes
+            shutil.rmtree(few)
+            shutil.rmtree(whole)
+        looped = lines.read_text().splitlines()[:LOOP_ROWS]
+        cost, float_bytes = reference.loop(looped, folder / "loop")
+        shutil.rmtree(folder / "loop")
+        # Of a few pictures: what they would take if they were as large as the slice's are on average.
+        larger = 8 * own_bytes / size / (float_bytes / len(looped))
+        turn["loop over transformers"] = {k: v * larger for k, v in cost.a_row(len(looped)).items()}
+        turns.append(turn)
+        starts.append(begun)
+        print(json.dumps(turn), flush=True)
+    return {
+        "milliseconds_a_row": {
+            name: {k: round(median([turn[name][k] for turn in turns]), 2) for k in turns[0][name]} for name in turns[0]
+        },
+        "seconds_to_start": {
+            name: {
+                k: round(median([start[name].a_row(1)[k] / 1e3 for start in starts]), 2) for k in ("wall", "processor")
+            }
+            for name in starts[0]
+        },
+        "1_worker_times_faster_than_loop": ratio(turns, "loop over transformers", "1 worker"),
+        "1_worker_of_fused_path": ratio(turns, "fused path alone", "1 worker"),
+        "2_workers_times_1_worker": ratio(turns, "1 worker", "2 workers")["wall"],
+        "bytes_on_disk": disk,
+        "of_them_blocks": blocks,
+        "bytes_of_float32_patches": 8 * patches,
+        "times_smaller_than_float32_patches": round(8 * patches / disk, 2),
+    }
+
+
+def ratio(turns: Sequence[Mapping[str, Mapping[str, float]]], slow: str, fast: str) -> dict[str, float]:
+    """Of the medians."""
+    return {
+        clock: round(median([turn[slow][clock] for turn in turns]) / median([turn[fast][clock] for turn in turns]), 3)
+        for clock in ("wall", "processor")
+    }
+
+
+def patch_bytes(run: Path) -> int:
+    """Of uint8 patches in the blocks, without the repeated frame."""
+    tables = [pq.read_table(path, columns=["arrays"]) for path in sorted(run.glob("*.parquet"))]
+    arrays = [array for table in tables for items in table["arrays"].to_pylist() for item in items for array in item]
+    return sum(math.prod(array["shape"]) for array in arrays if array["dtype"] == "uint8")
+
+
+def ray(folder: Path, checkpoint: Path, images: Path) -> dict[str, Any]:
+    """Milliseconds a row of two actors each, from the difference of many rows and few; wall time."""
+    few = rows(images, folder / "few.jsonl", range(FEW_ROWS))
+    many = rows(images, folder / "many.jsonl", range(RAY_ROWS))
+    out = folder / "ray"
+    out.mkdir()
+    command = [sys.executable, "-m", "bench.batch.on_ray", *map(str, (checkpoint, out, 2, few, few, many))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600)
+    _, short, long = json.loads(done.stdout.splitlines()[-1])
+    theirs = (long - short) / (RAY_ROWS - FEW_ROWS)
+    ours: dict[str, float] = {}
+    for name, options in (("ours on Ray", ("--ray",)), ("ours without Ray", ())):
+        costs = []
+        for lines in (few, many):
+            costs.append(tokenize(lines, checkpoint, folder / "ours", 2, "--shard-rows", "16", *options).wall_s)
+            shutil.rmtree(folder / "ours")
+        ours[name] = (costs[1] - costs[0]) / (RAY_ROWS - FEW_ROWS)
+    return {
+        "rows": RAY_ROWS,
+        "milliseconds_a_row": {
+            name: round(1e3 * value, 2) for name, value in {"Ray Data with transformers": theirs, **ours}.items()
+        },
+        "times_faster": {name: round(theirs / value, 2) for name, value in ours.items()},
+    }
+
+
+def footprint(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str, Any]:
+    """The most that all processes of a run take together, 2 workers; and the plot."""
+    lines = rows(images, folder / "small.jsonl", range(count), small_but_each=(SMALL_PIXELS, LARGE_EACH))
+    seconds, samples = memory.run(lines, checkpoint, folder / "small", 2)
+    manifest = Manifest.read(folder / "small")
+    shutil.rmtree(folder / "small")
+    largest = 3 * SIDES[1] ** 2
+    limit, peak = MEMORY_LIMIT + 2 * largest, max(samples, key=lambda sample: sample.pss_bytes)
+    title = f"mindie-mm tokenize, 2 workers, {count} rows, {manifest.num_bytes / 1e9:.1f} GB of blocks"
+    plot("batch_memory", lambda axes: memory.draw(axes, samples, limit, title))
+    return {
+        "rows": count,
+        "errors": manifest.num_errors,
+        "seconds": round(seconds, 1),
+        "peak_bytes": peak.pss_bytes,
+        "peak_bytes_without_pages_of_files": max(sample.anonymous_bytes for sample in samples),
+        "peak_at_s": round(peak.at_s, 1),
+        "limit_bytes": round(limit),
+        "processes": max(sample.processes for sample in samples),
+    }
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """Markdown."""
+    lines = ["# Offline tokenisation", ""]
+    if "speed" in figures:
+        found = figures["speed"]
+        lines += ["| | ms a row, wall | processor |", "|---|---|---|"]
+        lines += [f"| {name} | {ms['wall']} | {ms['processor']} |" for name, ms in found["milliseconds_a_row"].items()]
+        names = ("1_worker_times_faster_than_loop", "1_worker_of_fused_path")
+        lines += ["", "| | wall | processor |", "|---|---|---|"]
+        lines += [
+            f"| {name.replace('_', ' ')} | {found[name]['wall']} | {found[name]['processor']} |" for name in names
+        ]
+        lines += [f"| 2 workers, times 1 worker | {found['2_workers_times_1_worker']} | |", ""]
+        lines += [f"On disk {found['times_smaller_than_float32_patches']} times smaller than float32 patches.", ""]
+    if "ray" in figures:
+        found = figures["ray"]
+        lines += ["| two actors, or workers | ms a row |", "|---|---|"]
+        lines += [f"| {name} | {value} |" for name, value in found["milliseconds_a_row"].items()] + [""]
+    if "memory" in figures:
+        found = figures["memory"]
+        megabytes = f"{found['peak_bytes'] / 1e6:.0f} MB of all processes, limit {found['limit_bytes'] / 1e6:.0f} MB"
+        lines += [f"{found['rows']} rows with 2 workers: at most {megabytes}; {found['seconds']} s.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)  # of bench/__main__.py
+    parser.add_argument("--images", type=int, default=IMAGES)
+    parser.add_argument("--rows", type=int, default=ROWS, help="of the run whose memory is measured")
+    parser.add_argument("--only", choices=MEASURES, help="the others' figures stay as they are in bench/results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    images = pictures(options.images)
+    kept = RESULTS / "batch.json"
+    figures: dict[str, Any] = json.loads(kept.read_text()) if options.only and kept.exists() else {}
+    figures |= {"images": options.images, "bytes_of_jpegs": sum(file.stat().st_size for file in images.glob("*.jpg"))}
+    with tempfile.TemporaryDirectory(dir=CACHE) as name:
+        folder = Path(name)
+        checkpoint = write_checkpoint(folder / "checkpoint")
+        measures = {
+            "speed": lambda: speed(folder, checkpoint, images, options.images),
+            "ray": lambda: ray(folder, checkpoint, images),
+            "memory": lambda: footprint(folder, checkpoint, images, options.rows),
+        }
+        for measure in (options.only,) if options.only else MEASURES:
+            figures[measure] = measures[measure]()
+            print(measure, json.dumps(figures[measure]), flush=True)
+    figures.pop("machine", None)
+    write("batch", figures)
+    (RESULTS / "batch.md").write_text(table(figures))

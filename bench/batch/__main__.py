@@ -1,0 +1,5 @@
+"""`python -m bench.batch`."""
+
+from bench.batch import main
+
+main()

@@ -1,0 +1,63 @@
+"""Ray Data's own map_batches with transformers' processor: `python -m bench.batch.on_ray CHECKPOINT OUT ACTORS ROWS..`.
+
+Each of ROWS is a JSONL that is run by itself, on one cluster of this machine; prints the seconds of each as JSON. An actor
+writes the arrays of its rows, as the loop does: to hand them to Ray to be written takes longer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.batch.contestants import Reference
+
+
+class Processing:
+    """An actor."""
+
+    def __init__(self, checkpoint: str, out: str) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._reference, self._out = Reference(Path(checkpoint)), Path(out)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        sizes = []
+        for line in batch["text"]:
+            name, ids, patches = self._reference(line)
+            np.save(self._out / f"{name}-ids.npy", ids)
+            np.save(self._out / f"{name}-pixels.npy", patches)
+            sizes.append(patches.nbytes)
+        return {"size": np.array(sizes)}
+
+
+def main() -> None:
+    import ray
+
+    checkpoint, out, actors, *files = sys.argv[1:]
+    ray.init(num_cpus=int(actors), include_dashboard=False, log_to_driver=False)
+    seconds = []
+    for rows in files:
+        began = time.perf_counter()
+        lines = [{"text": line} for line in Path(rows).read_text().splitlines()]
+        done = ray.data.from_items(lines, override_num_blocks=max(int(actors), len(lines) // 16)).map_batches(
+            Processing,
+            fn_constructor_args=(checkpoint, out),
+            batch_size=8,
+            num_cpus=1,
+            concurrency=(1, int(actors)),
+        )
+        assert sum(1 for _ in done.iter_rows()) == len(lines)
+        seconds.append(time.perf_counter() - began)
+        for file in Path(out).glob("*.npy"):
+            file.unlink()
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()
