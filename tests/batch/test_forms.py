@@ -1,0 +1,332 @@
+"""The forms that rows come in: one prompt has the same ids and arrays in all of them, and what is no row harms none."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mindie_mm.batch import Dataset, Sample
+from mindie_mm.batch.source import open_source
+from mindie_mm.errors import InputError
+from tests.batch.conftest import made, settings, tokenize, written
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+from tests.sound_samples import encode_sound, tone
+
+NAMES = ("0.jpg", "1.png", "2.wav", "3.mp4")
+TEXT = "What is this?"
+TEMPLATE = "{media}What is this?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A picture with alpha, one without, a sound and a video."""
+    folder = tmp_path_factory.mktemp("forms") / "media"
+    folder.mkdir()
+    (folder / "0.jpg").write_bytes(encoded(photograph(size=(90, 70))))
+    (folder / "1.png").write_bytes(encoded(photograph(size=(60, 120)), "PNG"))
+    (folder / "2.wav").write_bytes(encode_sound(tone(0.5), 16_000))
+    (folder / "3.mp4").write_bytes(encode_video(moving_frames(6)))
+    return folder
+
+
+def kind(name: str) -> str:
+    return {".wav": "audio", ".mp4": "video"}.get(Path(name).suffix, "image")
+
+
+def listed(folder: Path) -> Sequence[Mapping[str, Any]]:
+    return [{"inputs": [{kind(name): name}, {"text": TEXT}]} for name in NAMES]
+
+
+def packed(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
+    """An uncompressed tar."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def tabled(path: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> Path:
+    names = dict.fromkeys(name for row in rows for name in row)
+    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path, **options)
+    return path
+
+
+def lines(folder: Path, out: Path) -> Path:
+    return written(folder / "rows.jsonl", listed(folder))
+
+
+def windows_lines(folder: Path, out: Path) -> Path:
+    rows = [json.dumps(row).encode() for row in listed(folder)]
+    path = folder / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\r\n" + b"\r\n \r\n".join(rows))
+    return path
+
+
+def bare_lists(folder: Path, out: Path) -> Path:
+    return written(folder / "lists.jsonl", [row["inputs"] for row in listed(folder)])
+
+
+def flat(folder: Path, out: Path) -> Path:
+    return written(folder / "flat.ndjson", [{"text": TEXT, kind(name): name} for name in NAMES])
+
+
+def openai(folder: Path, out: Path) -> Path:
+    parts = [
+        [{"type": f"{kind(name)}_url", f"{kind(name)}_url": {"url": name}}, {"type": "text", "text": TEXT}]
+        for name in NAMES
+    ]
+    return written(folder / "openai.jsonl", [{"messages": [{"role": "user", "content": own}]} for own in parts])
+
+
+def table_of_cells(folder: Path, out: Path) -> Path:
+    rows = [{kind(name): {"bytes": (folder / name).read_bytes(), "path": None}, "text": TEXT} for name in NAMES]
+    return tabled(out / "cells.parquet", rows, row_group_size=3, use_dictionary=True)
+
+
+def table_of_paths(folder: Path, out: Path) -> Path:
+    return tabled(folder / "paths.pq", [{kind(name): {"bytes": None, "path": name}, "prompt": TEXT} for name in NAMES])
+
+
+def table_of_lists(folder: Path, out: Path) -> Path:
+    return tabled(folder / "lists.parquet", listed(folder))
+
+
+def table_of_nested_cells(folder: Path, out: Path) -> Path:
+    rows = [
+        [{kind(name): {"bytes": (folder / name).read_bytes(), "path": "gone"}, "text": None}, {"text": TEXT}]
+        for name in NAMES
+    ]
+    return tabled(out / "nested.parquet", [{"inputs": items, "note": float("nan")} for items in rows])
+
+
+def table_of_json(folder: Path, out: Path) -> Path:
+    return tabled(folder / "json.parquet", [{"inputs": json.dumps(row["inputs"])} for row in listed(folder)])
+
+
+def tar_with_texts(folder: Path, out: Path) -> Path:
+    members = [(name, (folder / name).read_bytes()) for name in NAMES]
+    return packed(
+        out / "texts.tar", [one for member in members for one in (member, (f"{member[0][0]}.txt", TEXT.encode()))]
+    )
+
+
+def tar_with_prompts(folder: Path, out: Path) -> Path:
+    described = {f"a/b/{name[0]}.json": row for name, row in zip(NAMES, listed(folder), strict=True)}
+    return packed(
+        out / "prompts.tar",
+        [
+            one
+            for name, (path, row) in zip(NAMES, described.items(), strict=True)
+            for one in ((path, json.dumps(row).encode()), (f"a/b/{name}", (folder / name).read_bytes()))
+        ],
+    )
+
+
+def tar_with_json_texts(folder: Path, out: Path) -> Path:
+    return packed(
+        out / "json.tar",
+        [
+            one
+            for name in NAMES
+            for one in ((name, (folder / name).read_bytes()), (f"{name[0]}.json", json.dumps({"text": TEXT}).encode()))
+        ],
+    )
+
+
+def require_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
+    assert [sample.error for sample in found] == [None] * len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.spans == other.spans
+        for arrays, others in zip(one.arrays, other.arrays, strict=True):
+            assert all(np.array_equal(arrays[name], others[name]) for name in others)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """What `lines` gives, which test_run compares with the online path."""
+    out = tmp_path_factory.mktemp("reference")
+    made(settings(lines(folder, out)), out / "run")
+    return Dataset(out / "run")
+
+
+FORMS = (windows_lines, bare_lists, flat, openai, table_of_cells, table_of_paths, table_of_lists, table_of_nested_cells,
+         table_of_json, tar_with_texts, tar_with_prompts, tar_with_json_texts)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prompt_is_the_same_in_each_form(form: Any, folder: Path, reference: Dataset, tmp_path: Path) -> None:
+    made(settings(form(folder, tmp_path)), tmp_path / "run")
+    require_equal(Dataset(tmp_path / "run"), reference)
+
+
+def test_a_folder_of_media_is_one_too(folder: Path, reference: Dataset, tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    (media / "below").mkdir(parents=True)
+    for name in NAMES:
+        (media / "below" / name).write_bytes((folder / name).read_bytes())
+    (media / "notes.md").touch()
+    made(settings(media, template=TEMPLATE), tmp_path / "run")
+    dataset = Dataset(tmp_path / "run")
+    require_equal(dataset, reference)
+    assert [sample.id for sample in dataset] == [f"below/{name}" for name in NAMES]
+    assert not list((tmp_path / "run").glob("input-*"))
+
+
+def test_standard_input_columns_limit_and_template_of_the_command(
+    folder: Path, reference: Dataset, tmp_path: Path
+) -> None:
+    rows = lines(folder, tmp_path).read_text()
+    done = tokenize("-", "--output", tmp_path / "stdin", "--limit", 3, "--workers", 1, given=rows, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("; no row failed\n")
+    require_equal(Dataset(tmp_path / "stdin"), reference[:3])
+    table = [{"image": (folder / name).read_bytes(), "text": "no", "id": 5} for name in NAMES[:2]]
+    inputs = (
+        tabled(tmp_path / "t.parquet", table),
+        packed(tmp_path / "t.tar", [(NAMES[2], (folder / NAMES[2]).read_bytes())]),
+    )
+    options = ("--select-columns", "image", "--template", TEMPLATE, "--no-chat-template", "--workers", 1)
+    assert tokenize(*inputs, "--output", tmp_path / "columns", *options).returncode == 0
+    image, _, sound = Dataset(tmp_path / "columns")
+    assert (image.id, len(image.ids)) == ("0", len(image.ids[image.spans[0].start :]) + image.spans[0].lead)
+    assert len(sound.ids) > sound.spans[0].stop + sound.spans[0].tail
+
+
+ATTACKS: Sequence[tuple[bytes, str]] = (
+    (b'{"id": "deep", "text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"id": "deep", "text": "a", "x": ' + b"[" * 700 + b"]" * 700 + b"}", "nested too deeply"),
+    (b'{"text": "a", "x": NaN}', "not JSON"),
+    (b'{"id": ' + b"9" * 5000 + b', "text": "a"}', "not JSON"),
+    (b'{"id": "\\ud800", "text": "a"}', "not JSON"),
+    (b'{"id": "\xff", "text": "a"}', "not JSON"),
+    (b'{"text": "\xff"}', "not JSON"),
+    (b"\xff", "not JSON"),
+    (b"5", "must be an object or a list"),
+    (b'{"id": [1], "text": "a"}', "id is list"),
+    (b'{"id": 1.5, "text": "a"}', "id is float"),
+    (b'{"messages": [{"role": ["user"], "content": "a"}]}', "role is"),
+    (b'{"inputs": [{"type": {"a": 1}, "text": "a"}]}', "type is of type dict"),
+    (b'{"inputs": [{"image": "a.jpg", "detail": ["low"]}]}', "detail is"),
+    (b'{"inputs": [{"image": "a\\u0000.jpg"}]}', "not a valid path"),
+    (b'{"inputs": [{"image": "."}]}', "Is a directory"),
+    (b'{"inputs": [{"image": "http://127.0.0.1:9/a.jpg"}]}', "address is not public"),
+    (b'{"inputs": "[{]"}', "not JSON"),
+    (b'{"inputs": [], "text": "a"}', "it takes inputs, messages, or"),
+    (b'{"text": null}', "it takes inputs, messages, or"),
+    (b"{}", "it takes inputs, messages, or"),
+    (b"[null]", "must be a dict"),
+)
+
+
+def test_what_is_no_row_is_an_error_of_its_own(tmp_path: Path) -> None:
+    good = [
+        {"id": "same", "text": "a"},
+        {"id": "same", "text": "a"},
+        {"id": "\u65e5\n\x00", "text": "a", "image": None},
+    ]
+    rows = written(tmp_path / "rows.jsonl", [good[0], *(row for row, _ in ATTACKS), *good[1:]])
+    rows.write_bytes(rows.read_bytes().removesuffix(b"\n"))
+    made(settings(rows), tmp_path / "run")
+    dataset = Dataset(tmp_path / "run")
+    assert len(dataset) == len(ATTACKS) + len(good)
+    for sample, (row, why) in zip(dataset[1:-2], ATTACKS, strict=True):
+        assert sample.error.startswith(("InputError: ", "MediaError: ")), (row[:80], sample.error)
+        assert why in sample.error, (row[:80], sample.error)
+    assert [dataset[row].id for row in (0, -2, -1)] == ["same", "same", "\u65e5\n\x00"]
+    assert [dataset[row].error for row in (0, -2, -1)] == [None] * 3
+    assert len((tmp_path / "run/errors.jsonl").read_text().splitlines()) == len(ATTACKS)
+
+
+def test_cells_that_python_has_no_value_for_fail_their_row_alone(tmp_path: Path) -> None:
+    text = pa.StringArray.from_buffers(3, pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xffb"))
+    table = pa.table({"text": text.cast(pa.string()), "when": pa.array([0, 0, 2**50], pa.timestamp("ms"))})
+    pq.write_table(table, tmp_path / "odd.parquet")
+    made(settings(tmp_path / "odd.parquet"), tmp_path / "run")
+    errors = [sample.error for sample in Dataset(tmp_path / "run")]
+    assert errors == [None, "InputError: inputs[0].text is of type bytes; it must be a string", None]
+
+
+def test_a_group_of_rows_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
+    rows = [{"text": "a", "bytes": bytes([row]) * 300_000, "id": row} for row in range(9)]
+    source = open_source(tabled(tmp_path / "large.parquet", rows, compression="none"), ("id",))
+    assert [row["id"] for row in source.records(2, 5)] == [2, 3, 4]
+    assert [row["id"] for row in source.records(5, 9)] == [5, 6, 7, 8]
+    assert [row["id"] for row in source.records(1, 3)] == [1, 2]
+
+
+def test_members_of_a_tar_that_are_no_files(folder: Path, tmp_path: Path) -> None:
+    picture = (folder / "0.jpg").read_bytes()
+    with tarfile.open(tmp_path / "odd.tar", "w") as tar:
+        for name in ("../../0.jpg", "/etc/1.jpg", "d\udcff/2.jpg", "x" * 200 + "/3.jpg"):
+            member = tarfile.TarInfo(name)
+            member.size = len(picture)
+            tar.addfile(member, io.BytesIO(picture))
+        for number, type_ in ((4, tarfile.SYMTYPE), (5, tarfile.LNKTYPE), (6, tarfile.FIFOTYPE), (7, tarfile.DIRTYPE)):
+            member = tarfile.TarInfo(f"{number}.jpg")
+            member.type, member.linkname = type_, str(folder / "0.jpg")
+            tar.addfile(member)
+    made(settings(tmp_path / "odd.tar"), tmp_path / "run")
+    dataset = Dataset(tmp_path / "run")
+    assert [sample.id for sample in dataset] == ["../../0", "/etc/1", "d\\udcff/2", "x" * 200 + "/3"]
+    assert [sample.error for sample in dataset] == [None] * 4
+
+
+def test_a_sparse_file_in_a_tar_is_left_out(folder: Path, tmp_path: Path) -> None:
+    with (tmp_path / "0.jpg").open("wb") as file:
+        file.truncate(2**40)
+    (tmp_path / "1.jpg").write_bytes((folder / "0.jpg").read_bytes())
+    command = ["tar", "--sparse", "-C", str(tmp_path), "-cf", str(tmp_path / "s.tar"), "0.jpg", "1.jpg"]
+    subprocess.run(command, check=True, timeout=60)
+    made(settings(tmp_path / "s.tar"), tmp_path / "run")
+    assert [(sample.id, sample.error) for sample in Dataset(tmp_path / "run")] == [("1", None)]
+
+
+@pytest.mark.parametrize("damage", ["cut in a file", "cut in a header", "a header overwritten", "no tar"])
+def test_a_damaged_tar_ends_the_run(damage: str, folder: Path, tmp_path: Path) -> None:
+    path = packed(tmp_path / "t.tar", [(f"{i}.jpg", (folder / "0.jpg").read_bytes()) for i in range(3)])
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    data = bytearray(path.read_bytes())
+    if damage == "cut in a file":
+        del data[last.offset_data + 700 :]
+    elif damage == "cut in a header":
+        del data[last.offset + 100 :]
+    elif damage == "a header overwritten":
+        data[last.offset : last.offset + 512] = b"x" * 512
+    else:
+        data = bytearray(b"x" * 2000)
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"t\.tar (is damaged|cannot be read as an uncompressed tar)"):
+        made(settings(path), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.parquet", b"PAR1 no", "cannot be read as Parquet"),
+        ("a.csv", b"a,b", r"is none of \.jsonl"),
+        ("a.tar.gz", b"", r"is none of \.jsonl"),
+    ],
+)
+def test_files_that_are_none(name: str, data: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=why):
+        made(settings(tmp_path / name), tmp_path / "run")
+
+
+def test_standard_input_is_read_once() -> None:
+    with pytest.raises(InputError, match="standard input is named 2 times"):
+        settings(Path("-"), Path("-"))
