@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = ("What is in the image? Describe this picture. a red square, a blue circle. system user assistant",)
@@ -23,6 +25,26 @@ def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) ->
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[*special_tokens]
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+    fast.save_pretrained(out)
+    return fast
+
+
+def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
+    """The same of a Unigram model, as T5's is: blanks are pieces' first characters, special tokens are pieces too.
+
+    `special_tokens` has <unk>, and </s>, which stands behind every text.
+    """
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    alphabet = [*string.ascii_letters, *string.digits, *string.punctuation]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=[*special_tokens], unk_token="<unk>"
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    end = ("</s>", special_tokens.index("</s>"))
+    tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[end])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
     fast.save_pretrained(out)
     return fast

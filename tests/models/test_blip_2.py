@@ -18,7 +18,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from tests.models.contract import FamilyContract, Reference, picture
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
-from tests.models.small_checkpoints import save_json, save_tokenizer
+from tests.models.small_checkpoints import save_json, save_tokenizer, save_unigram_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 SIDE, QUERIES = 28, 6
@@ -170,12 +170,10 @@ class TestBlip2T5(Seq2SeqContract):
 
     @classmethod
     def write_checkpoint(cls, out):
-        tokenizer = save_tokenizer(out, ("<pad>", "</s>", "<image>"), eos_token="</s>", pad_token="<pad>")
-        # As T5's: its EOS stands behind every text.
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
-        tokenizer.save_pretrained(out)
+        named = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        save_unigram_tokenizer(out, ("<pad>", "</s>", "<unk>", "<image>"), **named)
         torch.manual_seed(0)
-        model = Blip2ForConditionalGeneration(config(2, T5_CONFIG))
+        model = Blip2ForConditionalGeneration(config(3, T5_CONFIG))
         with torch.no_grad():
             model.query_tokens.normal_()
         model.save_pretrained(out)
@@ -189,6 +187,18 @@ class TestBlip2T5(Seq2SeqContract):
         assert isinstance(model, Seq2SeqModel)
         assert model.rules.start_token_id == 0
         assert model.spec.eos_token_ids == (1,)
+
+    @pytest.mark.parametrize("token", ["<pad>", "</s>", "<image>"])
+    @pytest.mark.parametrize("text", ["what is {}?", "{}{} {} a", "a{}", "{}"])
+    def test_text_makes_no_control_token(self, token, text, path, tokenizer, path_file):
+        """Of a Unigram model they are pieces, and found in a text whether or not special tokens are recognised."""
+        reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)
+        assert reference.convert_tokens_to_ids(token) in reference(text)["input_ids"][:-1]
+        *ids, end = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": text}], path_file).tolist()[QUERIES:]
+        assert end == 1
+        assert not {0, 1, 3} & {*ids}
+        # Where a spelling is cut, a blank begins the second part, as it does behind a control token.
+        assert reference.decode(ids).replace(" ", "") == text.replace(" ", "")
 
     def test_pictures_move_the_logits(self, model, tokenizer, path_file):
         prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
