@@ -19,7 +19,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.batch.conftest import CLI, run, settings
+from tests.batch.conftest import CLI, made, settings
 from tests.media_samples import encoded, photograph
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [{"text": "Hello!"}, {"images": ["0.png", "1.png"], "text": "Both?"}]
     rows[2]["inputs"][0]["image"] = "gone.png"
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(settings(here / "rows.jsonl", shard_rows=4), here / "run")
+    made(settings(here / "rows.jsonl", shard_rows=4), here / "run")
     return here / "run"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,14 +12,15 @@ import time
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.run import TooManyErrors
+from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.nn.splice import ITEM, MediaShape, read_media
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.batch.conftest import CLI, content, run, settings, tokenize
+from tests.batch.conftest import CLI, content, made, run, settings, tokenize, written
 from tests.batch.deadly import Deadly
 from tests.media_samples import encoded, photograph
 from tests.shm.test_hostile import require
@@ -27,7 +29,7 @@ BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
 
 
 def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_path, monkeypatch):
-    manifest = run(settings(lines), tmp_path / "run")
+    manifest = made(settings(lines), tmp_path / "run")
     assert (manifest.num_rows, manifest.num_errors) == (len(rows), len(BAD))
     dataset = Dataset(tmp_path / "run")
     monkeypatch.chdir(media)
@@ -56,15 +58,15 @@ def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_pat
 
 
 def test_any_number_of_workers_writes_the_same_bytes(lines, tmp_path):
-    for workers in (1, 3):
-        run(settings(lines), tmp_path / str(workers), num_workers=workers)
+    made(settings(lines), tmp_path / "1")
+    run(settings(lines), tmp_path / "3", num_workers=3)
     first = content(tmp_path / "1")
     assert len(first) == 2 * 5 + 3, "shards of 7 rows, settings, manifest, errors"
     assert content(tmp_path / "3") == first
 
 
 def test_a_shard_ends_with_the_row_that_fills_it(lines, tmp_path):
-    manifest = run(settings(lines, shard_bytes=100_000), tmp_path / "run")
+    manifest = made(settings(lines, shard_bytes=100_000), tmp_path / "run")
     for shard in manifest.shards:
         assert shard.info.num_rows <= 7
     small = [
@@ -86,15 +88,38 @@ def test_bad_rows_say_why_and_harm_no_other(lines, tmp_path, media):
     assert [Dataset(tmp_path / "run")[error["row"]].error for error in errors] == [error["error"] for error in errors]
 
 
-@pytest.mark.parametrize(("max_errors", "row"), [(0, 4), (1, 9)])
-def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, rows, tmp_path, max_errors, row):
-    with pytest.raises(TooManyErrors, match=rf"^row {row}: MediaError: .* \({max_errors + 1} rows failed\)$"):
-        run(settings(lines), tmp_path / "run", max_errors=max_errors)
-    assert run(settings(lines), tmp_path / "run").num_rows == len(rows)
+@pytest.mark.parametrize(("given", "row"), [("stop", 4), ("fail-after=2", 9)])
+def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, rows, tmp_path, given, row):
+    done = tokenize(
+        lines, "--output", tmp_path / "run", "--shard-rows", 7, "--workers", 1, "--on-error", given, "--json-progress"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    *_, progress, error = done.stderr.splitlines()
+    count = 1 if given == "stop" else 2
+    assert re.fullmatch(rf"Error: row {row}: MediaError: .* \({count} rows failed\)", error)
+    shown = json.loads(progress)
+    assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
+    assert made(settings(lines), tmp_path / "run").num_rows == len(rows)
+
+
+@pytest.mark.parametrize("given", ["never", "fail-after=0", "fail-after", "fail-after=x"])
+def test_what_on_error_does_not_take(given, tmp_path):
+    shown = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run"), "--on-error", given])
+    assert (shown.exit_code, "is none of skip, stop and fail-after=N" in shown.stderr) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_resume_wants_an_empty_folder(lines, tmp_path):
+    made(settings(lines, limit=1), tmp_path / "run")
+    before = content(tmp_path / "run")
+    command = ["tokenize", str(lines), "--output", str(tmp_path / "run"), "--limit", "1", "--no-resume"]
+    shown = CliRunner().invoke(main, command)
+    assert (shown.exit_code, "is not empty, and --no-resume was given" in shown.stderr) == (2, True)
+    assert content(tmp_path / "run") == before
 
 
 def test_another_run_is_refused_with_what_differs(lines, tmp_path):
-    run(settings(lines), tmp_path / "run")
+    made(settings(lines), tmp_path / "run")
     before = content(tmp_path / "run")
     with pytest.raises(InputError, match=r"holds another run: limit was None, now 3; shard_rows was 7, now 8\. Name"):
         run(settings(lines, shard_rows=8, limit=3), tmp_path / "run")
@@ -106,10 +131,9 @@ def test_another_run_is_refused_with_what_differs(lines, tmp_path):
 
 
 def test_a_finished_run_is_not_done_again(lines, tmp_path):
-    first = run(settings(lines), tmp_path / "run")
-    timings = (tmp_path / "run/timings.jsonl").read_text()
+    first = made(settings(lines), tmp_path / "run")
     assert run(settings(lines), tmp_path / "run") == first
-    assert (tmp_path / "run/timings.jsonl").read_text() == timings
+    assert not (tmp_path / "run/timings.jsonl").exists(), "no worker did a chunk"
 
 
 def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
@@ -125,9 +149,8 @@ def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
     assert f"another run works in {tmp_path / 'run'}" in refused[0].stderr
 
 
-@pytest.mark.parametrize("rows_before", [1, 16])
-def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path, rows_before):
-    run(settings(lines), tmp_path / "whole")
+def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path):
+    made(settings(lines), tmp_path / "whole")
     command = [
         CLI,
         "tokenize",
@@ -141,7 +164,7 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path,
         "--json-progress",
     ]
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    table = tmp_path / f"run/shard-{rows_before // 7 * 7:09d}.arena.partial"
+    table = tmp_path / "run/shard-000000014.arena.partial"
     workers: list[psutil.Process] = []
     while process.poll() is None and not (table.exists() or table.with_suffix("").exists()):
         time.sleep(0.001)
@@ -152,7 +175,7 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path,
     psutil.wait_procs(workers, timeout=20)
     assert not any(worker.is_running() for worker in workers), "they end with their parent"
     assert not (tmp_path / "run/manifest.json").exists()
-    run(settings(lines), tmp_path / "run", num_workers=2)
+    made(settings(lines), tmp_path / "run")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
@@ -170,7 +193,7 @@ def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
     done = subprocess.run(["unshare", "--mount", *script], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
-    run(settings(lines), tmp_path / "whole")
+    made(settings(lines), tmp_path / "whole")
     assert content(tmp_path / "copy") == content(tmp_path / "whole")
 
 
@@ -180,6 +203,44 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_to_all_while_a_worker_starts(sent, status, tmp_path):
+    rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    command = [CLI, "tokenize", rows, "--output", tmp_path / "run", "--workers", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while not (workers := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+            time.sleep(0.001)
+        began = time.monotonic()
+        os.killpg(process.pid, sent)
+        assert process.wait(10) == status
+        psutil.wait_procs(workers, timeout=10)
+        assert time.monotonic() - began < 2
+        assert not any(worker.is_running() for worker in workers)
+    finally:
+        process.kill()
+        process.wait()
+    assert made(settings(rows, shard_rows=128), tmp_path / "run").num_rows == 1
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_while_standard_input_is_awaited(tmp_path):
+    command = [CLI, "tokenize", "-", "--output", tmp_path / "run"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        while not (tmp_path / "run/input-000.jsonl.partial").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        assert b"Aborted!" in process.communicate(timeout=2)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -200,7 +261,7 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
         process.wait()
     fifo.unlink()
     fifo.write_bytes(encoded(photograph(size=(80, 60))))
-    assert run(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
+    assert made(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
 
 
 @pytest.mark.parametrize(

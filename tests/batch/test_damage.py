@@ -1,0 +1,151 @@
+"""Shards that were damaged, exchanged or made up: whoever reads them gets an error that says which, never a crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.shard import SCHEMA
+from mindie_mm.cli import main
+from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing, StorageError
+from mindie_mm.shm import Ref
+from tests.batch.conftest import made, settings, written
+
+TABLE, ARENA = "shard-000000000.parquet", "shard-000000000.arena"
+
+
+@pytest.fixture(scope="module")
+def whole(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(3)]
+    folder = tmp_path_factory.mktemp("damage") / "run"
+    made(settings(written(media / "damage.jsonl", rows)), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def rewritten(folder: Path, **columns: Callable[[Any], Any]) -> None:
+    """The table with every row's columns changed so; its metadata are as they were."""
+    table = pq.read_table(folder / TABLE)
+    rows = [row | {name: change(row[name]) for name, change in columns.items()} for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA.with_metadata(table.schema.metadata)), folder / TABLE)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def elsewhere(ids: Sequence[int]) -> list[int]:
+    """Words of a block that the file does not have."""
+    words = Ref(0, 2000, 1, "uint8", (48, 588)).to_words()
+    slots = [at for at, token in enumerate(ids) if token < 0]
+    changed = list(ids)
+    for at, word in zip(slots, words, strict=True):
+        changed[at] = word
+    return changed
+
+
+def of_span(**bounds: int) -> Callable[[Any], Any]:
+    return lambda spans: [span | bounds for span in spans]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], type[BadReference]]] = {
+    "no arena": (lambda folder: (folder / ARENA).unlink(), SegmentMissing),
+    "arena cut": (lambda folder: cut(folder / ARENA, 200_000), SegmentMissing),
+    "arena empty": (lambda folder: cut(folder / ARENA, 0), SegmentMissing),
+    "arena's header": (lambda folder: flip(folder / ARENA, 17), SegmentMissing),
+    "no table": (lambda folder: (folder / TABLE).unlink(), CorruptReference),
+    "table cut": (lambda folder: cut(folder / TABLE, 1000), CorruptReference),
+    "foreign table": (lambda folder: pq.write_table(pa.table({"a": [1]}), folder / TABLE), CorruptReference),
+    "fewer rows": (lambda folder: pq.write_table(pq.read_table(folder / TABLE)[:1], folder / TABLE), CorruptReference),
+    "no ids": (lambda folder: rewritten(folder, input_ids=lambda _: None), CorruptReference),
+    "no spans": (lambda folder: rewritten(folder, spans=lambda _: None), CorruptReference),
+    "no words": (lambda folder: rewritten(folder, input_ids=lambda ids: [abs(i) for i in ids]), CorruptReference),
+    "no word of ours": (lambda folder: rewritten(folder, input_ids=lambda ids: [-1] * len(ids)), CorruptReference),
+    "words elsewhere": (lambda folder: rewritten(folder, input_ids=elsewhere), BadReference),
+    "span outside": (lambda folder: rewritten(folder, spans=of_span(stop=10**6)), CorruptReference),
+    "span below": (lambda folder: rewritten(folder, spans=of_span(start=-4)), CorruptReference),
+    "span backwards": (lambda folder: rewritten(folder, spans=of_span(start=9, stop=4)), CorruptReference),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_reading_what_is_damaged(damage: str, folder: Path, tmp_path: Path) -> None:
+    harm, error = DAMAGES[damage]
+    harm(folder)
+    with pytest.raises(error):
+        list(Dataset(folder))
+    shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
+    assert (shown.exit_code, shown.stderr[:7]) == (1, "Error: "), shown
+    assert not (tmp_path / "row.png").exists()
+
+
+def test_a_pixel_that_changed_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
+    flip(folder / ARENA, (folder / ARENA).stat().st_size - 9000)
+    for command in (("inspect", folder, 1), ("generate", "--tokenized", folder, "--output", tmp_path / "out.jsonl")):
+        shown = invoke(*command)
+        assert shown.exit_code == 1
+        assert f"{ARENA} is not what the run wrote: its digest is" in shown.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_table_that_was_exchanged_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
+    rewritten(folder, input_ids=elsewhere)
+    shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
+    assert shown.exit_code == 1
+    assert f"{TABLE} is not what the run wrote: its digest is" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda manifest: manifest.write_bytes(b"\xff{"),
+        lambda manifest: manifest.write_text("{}"),
+        lambda manifest: manifest.write_text(manifest.read_text().replace('"num_rows": 3', '"num_rows": 4', 1)),
+        lambda manifest: manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"shards": []})),
+    ],
+)
+def test_a_manifest_that_is_damaged(harm: Callable[[Path], object], folder: Path) -> None:
+    harm(folder / "manifest.json")
+    with pytest.raises(CorruptReference, match=r"manifest\.json is damaged"):
+        Dataset(folder)
+    assert invoke("inspect", folder).exit_code == 1
+
+
+def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no finished run"):
+        Dataset(tmp_path)
+    with pytest.raises(StorageError, match="cannot be read: Not a directory"):
+        Dataset(whole / "manifest.json")
+    shown = invoke("inspect", whole, 3)
+    assert (shown.exit_code, shown.stderr.splitlines()[-1]) == (2, "Error: row 3 of 3")
+
+
+@pytest.mark.parametrize("out", ["gone/out", "."])
+def test_what_cannot_be_written(out: str, whole: Path, tmp_path: Path) -> None:
+    shown = invoke("inspect", whole, 1, "--png", tmp_path / out)
+    assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)
+    shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / out)
+    assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)

@@ -1,0 +1,80 @@
+"""What a run shows of itself: by the clock, not by the row."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+
+from mindie_mm.batch.progress import JSON_INTERVAL_S, LOG_INTERVAL_S, Progress, Rates, shown
+
+DONE, EARLIER = Progress(300, 2, 5_000_000, 0.75), Progress(100, 1, 1_000_000, 0.25)
+
+
+class Lines(io.StringIO):
+    """Tells of each line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Semaphore(0)
+
+    def flush(self) -> None:
+        self.written.release()
+
+
+def test_the_intervals_are_those_of_the_documents() -> None:
+    assert (LOG_INTERVAL_S, JSON_INTERVAL_S) == (30, 1)
+
+
+@pytest.mark.parametrize("style", ["auto", "json"])
+def test_a_line_comes_when_it_is_time_and_no_row_is_done(style) -> None:
+    out = Lines()
+    with shown(style, out, interval_s=0.01) as show:
+        show(DONE, EARLIER)
+        assert all(out.written.acquire(timeout=20) for _ in range(3))
+    lines = out.getvalue().splitlines()
+    if style == "auto":
+        assert re.fullmatch(r"300 rows, 2 failed, [\d.]+ rows/s, [\d.]+ MB/s, 75%, [\d:]+ left", lines[-1])
+        return
+    last = json.loads(lines[-1])
+    assert list(last) == [
+        "rows", "errors", "bytes", "resumed_rows", "share", "elapsed_s", "rows_per_s", "megabytes_per_s", "eta_s"
+    ]  # fmt: skip
+    assert (last["rows"], last["errors"], last["resumed_rows"], last["share"]) == (300, 2, 100, 0.75)
+
+
+def test_the_end_is_always_shown_and_only_once() -> None:
+    out = Lines()
+
+    def fail() -> None:
+        with shown("auto", out, interval_s=1000) as show:
+            show(DONE, EARLIER)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_rates_are_of_this_run_alone() -> None:
+    assert Rates.of(DONE, EARLIER, 10.0) == Rates(20.0, 0.4, 5.0)
+    assert Rates.of(EARLIER, EARLIER, 10.0) == Rates(0.0, 0.0, None)
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with shown("auto", terminal) as show:
+            show(DONE, EARLIER)
+        terminal.flush()
+        drawn = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "300 rows, 2 failed" in drawn
+    assert "━" in drawn
