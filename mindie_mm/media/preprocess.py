@@ -103,7 +103,9 @@ def pad(rgb: Pixels, height: int, width: int, background: Color = (0, 0, 0)) -> 
         return rgb
     top, left = (height - rgb.shape[-3]) // 2, (width - rgb.shape[-2]) // 2
     padded: Pixels = np.empty((*rgb.shape[:-3], height, width, 3), np.uint8)
-    padded[...] = background if len({*background}) > 1 else background[0]  # one number is forty times as fast
+    padded.reshape(*padded.shape[:-2], -1)[...] = np.tile(
+        np.array(background, np.uint8), width
+    )  # by rows: 3 at a time are slow
     padded[..., top : top + rgb.shape[-3], left : left + rgb.shape[-2], :] = rgb
     return padded
 
