@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from mindie_mm import faults
-from mindie_mm.batch.files import file_digest, replacing
+from mindie_mm.batch.files import replacing
 from mindie_mm.batch.source import Chunk
 from mindie_mm.errors import CorruptReference, SharedMemoryError, StorageError
 from mindie_mm.shm import ArraySpec, DiskArena, Ref
@@ -59,7 +59,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     num_bytes: int
     """Of the blocks, in whole pages."""
     arena_digest: str
-    """BLAKE3 of the file of blocks, 128 bits of it."""
+    """`DiskArena.digest` of the file of blocks."""
 
     @property
     def stop_row(self) -> int:
@@ -219,7 +219,7 @@ class ShardWriter:
             num_tokens=sum(len(record["input_ids"]) for record in self._records if record["error"] is None),
             num_items=self._num_items,
             num_bytes=self.arena.used_bytes,
-            arena_digest=file_digest(self.arena.path),
+            arena_digest=self.arena.digest,
         )
         columns = {name: [record[name] for record in self._records] for name in SCHEMA.names}
         ids = _lists(columns.pop("input_ids"))

@@ -10,6 +10,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,12 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from blake3 import blake3
+
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
+from mindie_mm.shm.disk_writer import DIGEST_BYTES, MAX_AHEAD_BYTES, DiskWriter, write_all
 from mindie_mm.shm.layout import (
     FILLING,
     FREE,
@@ -62,7 +66,12 @@ class DiskArena:
         self._lock = lock
         self._entries = array("Q", bytes(header.releases_offset - PAGE))
         self._blocks: list[Block] = []
-        self._spare: mmap.mmap | None = None
+        self._spare: list[mmap.mmap] = []
+        self._writer = DiskWriter(_unfinished(path), lock.descriptor)
+        self._written: mmap.mmap | None = None
+        self._digests: dict[int, Future[bytes]] = {}
+        self.digest = ""
+        """Once it is closed: BLAKE3, 128 bits in hexadecimal, of the pages before the blocks and each block's own."""
         self._filling: dict[int, mmap.mmap] = {}
         self._end = header.data_offset
         self._mutex = Lock()
@@ -149,7 +158,7 @@ class DiskArena:
         return block
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """For `Block.publish`: writes the block. ArenaFull if the disk is full."""
+        """For `Block.publish`: begins to write the block. ArenaFull if the disk is full, or was for the one before."""
         if digest is not None:
             check_digest(digest)
         with self._mutex:
@@ -158,12 +167,15 @@ class DiskArena:
                 raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             block.write_header(digest or b"")
             ((offset, nbytes),) = block.pieces
+            data = memoryview(self._filling[block.entry])[:nbytes]
             try:
-                self._write(memoryview(self._filling[block.entry])[:nbytes], offset)
+                self._digests[block.entry] = self._writer.write(data, offset)
             except OSError as error:
                 raise ArenaFull(f"{nbytes} bytes cannot be written to {self.path}: {error.strerror}") from error
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
-            self._spare = self._filling.pop(block.entry)
+            self._keep(self._written)
+            buffer = self._filling.pop(block.entry)
+            self._written = buffer if len(buffer) == MAX_AHEAD_BYTES else None
 
     def roll_back(self, num_blocks: int) -> None:
         """As if only the first `num_blocks` blocks had ever been: nobody has a reference to the others.
@@ -179,6 +191,7 @@ class DiskArena:
                 return
             self._end = dropped[0].pieces[0][0]
             del self._blocks[num_blocks:]
+            self._digests = {entry: digest for entry, digest in self._digests.items() if entry < num_blocks}
             words = slice(WORDS_PER_ENTRY * num_blocks, WORDS_PER_ENTRY * (num_blocks + len(dropped)))
             self._entries[words] = array("Q", bytes(8 * (words.stop - words.start)))
 
@@ -189,7 +202,7 @@ class DiskArena:
                 return
             if block.entry not in self._filling or self._blocks[block.entry] is not block:
                 return
-            self._spare = self._filling.pop(block.entry)
+            self._keep(self._filling.pop(block.entry))
             at = WORDS_PER_ENTRY * block.entry
             if block.entry == len(self._blocks) - 1:
                 self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
@@ -210,12 +223,15 @@ class DiskArena:
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
             header = replace(self._header, capacity_bytes=self.used_bytes)
             try:
-                self._write(memoryview(header.pack()), 0)
-                self._write(memoryview(self._entries).cast("B"), PAGE)
+                self._writer.wait()
+                head = header.pack().ljust(PAGE, b"\0") + self._entries.tobytes() + bytes(header.releases_bytes)
+                write_all(self._lock.descriptor, memoryview(head), 0)
                 os.ftruncate(self._lock.descriptor, self._end)
                 os.fsync(self._lock.descriptor)
                 _unfinished(self.path).rename(self.path)
                 _sync_directory(self.path.parent)
+                own = [digest.result() for _, digest in sorted(self._digests.items())]
+                self.digest = blake3(head + b"".join(own)).hexdigest(DIGEST_BYTES)
             except OSError as error:
                 _unfinished(self.path).unlink(missing_ok=True)
                 raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error
@@ -246,21 +262,21 @@ class DiskArena:
             raise SharedMemoryError(f"{self.path} is closed, or another process's")
 
     def _zeros(self, nbytes: int) -> mmap.mmap:
-        """Memory for a block, all 0: what an earlier one was filled in, if it is large enough."""
-        spare, self._spare = self._spare, None
-        if spare is None or len(spare) < nbytes:
-            return mmap.mmap(-1, nbytes)
+        """Memory for a block, all 0: what an earlier one was filled in, if that is free."""
+        if nbytes > MAX_AHEAD_BYTES or not self._spare:
+            return mmap.mmap(-1, max(nbytes, MAX_AHEAD_BYTES))  # takes memory where it is used
+        spare = self._spare.pop()
         ndarray()((nbytes,), "uint8", spare).fill(0)
         return spare
 
-    def _write(self, data: memoryview, offset: int) -> None:
-        """OSError."""
-        while data:
-            written = os.pwrite(self._lock.descriptor, data, offset)
-            data, offset = data[written:], offset + written
+    def _keep(self, buffer: mmap.mmap | None) -> None:
+        """For the next block. Two are used in turn; what a large block took is given back."""
+        if buffer is not None and len(buffer) == MAX_AHEAD_BYTES and len(self._spare) < 2:
+            self._spare.append(buffer)
 
     def _let_go(self) -> None:
-        self._spare = None
+        self._writer.close()
+        self._spare, self._written = [], None
         self._lock.release()
 
 
