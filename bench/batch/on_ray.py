@@ -1,7 +1,7 @@
 """Ray Data's own map_batches with transformers' processor: `python -m bench.batch.on_ray CHECKPOINT OUT ACTORS ROWS..`.
 
-Each of ROWS is a JSONL that is run by itself, on one cluster of this machine; prints the seconds of each as JSON. An actor
-writes the arrays of its rows, as the loop does: to hand them to Ray to be written takes longer.
+Each of ROWS is a JSONL that is run by itself, on one cluster of this machine; prints the seconds of each as JSON. An
+actor writes the arrays of its rows, as the loop does: to hand them to Ray to be written takes longer.
 """
 
 from __future__ import annotations

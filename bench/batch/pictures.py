@@ -79,14 +79,16 @@ def pictures(count: int) -> Path:
 def rows(folder: Path, path: Path, numbers: range, small_but_each: tuple[int, int] | None = None) -> Path:
     """A JSONL at `path`: the picture of each number, modulo how many there are, and a question.
 
-    With `small_but_each`, a number of pixels and an interval, pictures have at most so many, but for one in each.
+    With `small_but_each`, a number of pixels and an interval, only one row in each interval is like that; the others
+    have the smaller half of the pictures, at most so many pixels of each.
     """
-    count = sum(1 for _ in folder.glob("*.jpg"))
+    pictures = sorted(folder.glob("*.jpg"))
+    small = sorted(pictures, key=lambda file: file.stat().st_size)[: max(1, len(pictures) // 2)]
     with path.open("w") as file:
         for number in numbers:
-            image: dict[str, object] = {"image": str(folder / f"{number % count:06d}.jpg")}
+            image: dict[str, object] = {"image": str(pictures[number % len(pictures)])}
             if small_but_each is not None and number % small_but_each[1]:
-                image["max_pixels"] = small_but_each[0]
+                image = {"image": str(small[number % len(small)]), "max_pixels": small_but_each[0]}
             question = {"text": QUESTIONS[number % len(QUESTIONS)]}
             file.write(json.dumps({"id": f"{number}", "inputs": [image, question]}) + "\n")
     return path
