@@ -11,6 +11,7 @@ from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.errors import CorruptReference, InputError, StorageError
+from mindie_mm.shm.disk_digest import digest_of as blocks_digest
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
@@ -24,15 +25,18 @@ class Shard(msgspec.Struct, frozen=True):
 
     table: str
     table_digest: str
-    """BLAKE3, as `info.arena_digest`."""
+    """BLAKE3, 128 bits."""
     info: ShardInfo
 
     def verify(self, folder: Path) -> None:
-        """CorruptReference unless both files in the run's `folder` are, to the last bit, what the run wrote."""
-        arena = arena_path(folder, self.info.first_row)
-        for path, written in ((folder / self.table, self.table_digest), (arena, self.info.arena_digest)):
+        """CorruptReference, SegmentMissing unless both files in `folder` are, to the last bit, what the run wrote."""
+        table, arena = (path(folder, self.info.first_row) for path in (table_path, arena_path))
+        for path, written, digest in (
+            (table, self.table_digest, file_digest),
+            (arena, self.info.arena_digest, blocks_digest),
+        ):
             try:
-                found = file_digest(path)
+                found = digest(path)
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
             if found != written:

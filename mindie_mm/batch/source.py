@@ -142,7 +142,7 @@ class Table(Source):
         super().__init__(path)
         try:
             # In pieces: a group of rows with pictures in it may be larger than the memory.
-            self._file = pq.ParquetFile(path, buffer_size=_PIECE_BYTES)
+            self._file = pq.ParquetFile(path, buffer_size=_PIECE_BYTES, pre_buffer=False)
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
         if missing := set(columns) - set(self._file.schema_arrow.names):

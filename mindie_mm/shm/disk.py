@@ -18,12 +18,11 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from blake3 import blake3
-
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
-from mindie_mm.shm.disk_writer import DIGEST_BYTES, MAX_AHEAD_BYTES, DiskWriter, write_all
+from mindie_mm.shm.disk_digest import combined
+from mindie_mm.shm.disk_writer import MAX_AHEAD_BYTES, DiskWriter, write_all
 from mindie_mm.shm.layout import (
     FILLING,
     FREE,
@@ -71,7 +70,7 @@ class DiskArena:
         self._written: mmap.mmap | None = None
         self._digests: dict[int, Future[bytes]] = {}
         self.digest = ""
-        """Once it is closed: BLAKE3, 128 bits in hexadecimal, of the pages before the blocks and each block's own."""
+        """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
         self._filling: dict[int, mmap.mmap] = {}
         self._end = header.data_offset
         self._mutex = Lock()
@@ -231,7 +230,7 @@ class DiskArena:
                 _unfinished(self.path).rename(self.path)
                 _sync_directory(self.path.parent)
                 own = [digest.result() for _, digest in sorted(self._digests.items())]
-                self.digest = blake3(head + b"".join(own)).hexdigest(DIGEST_BYTES)
+                self.digest = combined(head, own)
             except OSError as error:
                 _unfinished(self.path).unlink(missing_ok=True)
                 raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from mindie_mm.shm.disk_digest import DIGEST_BYTES
+
 # Smaller ones go through the page cache, which gathers them; for a larger one its copy costs more than it saves.
 _DIRECT_BYTES = 256 * 2**10
 
 # Larger ones are written before the caller goes on, so that no two of them are in memory.
 MAX_AHEAD_BYTES = 64 * 2**20
-
-DIGEST_BYTES = 16
 
 
 class DiskWriter:

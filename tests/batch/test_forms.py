@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -259,11 +260,18 @@ def test_cells_that_python_has_no_value_for_fail_their_row_alone(tmp_path: Path)
     assert errors == [None, "InputError: inputs[0].text is of type bytes; it must be a string", None]
 
 
-def test_a_group_of_rows_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
-    rows = [{"text": "a", "bytes": bytes([row]) * 300_000, "id": row} for row in range(9)]
-    source = open_source(tabled(tmp_path / "large.parquet", rows, compression="none"), ("id",))
+def test_a_group_of_rows_is_read_piece_by_piece(tmp_path: Path) -> None:
+    rows = [{"text": "a", "bytes": os.urandom(1_000_000), "id": row} for row in range(12)]
+    path = tabled(tmp_path / "large.parquet", rows, write_batch_size=1)
+    before = pa.total_allocated_bytes()
+    records = open_source(path, ()).records(0, 12)
+    assert [next(records)["id"] for _ in range(6)] == [*range(6)]
+    assert pa.total_allocated_bytes() - before < 8_000_000
+    records.close()
+    source = open_source(path, ("id",))
     assert [row["id"] for row in source.records(2, 5)] == [2, 3, 4]
     assert [row["id"] for row in source.records(5, 9)] == [5, 6, 7, 8]
+    assert set(next(source.records(9, 12))) == {"id"}
     assert [row["id"] for row in source.records(1, 3)] == [1, 2]
 
 

@@ -10,27 +10,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.mounting import mounted, renumbered
+from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.batch.conftest import CLI, made, settings
-from tests.media_samples import encoded, photograph
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+from tests.sound_samples import encode_sound, tone
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six rows in two shards; one of them failed."""
+    """A run of eight rows in two shards; one of them failed."""
     here = tmp_path_factory.mktemp("rows")
     for index in range(4):
         (here / f"{index}.png").write_bytes(encoded(photograph(size=(90 + 40 * index, 120)), "PNG"))
     rows = [{"id": f"r{i}", "inputs": [{"image": f"{i}.png"}, {"text": "What?"}]} for i in range(4)]
     rows += [{"text": "Hello!"}, {"images": ["0.png", "1.png"], "text": "Both?"}]
+    (here / "clip.mp4").write_bytes(encode_video(moving_frames(6)))
+    (here / "tone.wav").write_bytes(encode_sound(tone(0.5), 16_000))
+    rows += [{"video": "clip.mp4", "text": "What moves?"}, {"audio": "tone.wav", "text": "What is it?"}]
     rows[2]["inputs"][0]["image"] = "gone.png"
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made(settings(here / "rows.jsonl", shard_rows=4), here / "run")
@@ -39,12 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_dataset_is_a_sequence(folder: Path) -> None:
     dataset = Dataset(folder)
-    assert [sample.id for sample in dataset] == ["r0", "r1", "r2", "r3", "4", "5"]
-    assert dataset[-1].row == 5
+    assert [sample.id for sample in dataset] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]
+    assert dataset[-1].row == 7
     assert [sample.row for sample in dataset[1:4]] == [1, 2, 3]
     assert "gone.png" in dataset[2].error
-    with pytest.raises(IndexError, match="row 6 of 6"):
-        dataset[6]
+    with pytest.raises(IndexError, match="row 8 of 8"):
+        dataset[8]
     with pytest.raises(InputError, match=r"holds no finished run: there is no manifest\.json"):
         Dataset(folder.parent)
 
@@ -84,9 +90,9 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path:
 
     output = tmp_path / "out.jsonl"
     done = generate()
-    assert (done.returncode, done.stdout) == (1, f"6 rows in {output}; 1 row failed\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 1 row failed\n"), done.stderr
     answers = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5"]
+    assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]
     assert [answer["row"] for answer in answers if "error" in answer] == [2]
     assert all(answer["text"] for answer in answers if "error" not in answer)
     whole = output.read_bytes()
@@ -99,12 +105,16 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path:
     assert "line 1 is not row 0" in refused.stderr
 
 
-def test_inspect_shows_the_run_and_the_pictures_of_a_row(folder: Path, tmp_path: Path) -> None:
+def test_inspect_shows_the_run_and_the_pictures_of_a_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def inspect(*arguments: object) -> str:
-        command = [CLI, "inspect", str(folder), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path).stdout
+        shown = CliRunner().invoke(main, ["inspect", str(folder), *map(str, arguments)])
+        assert shown.exit_code == 0, shown.output
+        return shown.stdout
 
-    assert inspect().startswith("6 rows, 1 failed, ")
+    monkeypatch.chdir(tmp_path)
+    assert inspect().startswith("8 rows, 1 failed, ")
     said = inspect(5)
     assert "2 pictures in row-5.png" in said
     assert "Both?" in said
@@ -114,3 +124,8 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(folder: Path, tmp_path:
     with Image.open(tmp_path / "one.png") as sheet:
         assert len(sheet.getcolors(65536)) > 1000
     assert "failed: MediaError" in inspect(2)
+    assert "video in slots" in inspect(6)
+    with Image.open(tmp_path / "row-6.png") as sheet:
+        assert sheet.size == (2 * 256 + 3 * 8, 2 * 256 + 3 * 8), "four frames"
+    assert "audio in slots" in inspect(7)
+    assert not (tmp_path / "row-7.png").exists()
