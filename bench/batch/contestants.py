@@ -17,10 +17,16 @@ import numpy as np
 from PIL import Image
 
 from mindie_mm.inputs import Media
-from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
+from mindie_mm.models import qwen2_vl
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize.tokenizer import content_digest
+from tests.transformers_reference import (
+    AutoTokenizer,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+)
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
 ARENA_BYTES = 128 * 2**20
@@ -70,7 +76,7 @@ def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: st
 
 def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> Cost:
     """bench/preprocess's own: from a JPEG's bytes to a published block in shared memory, nothing else."""
-    processor = Qwen2VLProcessor(Checkpoint.open(checkpoint))
+    processor = qwen2_vl.Qwen2VLProcessor(Checkpoint.open(checkpoint))
     wall = cpu = 0.0
     with Arena.create(ARENA_BYTES) as arena:
         arena.populated.wait()
@@ -92,14 +98,6 @@ class Reference:
     """transformers' processor with its PIL backend, as its user writes it: one row in, float32 patches out."""
 
     def __init__(self, checkpoint: Path) -> None:
-        # Late: Ray's actors import this module too.
-        from tests.transformers_reference import (
-            AutoTokenizer,
-            Qwen2VLImageProcessorPil,
-            Qwen2VLProcessor,
-            Qwen2VLVideoProcessor,
-        )
-
         self._processor = Qwen2VLProcessor(
             Qwen2VLImageProcessorPil.from_pretrained(checkpoint),
             AutoTokenizer.from_pretrained(checkpoint),
