@@ -143,10 +143,11 @@ class Table(Source):
         try:
             # In pieces: a group of rows with pictures in it may be larger than the memory.
             self._file = pq.ParquetFile(path, buffer_size=_PIECE_BYTES, pre_buffer=False)
-        except (OSError, pa.ArrowException) as error:
+            names = self._file.schema_arrow.names
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
-        if missing := set(columns) - set(self._file.schema_arrow.names):
-            raise InputError(f"{path} has no column {sorted(missing)}; it has {self._file.schema_arrow.names}")
+        if missing := set(columns) - set(names):
+            raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
         metadata = self._file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))

@@ -101,5 +101,5 @@ def _next(records: Iterator[Record], source: Source) -> Record:
     """The next record. StorageError if the file breaks off, or is damaged."""
     try:
         return next(records)
-    except (OSError, ValueError, StopIteration) as error:  # pyarrow's own errors are ValueError or OSError
+    except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow's own are of the first three
         raise StorageError(f"{source.path} cannot be read any further: {error or 'it ended early'}") from error
