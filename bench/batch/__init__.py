@@ -189,9 +189,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     images = pictures(options.images)
-    kept = RESULTS / "batch.json"
-    figures: dict[str, Any] = json.loads(kept.read_text()) if options.only and kept.exists() else {}
-    figures |= {"images": options.images, "bytes_of_jpegs": sum(file.stat().st_size for file in images.glob("*.jpg"))}
+    figures: dict[str, Any] = {
+        "images": options.images,
+        "bytes_of_jpegs": sum(file.stat().st_size for file in images.glob("*.jpg")),
+    }
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
         folder = Path(name)
         checkpoint = write_checkpoint(folder / "checkpoint")
@@ -203,6 +204,7 @@ def main() -> None:
         for measure in (options.only,) if options.only else MEASURES:
             figures[measure] = measures[measure]()
             print(measure, json.dumps(figures[measure]), flush=True)
-    figures.pop("machine", None)
+    if options.only and (kept := RESULTS / "batch.json").exists():
+        figures = {key: value for key, value in json.loads(kept.read_text()).items() if key != "machine"} | figures
     write("batch", figures)
     (RESULTS / "batch.md").write_text(table(figures))
