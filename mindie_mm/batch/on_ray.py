@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import gathered_path, is_gathered
-from mindie_mm.batch.messages import Finished, death_error
+from mindie_mm.batch.messages import Failed, Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied
+
+if TYPE_CHECKING:
+    from mindie_mm.batch.stage import Stage
 
 _DEATHS = 2
 """Of actors at one row, after which it is not tried again."""
@@ -40,7 +43,10 @@ def shards(
     if not chunks:
         return
     if not ray.is_initialized():
-        ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
+        try:
+            ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
+        except (ConnectionError, ValueError) as error:
+            raise InputError(f"no Ray cluster can be joined at {address}: {error}") from error
     lists = {
         gathered_path(folder, index).name: gathered_path(folder, index).read_bytes()
         for index, given in enumerate(run.settings.inputs)
@@ -55,6 +61,8 @@ def shards(
         concurrency=(1, num_workers or max(1, int(ray.cluster_resources().get("CPU", 1)))),
     )
     for row in dataset.iter_rows():
+        if row["failed"]:
+            raise msgspec.json.decode(row["failed"], type=Failed).exception()
         yield msgspec.json.decode(row["chunk"], type=Chunk), msgspec.json.decode(row["shards"], type=list[ShardInfo])
 
 
@@ -62,40 +70,54 @@ class _Actor:
     """A stage on some node."""
 
     def __init__(self, run: bytes, folder: str, lists: Any) -> None:
+        self._run = msgspec.json.decode(run, type=Run)
+        self._lists = lists
+        self._folder = Path(folder)
+        self._stage: Stage | None = None
+
+    def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[bytes]]:
+        chunk = msgspec.json.decode(batch["chunk"][0], type=Chunk)
+        done: list[ShardInfo] | None = None
+        failed = b""
+        try:
+            done = complete_shards(self._folder, chunk, self._run.digest)
+            done = self._do(chunk) if done is None else done
+        except MindieMMError as error:  # Ray would bury it in its own
+            failed = msgspec.json.encode(Failed.of(error))
+        return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
+
+    def _begun(self) -> Stage:
         import ray
 
         from mindie_mm.batch.stage import Stage  # late: it imports torch, and the driver runs none
 
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ray.get(lists).items():
-            if not (self._folder / name).exists():
-                with replacing(self._folder / name) as unfinished:
-                    unfinished.write_bytes(content)
-        self._run = msgspec.json.decode(run, type=Run)
-        self._stage = Stage(self._run, self._folder)
-
-    def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[bytes]]:
-        chunk = msgspec.json.decode(batch["chunk"][0], type=Chunk)
-        found = complete_shards(self._folder, chunk, self._run.digest)
-        done = self._do(chunk) if found is None else found
-        return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)]}
+        if self._stage is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for name, content in ray.get(self._lists).items():
+                if not (self._folder / name).exists():
+                    with replacing(self._folder / name) as unfinished:
+                        unfinished.write_bytes(content)
+            self._stage = Stage(self._run, self._folder)
+        return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:
         """Ray does a chunk again elsewhere if an actor dies: where it died stands in a file until it is past."""
+        stage = self._begun()
         mark = self._folder / f"at-{chunk.number}.json"
         deaths = _deaths(mark)
+        if max(deaths.values(), default=0) > _DEATHS:
+            raise ProcessDied(f"actors ended at rows {sorted(deaths)} again, though those were left out")
         doomed = {row: death_error("an unknown status") for row, count in deaths.items() if count >= _DEATHS}
 
         def at(row: int) -> None:
             mark.write_bytes(msgspec.json.encode(deaths | {row: deaths.get(row, 0) + 1}))
 
         at(chunk.first_row)
-        for report in self._stage.run(chunk, doomed):
+        for report in stage.run(chunk, doomed):
             if isinstance(report, Finished):
                 mark.unlink()
                 return report.shards
-            at(report.row + 1)
+            at(min(report.row + 1, chunk.stop_row - 1))
         raise AssertionError(chunk)
 
 

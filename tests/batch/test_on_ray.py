@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mindie_mm.batch import Dataset
+from mindie_mm.errors import StorageError
 from tests.batch.conftest import content, run, settings
 from tests.batch.deadly import Deadly
 
@@ -49,3 +52,15 @@ def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_p
     found = [sample.error for sample in Dataset(tmp_path / "run")]
     assert found[0] == error or found[0].startswith(error)
     assert found[1:] == [None, None]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_what_ends_a_run_there_ends_it_with_our_own_error(cluster, tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["word " * 20] * 50}), path, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[8:40] = b"\xff" * 32
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match=r"rows\.parquet cannot be read any further"):
+        run(settings(path, shard_rows=50), tmp_path / "run", ray_address=cluster.address)
