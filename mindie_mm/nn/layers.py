@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 class PatchProjection(nn.Linear):
     """A convolution over patches that lie apart, one output each, as what it is: a matrix product.
 
-    oneDNN takes twice the time for it as a convolution, and Ascend has no fast path for three axes.
+    As a convolution oneDNN takes several times as long (docs/decisions.md).
     """
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
@@ -32,7 +32,7 @@ class PatchProjection(nn.Linear):
         super().__init__(weight[0].numel(), len(weight), bias=bias is not None, device="meta")
         self.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=False)
         if bias is not None:
-            self.bias = bias
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, patches: Tensor) -> Tensor:
         """[n, channels, *kernel] -> [n, width]."""
