@@ -15,6 +15,8 @@ from mindie_mm.errors import InputError
 
 MiB = 2**20
 GiB = 2**30
+MAX_IMAGE_PIXELS = 178_956_970
+"""Most pixels of an image that Pillow opens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,36 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaCaps:
+    """How much a media item may be, told by its header before it is decoded, or while it is decoded."""
+
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    """Most pixels of an image, as stored. No more than the default, above which Pillow reads no image."""
+    max_video_pixels: int = 2**25
+    """Most pixels of one frame of a video."""
+    max_video_frames: int = 2**18
+    """Most frames of a video as encoded, sampled or not."""
+    max_video_seconds: float = 4 * 3600.0
+    """Longest video."""
+    max_audio_seconds: float = 4 * 3600.0
+    """Longest clip of sound, as its container states it."""
+    max_audio_samples: int = 2**26
+    """Most samples of one channel that are decoded of a clip, whatever its container states."""
+    max_decode_bytes: int = 4 * GiB
+    """Memory of its own that a tokenizer process may take while it decodes, beyond what it has when it is ready; what
+    asks for more fails alone. 0: no limit."""
+
+    def __post_init__(self) -> None:
+        counts = ("max_image_pixels", "max_video_pixels", "max_video_frames", "max_audio_samples")
+        _require(self, dict.fromkeys(counts, 1) | {"max_decode_bytes": 0})
+        if self.max_image_pixels > MAX_IMAGE_PIXELS:
+            raise InputError(f"max_image_pixels is {self.max_image_pixels}, it must be at most {MAX_IMAGE_PIXELS}")
+        for name in ("max_video_seconds", "max_audio_seconds"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Tokenizer processes and an engine over one checkpoint."""
 
@@ -100,6 +132,7 @@ class WorkerConfig:
     truncate: bool = False
     """Drop the oldest text and whole media items of a prompt that is too long, instead of refusing it."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    media: MediaCaps = field(default_factory=MediaCaps)
 
     def __post_init__(self) -> None:
         _require(self, {"num_tokenizers": 1, "arena_bytes": 1})
@@ -138,8 +171,20 @@ class ServiceConfig:
     """Longest sum of a request's media items."""
     max_media_items: int = 32
     """Most media items in one request."""
+    max_images: int = 32
+    """Most images in one request."""
+    max_videos: int = 8
+    """Most videos in one request."""
+    max_audios: int = 8
+    """Most clips of sound in one request."""
     fetch_timeout_s: float = 30.0
-    """Longest that fetching one item over HTTP may take."""
+    """Longest that fetching one item over HTTP may take, redirects included."""
+    fetch_connect_timeout_s: float = 5.0
+    """Longest that connecting to a media server may take."""
+    fetch_read_timeout_s: float = 10.0
+    """Longest that a media server may be silent."""
+    max_fetch_redirects: int = 3
+    """Most redirects that a fetch follows, each judged as the first URL is."""
     max_concurrent_fetches: int = 16
     """Most items being fetched over HTTP; further ones wait."""
     allowed_media_dir: Path | None = None
@@ -151,7 +196,11 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         at_least_one = ("max_concurrent_requests", "max_request_bytes", "max_held_bytes", "max_concurrent_fetches")
-        _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0, "max_media_items": 0})
+        counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
+        _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
+        for name in ("fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
 
 
 def _require(settings: Any, least: dict[str, int]) -> None:

@@ -75,7 +75,12 @@ class MediaPolicy:
         """
         if len(items) > self.config.max_media_items:
             raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
-        budget = _Budget(self.config.max_media_bytes)
+        config = self.config
+        limits = {"image": config.max_images, "video": config.max_videos, "audio": config.max_audios}
+        for kind, limit in limits.items():
+            if (count := sum(item.kind == kind for item in items)) > limit:
+                raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
+        budget = _Budget(config.max_media_bytes)
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
@@ -104,6 +109,9 @@ class MediaPolicy:
                 url,
                 max_bytes=self.config.max_item_bytes,
                 timeout_s=self.config.fetch_timeout_s,
+                connect_timeout_s=self.config.fetch_connect_timeout_s,
+                read_timeout_s=self.config.fetch_read_timeout_s,
+                max_redirects=self.config.max_fetch_redirects,
                 allowed_domains=self.config.allowed_media_domains,
                 allow_private=self.config.allow_private_media,
                 spend=budget.spend,

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from mindie_mm.cli.settings import configured, settings
-from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig
+from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
 
 @click.command("serve")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
-@settings(ServiceConfig, WorkerConfig, EngineConfig)
+@settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig)
 def command(path: Path | None, **flags: Any) -> None:
     """Serve the checkpoint directory PATH, or the embedded one, over HTTP.
 

@@ -12,10 +12,10 @@ from typing import Any, get_type_hints
 
 import click
 
-from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig, environment
+from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig, environment
 
 Command = Callable[..., Any]
-SETTINGS = (WorkerConfig, EngineConfig, ServiceConfig)
+SETTINGS = (WorkerConfig, EngineConfig, MediaCaps, ServiceConfig)
 
 
 def settings(*classes: type[Any]) -> Callable[[Command], Command]:
@@ -25,7 +25,7 @@ def settings(*classes: type[Any]) -> Callable[[Command], Command]:
         for cls in reversed(classes):
             helps = _field_docs(cls)
             for field in reversed(dataclasses.fields(cls)):
-                if field.name not in ("model", "engine"):
+                if field.name not in ("model", "engine", "media"):
                     command = _option(field, get_type_hints(cls)[field.name], helps[field.name])(command)
         return command
 
@@ -59,10 +59,11 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 def configured(path: Path | None, flags: dict[str, Any]) -> tuple[WorkerConfig, ServiceConfig]:
     """The settings of the environment, and over them those of the flags that were given."""
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
-    worker, engine, service = (
+    worker, engine, media, service = (
         environment(cls) | {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
         for cls in SETTINGS
     )
     if path is not None:
         worker["model"] = path
-    return WorkerConfig(**worker | {"engine": EngineConfig(**engine)}), ServiceConfig(**service)
+    parts = {"engine": EngineConfig(**engine), "media": MediaCaps(**media)}
+    return WorkerConfig(**worker | parts), ServiceConfig(**service)

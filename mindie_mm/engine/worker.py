@@ -44,7 +44,7 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
-    """With the last delta, unless a stop string ended it."""
+    """With the first delta, and with the last one unless a stop string ended it."""
 
 
 class Worker:
@@ -157,9 +157,9 @@ class Worker:
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
     if not in_process:
         return await TokenizerPool.start(
-            path, config.num_tokenizers, config.arena_bytes, config.arena_request_bytes, config.family
+            path, config.num_tokenizers, config.arena_bytes, config.arena_request_bytes, config.family, config.media
         )
     # Late: a service's own process never needs torch, and starts seconds earlier without it.
     from mindie_mm.tokenize.local import LocalTokenizer
 
-    return await LocalTokenizer.start(path, config.arena_bytes, config.arena_request_bytes, config.family)
+    return await LocalTokenizer.start(path, config.arena_bytes, config.arena_request_bytes, config.family, config.media)

@@ -6,7 +6,6 @@ and the result has ceil(samples * rate / source's rate) samples. Of lossless fil
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,17 +14,14 @@ from typing import Any
 import av
 import numpy as np
 import soxr
-from av.container import InputContainer
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.media.caps import caps
+from mindie_mm.media.container import check_codec, open_container
 
 CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf")
 """Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
-MAX_DURATION_S = 4 * 3600.0
-"""Longest clip, as its container states it."""
-MAX_SOURCE_SAMPLES = 2**26
-"""Most samples of one channel that are decoded of a clip: 256 MiB as float32."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Lowest and highest rate of a source, samples a second."""
 MAX_CHANNELS = 64
@@ -46,20 +42,27 @@ class EncodedAudio:
     rate: int
     """Samples a second, of each channel, as the container states it; decoders know better."""
     data: bytes
+    max_source_samples: int
+    """Of one channel, that are decoded; as float32 they are kept until they are resampled."""
 
     @classmethod
-    def open(cls, data: bytes, max_duration_s: float = MAX_DURATION_S) -> EncodedAudio:
-        """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded."""
+    def open(cls, data: bytes, max_duration_s: float | None = None) -> EncodedAudio:
+        """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded.
+
+        None: as long as this context's caps allow.
+        """
+        max_duration_s = max_duration_s or caps().max_audio_seconds
         try:
             with _open(data) as container:
                 if not container.streams.audio:
                     raise MediaError("the file has no audio stream")
                 stream = container.streams.audio[0]
-                if stream.codec_context is None:
-                    raise MediaError("the file's sound is of a codec that is not known")
+                check_codec(stream.codec_context, "the file's sound")
                 rate, num_channels = stream.rate or 0, stream.channels or 0
                 durations = [container.duration and container.duration / av.time_base]
                 durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
+        except MemoryError:
+            raise
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})") from None
         _check_rate(rate)
@@ -67,12 +70,12 @@ class EncodedAudio:
             raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > max_duration_s:
             raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {max_duration_s:g} s")
-        return cls(rate, data)
+        return cls(rate, data, caps().max_audio_samples)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
         """The first `max_samples`, or fewer, at `rate` samples a second; what lies behind them is not decoded.
 
-        MediaError for a broken clip, LimitExceeded where that many take more than `MAX_SOURCE_SAMPLES`.
+        MediaError for a broken clip, LimitExceeded where that many take more than `max_source_samples`.
         """
         pieces: list[Samples] = []
         num_samples, own_rate = 0, self.rate
@@ -84,10 +87,12 @@ class EncodedAudio:
                     raise MediaError(f"the clip changes from {own_rate} samples a second to {frame.sample_rate}")
                 pieces.append(_mono(frame))
                 num_samples += len(pieces[-1])
-                if num_samples > MAX_SOURCE_SAMPLES:
-                    raise LimitExceeded(f"the clip has more than {MAX_SOURCE_SAMPLES} samples, the limit for decoding")
+                if num_samples > self.max_source_samples:
+                    raise LimitExceeded(f"the clip has more than {self.max_source_samples} samples, the limit")
                 if num_samples >= _num_source_samples(max_samples, own_rate, rate):
                     break
+        except MemoryError:
+            raise
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the sound is broken: {num_samples} samples can be decoded") from None
         if not num_samples:
@@ -160,7 +165,5 @@ def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -
     return np.ascontiguousarray(samples[:max_samples])
 
 
-def _open(data: bytes) -> InputContainer:
-    options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
-    container: InputContainer = av.open(io.BytesIO(data), options=options)
-    return container
+def _open(data: bytes) -> av.container.InputContainer:
+    return open_container(data, CONTAINERS, caps().max_video_pixels)  # of a cover picture, which has no use here

@@ -20,8 +20,6 @@ from yarl import URL
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_URL_LENGTH = 4096
-MAX_REDIRECTS = 3
-CONNECT_TIMEOUT_S = 5.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
 
@@ -57,12 +55,16 @@ async def fetch(
     *,
     max_bytes: int,
     timeout_s: float,
+    connect_timeout_s: float = 5.0,
+    read_timeout_s: float = 10.0,
+    max_redirects: int = 3,
     allowed_domains: Sequence[str] = (),
     allow_private: bool = False,
     spend: Callable[[int], None] | None = None,
 ) -> bytes:
     """The body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
 
+    Connecting may take `connect_timeout_s` and silence of the server `read_timeout_s` of them.
     `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. `allow_private` lets
     through addresses that are not public. `spend` is told of each piece's bytes as it comes; what it raises ends the
     fetch. Raises MediaError, and LimitExceeded for a body that is too long.
@@ -80,15 +82,19 @@ async def fetch(
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 headers={"Accept-Encoding": "identity", "User-Agent": "mindie_mm"},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s),
             ) as session,
         ):
-            for _ in range(1 + MAX_REDIRECTS):
+            for _ in range(1 + max_redirects):
                 async with session.get(target, allow_redirects=False) as response:
                     if response.status not in _REDIRECTS:
                         return await _body(response, max_bytes, spend)
                     target = _checked(_location(response, target), allowed_domains)
-            raise MediaError(f"{target.host} redirects more than {MAX_REDIRECTS} times")
+            raise MediaError(f"{target.host} redirects more than {max_redirects} times")
+    except aiohttp.ConnectionTimeoutError as error:
+        raise MediaError(f"{target.host} took no connection within the limit of {connect_timeout_s:g} s") from error
+    except aiohttp.SocketTimeoutError as error:
+        raise MediaError(f"{target.host} was silent for longer than the limit of {read_timeout_s:g} s") from error
     except TimeoutError as error:
         raise MediaError(f"fetching from {target.host} took longer than the limit of {timeout_s:g} s") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.caps import caps
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is decoded, told by content."""
-MAX_IMAGE_PIXELS = 178_956_970
-"""Most pixels of an image, where Pillow too sees a decompression bomb."""
+MAX_SCAN_PIXELS = 2**32
+"""Most pixels of a JPEG times its scans: a scan of a few bytes costs a pass over all of them."""
 
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
@@ -32,6 +35,8 @@ RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 _ORIENTATION_TAG = 0x0112
 _START_OF_SCAN = b"\xff\xda"
+_END_OF_IMAGE = b"\xff\xd9"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # in a scan's data, these alone are no data
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -45,14 +50,20 @@ class EncodedImage:
     file: Image.Image
 
     @classmethod
-    def open(cls, data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> EncodedImage:
-        """Reads the header of `data`. MediaError for what is no image, LimitExceeded above `max_pixels`."""
+    def open(cls, data: bytes, max_pixels: int | None = None) -> EncodedImage:
+        """Reads the header of `data`. MediaError for what is no image, LimitExceeded above `max_pixels`.
+
+        None: as many as this context's caps allow.
+        """
+        max_pixels = max_pixels or caps().max_image_pixels
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 file = Image.open(io.BytesIO(data), formats=FORMATS)
                 width, height = file.size
                 _check_pixels(width, height, max_pixels)
+                if file.format == "JPEG":
+                    _check_scans(data, width * height)
                 orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
         except Image.DecompressionBombError:
             raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
@@ -112,14 +123,19 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data, max_pixels: int = MAX_IMAGE_PIXELS) -> PlainJpeg | EncodedImage | DecodedImage:
-    """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded."""
+def open_image(data: Data, max_pixels: int | None = None) -> PlainJpeg | EncodedImage | DecodedImage:
+    """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded.
+
+    `max_pixels` as in `EncodedImage.open`.
+    """
+    max_pixels = max_pixels or caps().max_image_pixels
     if not isinstance(data, bytes):
         _check_pixels(data.shape[1], data.shape[0], max_pixels)
         return DecodedImage(data)
     if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data, max_pixels)
     _check_pixels(size[1], size[0], max_pixels)
+    _check_scans(data, size[0] * size[1])
     return PlainJpeg(*size, data)
 
 
@@ -174,6 +190,26 @@ def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     except ValueError:
         return None
     return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None
+
+
+def _check_scans(data: bytes, num_pixels: int) -> None:
+    """LimitExceeded for a JPEG of more scans than its size allows.
+
+    Bytes that only look like a scan's start are sorted out where there are many.
+    """
+    if data.count(_START_OF_SCAN) * num_pixels <= MAX_SCAN_PIXELS:
+        return
+    place, num_scans = 2, 0
+    while (marker := _JPEG_MARKER.match(data, place)) is not None and marker[0] != _END_OF_IMAGE:
+        num_scans += marker[0] == _START_OF_SCAN
+        if num_scans * num_pixels > MAX_SCAN_PIXELS:
+            raise LimitExceeded(
+                f"the JPEG has {num_pixels} pixels in more than {MAX_SCAN_PIXELS // num_pixels} scans, the limit"
+            )
+        place += 2 + int.from_bytes(data[place + 2 : place + 4])
+        if marker[0] == _START_OF_SCAN:
+            following = _JPEG_MARKER.search(data, place)
+            place = following.start() if following else len(data)
 
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
-from mindie_mm.media.image import MAX_IMAGE_PIXELS, RESAMPLES, Pixels, Resample, resize
+from mindie_mm.media.image import RESAMPLES, Pixels, Resample, resize
 
 Color = tuple[int, int, int]
 

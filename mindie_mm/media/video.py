@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import av
 import numpy as np
 import torch
-from av.container import InputContainer
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.caps import caps
+from mindie_mm.media.container import check_codec, open_container
 from mindie_mm.media.image import Data, Pixels
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv")
 """Containers that are opened, told by content (mov is MP4 too, matroska WebM too). Playlists are none of them: they
 would make the library open files and addresses of the client's choice."""
-MAX_FRAME_PIXELS = 2**25
-"""Most pixels of one frame."""
-MAX_NUM_FRAMES = 2**18
-"""Most frames of the encoded video, sampled or not."""
-MAX_DURATION_S = 4 * 3600.0
-"""Longest video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +32,50 @@ class EncodedVideo:
     fps: float | None
     """Mean frames per second; None where the container does not say."""
     data: bytes
+    max_pixels: int
+    """Of a frame, whatever the container states."""
 
     @classmethod
     def open(
         cls,
         data: bytes,
-        max_pixels: int = MAX_FRAME_PIXELS,
-        max_frames: int = MAX_NUM_FRAMES,
-        max_duration_s: float = MAX_DURATION_S,
+        max_pixels: int | None = None,
+        max_frames: int | None = None,
+        max_duration_s: float | None = None,
     ) -> EncodedVideo:
-        """Reads the container of `data`; decodes nothing. MediaError for what is no video, LimitExceeded."""
+        """Reads the container of `data`; decodes nothing. MediaError for what is no video, LimitExceeded.
+
+        None: as much as this context's caps allow.
+        """
+        max_pixels = max_pixels or caps().max_video_pixels
+        max_frames = max_frames or caps().max_video_frames
+        max_duration_s = max_duration_s or caps().max_video_seconds
         try:
-            with _open(data) as container:
+            with open_container(data, CONTAINERS, max_pixels) as container:
                 if not container.streams.video:
                     raise MediaError("the file has no video stream")
                 stream = container.streams.video[0]
-                if stream.codec_context is None:
-                    raise MediaError("the video is of a codec that is not known")
+                check_codec(stream.codec_context, "the video")
                 height, width, rate = stream.height, stream.width, stream.average_rate
                 stated = stream.frames
-                num_frames = sum(1 for packet in container.demux(stream) if packet.size)
+                _check_size(height, width, max_pixels)
+                packets = (packet for packet in container.demux(stream) if packet.size)
+                num_frames = sum(1 for _ in islice(packets, max_frames + 1))
+        except MemoryError:
+            raise
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})") from None
+        if num_frames > max_frames:
+            raise LimitExceeded(f"the video has {max(stated, num_frames)} frames; the limit is {max_frames}")
         if num_frames < stated:
             raise MediaError(f"the video is truncated: it states {stated} frames and holds {num_frames}")
         if not (height and width and num_frames):
             raise MediaError(f"the video has {num_frames} frames of {width}x{height} pixels")
-        if height * width > max_pixels:
-            raise LimitExceeded(f"the video has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
-        if num_frames > max_frames:
-            raise LimitExceeded(f"the video has {num_frames} frames; the limit is {max_frames}")
         fps = float(rate) if rate else None
         if fps and num_frames / fps > max_duration_s:
             raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_duration_s:g} s")
         # Where the container counts its frames, its count is the one that samplers go by.
-        return cls(height, width, stated or num_frames, fps, data)
+        return cls(height, width, stated or num_frames, fps, data, max_pixels)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Frames uint8 [height, width, 3], RGB, one per index; `indices` ascend.
@@ -80,8 +84,9 @@ class EncodedVideo:
         """
         taken = 0
         try:
-            with _open(self.data) as container:
+            with open_container(self.data, CONTAINERS, self.max_pixels) as container:
                 stream = container.streams.video[0]
+                stream.codec_context.options = {"max_pixels": str(self.max_pixels)}
                 stream.thread_type = "AUTO"
                 stream.codec_context.thread_count = torch.get_num_threads()
                 for index, frame in enumerate(container.decode(stream)):
@@ -95,6 +100,8 @@ class EncodedVideo:
                         taken += 1
                     if taken == len(indices):
                         return
+        except MemoryError:
+            raise
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded") from None
         raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
@@ -137,7 +144,6 @@ def open_video(data: Data) -> Video:
     return EncodedVideo.open(data) if isinstance(data, bytes) else DecodedVideo(data)
 
 
-def _open(data: bytes) -> InputContainer:
-    options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
-    container: InputContainer = av.open(io.BytesIO(data), options=options)
-    return container
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise LimitExceeded(f"the video has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
+from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import MAX_IMAGE_PIXELS, RESAMPLES, Data, open_image, resize
+from mindie_mm.media.image import RESAMPLES, Data, open_image, resize
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.model import ModelSpec

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+from mindie_mm.config import MediaCaps
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
@@ -27,13 +28,23 @@ class LocalTokenizer:
 
     @classmethod
     async def start(
-        cls, model_path: Path, arena_bytes: int, request_bytes: int | None = None, family: str | None = None
+        cls,
+        model_path: Path,
+        arena_bytes: int,
+        request_bytes: int | None = None,
+        family: str | None = None,
+        caps: MediaCaps | None = None,
     ) -> Self:
-        """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError."""
+        """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError.
+
+        The caller's memory is not limited: `max_decode_bytes` of `caps` counts for processes alone.
+        """
         await asyncio.to_thread(collect)  # no service runs here that would do it in time
         arena = Arena.create(arena_bytes, quota_bytes=request_bytes)
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, model_path, arena=arena, family=family)
+            tokenizer = await asyncio.to_thread(
+                Tokenizer.from_pretrained, model_path, arena=arena, family=family, caps=caps
+            )
         except BaseException:
             arena.close()
             raise

@@ -10,6 +10,7 @@ from typing import Self
 
 import msgspec
 
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import ProcessDied
 from mindie_mm.ipc import RESTART_WAIT_S, Child, insist, logged
 from mindie_mm.shm import Ref, collect, free
@@ -45,9 +46,15 @@ class TokenizerPool:
     """Tokenizer processes, each with an arena of its own; a dead one fails its requests and is started again."""
 
     def __init__(
-        self, model_path: Path, arena_bytes: int, request_bytes: int | None = None, family: str | None = None
+        self,
+        model_path: Path,
+        arena_bytes: int,
+        request_bytes: int | None = None,
+        family: str | None = None,
+        caps: MediaCaps | None = None,
     ) -> None:
-        self._arguments = (str(model_path), str(arena_bytes), str(request_bytes or ""), family or "")
+        caps_json = msgspec.json.encode(caps or MediaCaps()).decode()
+        self._arguments = (str(model_path), str(arena_bytes), str(request_bytes or ""), family or "", caps_json)
         self._processes: list[_Process] = []
         """Those that take requests."""
         self._dying: list[_Process] = []
@@ -70,14 +77,15 @@ class TokenizerPool:
         arena_bytes: int,
         request_bytes: int | None = None,
         family: str | None = None,
+        caps: MediaCaps | None = None,
     ) -> Self:
         """Starts `num_processes` processes that read `model_path`, each reserving `arena_bytes` of shared memory.
 
-        One request may hold `request_bytes` of it; None: half. `family` as `WorkerConfig.family`.
+        One request may hold `request_bytes` of it; None: half. `family` and `caps` as in `WorkerConfig`.
 
         Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
         """
-        pool = cls(model_path, arena_bytes, request_bytes, family)
+        pool = cls(model_path, arena_bytes, request_bytes, family, caps)
         starts = [asyncio.create_task(pool._start_process()) for _ in range(num_processes)]
         try:
             for start in starts:

@@ -1,5 +1,5 @@
-"""A tokenizer process, started by the pool with CHECKPOINT, ARENA_BYTES, REQUEST_BYTES ("": half) and FAMILY
-("": the one that the checkpoint names).
+"""A tokenizer process, started by the pool with CHECKPOINT, ARENA_BYTES, REQUEST_BYTES ("": half), FAMILY
+("": the one that the checkpoint names) and CAPS (a MediaCaps as JSON).
 
 It answers one request after another and exits when its channel closes: the pool closed it, or died.
 """
@@ -7,15 +7,17 @@ It answers one request after another and exits when its channel closes: the pool
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import sys
 
 import msgspec
+import psutil
 import torch
 
 from mindie_mm import faults
-from mindie_mm.config import fault_folder
-from mindie_mm.errors import MindieMMError, WorldError
+from mindie_mm.config import MediaCaps, fault_folder
+from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
 from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
@@ -45,14 +47,32 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
             reply = Failed.of(request.id, error)
         except Exception as error:  # noqa: BLE001 - one request fails, not all that wait behind it
             _log.exception("request %d", request.id)
-            reply = Failed.of(request.id, WorldError(f"the tokenizer failed: {type(error).__name__}"))
+            reply = Failed.of(request.id, _error_of(error))
         faults.point("before-reply")
         channel.send(encoder.encode(reply))
         faults.point("after-reply")
 
 
+def _error_of(error: Exception) -> MindieMMError:
+    """What a caller is told of an exception that nobody foresaw.
+
+    Where memory is short, the request took it: there is one at a time.
+    """
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return LimitExceeded("decoding the request's media takes more memory than the limit (--max-decode-bytes)")
+    return WorldError(f"the tokenizer failed: {type(error).__name__}")
+
+
+def _limit_memory(further_bytes: int) -> None:
+    """Lets this process take `further_bytes` of private memory beyond what it has; the arena, shared, is none of it."""
+    if further_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = psutil.Process().memory_info().data + further_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
 def main(
-    channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str, family: str
+    channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str, family: str, caps: str
 ) -> None:
     """Reads the checkpoint, makes the arena, says so, and serves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s tokenizer: %(message)s")
@@ -70,9 +90,11 @@ def main(
     with arena:
         faults.point("arena-made")
         try:
-            tokenizer = Tokenizer.from_pretrained(path, arena=arena, family=family or None)
+            media = msgspec.json.decode(caps, type=MediaCaps)
+            tokenizer = Tokenizer.from_pretrained(path, arena=arena, family=family or None, caps=media)
         except MindieMMError as error:
             channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
             return
+        _limit_memory(media.max_decode_bytes)
         channel.send(msgspec.msgpack.encode(Ready(tokenizer.shown_tokens)))
         serve(channel, tokenizer, arena)

@@ -17,6 +17,7 @@ import torch
 from blake3 import blake3
 
 from mindie_mm import faults
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.inputs import (
     Embeddings,
@@ -30,6 +31,7 @@ from mindie_mm.inputs import (
     parse_inputs,
     parse_messages,
 )
+from mindie_mm.media.caps import under
 from mindie_mm.media.image import Data
 from mindie_mm.media.source import read_source, source_path
 from mindie_mm.models import family_of, reading
@@ -68,9 +70,15 @@ class Tokenizer:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, family: type[Family], wire: WireName | Wire, arena: Arena | None
+        self,
+        checkpoint: Checkpoint,
+        family: type[Family],
+        wire: WireName | Wire,
+        arena: Arena | None,
+        caps: MediaCaps | None,
     ) -> None:
         """For `from_pretrained`."""
+        self._caps = caps or MediaCaps()
         with reading(checkpoint, family):
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
@@ -103,12 +111,13 @@ class Tokenizer:
         wire: WireName | Wire = "native",
         arena: Arena | None = None,
         family: str | None = None,
+        caps: MediaCaps | None = None,
     ) -> Self:
         """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
 
         On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
         on `close` or at the interpreter's exit. With "mindie" each array lies in a segment of its own, as a worker of
-        MindIE's reads it, and there is no arena. A `Wire` is one that the caller made.
+        MindIE's reads it, and there is no arena. A `Wire` is one that the caller made. `caps`: of its media items.
         InputError, UnsupportedCheckpoint.
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
@@ -116,7 +125,7 @@ class Tokenizer:
         if wire != "native" and arena is not None:
             raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
         checkpoint = Checkpoint.open(path)
-        return cls(checkpoint, family_of(checkpoint, family), wire, arena)
+        return cls(checkpoint, family_of(checkpoint, family), wire, arena, caps)
 
     @property
     def has_template(self) -> bool:
@@ -237,7 +246,8 @@ class Tokenizer:
                 plan, data = self._plan_embeddings(kind, media.source)
             else:
                 data = read_source(media)
-                plan = processor.plan(media, data, counts)
+                with under(self._caps):
+                    plan = processor.plan(media, data, counts)
             self._wire.check(plan, kind)
         except InputError as error:
             raise type(error)(f"media item {index} ({kind}): {error}") from error

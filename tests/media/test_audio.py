@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from transformers.audio_utils import load_audio
 
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media, parse_inputs
 from mindie_mm.media import audio
 from mindie_mm.media.audio import EncodedAudio, open_audio
+from mindie_mm.media.caps import under
 from mindie_mm.media.source import read_source
 from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
@@ -147,9 +149,8 @@ def test_a_small_file_that_is_hours_of_sound_is_refused_at_once():
         open_audio(claim)
 
 
-def test_decoding_ends_at_the_cap_of_samples(monkeypatch):
-    monkeypatch.setattr(audio, "MAX_SOURCE_SAMPLES", RATE)
-    with pytest.raises(LimitExceeded, match="more than 16000 samples"):
+def test_decoding_ends_at_the_cap_of_samples():
+    with under(MediaCaps(max_audio_samples=RATE)), pytest.raises(LimitExceeded, match="more than 16000 samples"):
         decode(encode_sound(tone(3.0), RATE))
 
 
