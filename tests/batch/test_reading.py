@@ -84,12 +84,9 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(folder: P
 
 
 def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path: Path) -> None:
-    def generate(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [CLI, "generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8", *more]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-
     output = tmp_path / "out.jsonl"
-    done = generate()
+    arguments = ["generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8"]
+    done = subprocess.run([CLI, *arguments], capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 1 row failed\n"), done.stderr
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]
@@ -97,11 +94,11 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path:
     assert all(answer["text"] for answer in answers if "error" not in answer)
     whole = output.read_bytes()
     output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
-    assert generate().returncode == 1
+    assert CliRunner().invoke(main, arguments).exit_code == 1
     assert output.read_bytes() == whole
     output.write_text("something else\n")
-    refused = generate()
-    assert refused.returncode == 2
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 2
     assert "line 1 is not row 0" in refused.stderr
 
 

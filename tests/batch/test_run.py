@@ -264,20 +264,19 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
     assert made(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
 
 
-@pytest.mark.parametrize(
-    ("deaths", "error"),
-    [(1, None), (2, "ProcessDied: the worker ended with signal 9 at this row, twice, the second time alone")],
-)
-def test_a_worker_that_is_killed_loses_its_row_alone(media, rows, tmp_path, deaths, error):
-    fifo = media / f"deadly-{deaths}.jpg"
-    rows.insert(12, {"id": "deadly", "inputs": [{"image": fifo.name}]})
-    path = media / f"deadly-{deaths}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    deadly = Deadly(fifo, deaths)
+def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path):
+    fifos = {deaths: media / f"deadly-{deaths}.jpg" for deaths in (1, 2)}
+    for row, deaths in ((2, 1), (12, 2)):
+        rows.insert(row, {"id": f"killed {deaths}", "inputs": [{"image": fifos[deaths].name}]})
+    path = written(media / "deadly.jsonl", rows)
+    deadly = {deaths: Deadly(fifo, deaths) for deaths, fifo in fifos.items()}
     manifest = run(settings(path), tmp_path / "run", num_workers=2)
-    deadly.join()
-    fifo.unlink()
-    (sample,) = [sample for sample in Dataset(tmp_path / "run") if sample.id == "deadly"]
-    assert sample.error == error
-    assert manifest.num_errors == len(BAD) + (error is not None)
-    assert deadly.alone[1:] == [True] * (deaths - 1)
+    for deaths, fifo in fifos.items():
+        deadly[deaths].join()
+        fifo.unlink()
+    errors = {sample.id: sample.error for sample in Dataset(tmp_path / "run")}
+    assert errors["killed 1"] is None
+    how = "the worker ended with signal 9 at this row, twice, the second time alone"
+    assert errors["killed 2"] == f"ProcessDied: {how}"
+    assert manifest.num_errors == len(BAD) + 1
+    assert deadly[2].alone[1:] == [True]
