@@ -264,6 +264,7 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
     assert made(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
 
 
+@pytest.mark.timeout(300)
 def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path):
     fifos = {deaths: media / f"deadly-{deaths}.jpg" for deaths in (1, 2)}
     for row, deaths in ((2, 1), (12, 2)):
