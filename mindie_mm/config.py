@@ -148,6 +148,11 @@ class ServiceConfig:
     """Address to listen on."""
     port: int = 8000
     """0 takes a free port; the line printed when ready names it."""
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which a request must bear, as `Authorization: Bearer KEY`; empty: nobody is asked for one. /health
+    and /metrics never ask."""
+    cors_origin: tuple[str, ...] = ()
+    """Web pages' origins, such as https://example.org, whose scripts may call the service; * is every page."""
     served_model_name: str | None = None
     """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
     spool: Path | None = None
@@ -198,6 +203,8 @@ class ServiceConfig:
         at_least_one = ("max_concurrent_requests", "max_request_bytes", "max_held_bytes", "max_concurrent_fetches")
         counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
         _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
+        if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
+            raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
         for name in ("fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")

@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from mindie_mm.config import ServiceConfig, default_spool
 from mindie_mm.engine.worker import Worker
 from mindie_mm.shm import arenas_of, make_spool, require_spool
-from service import chat, completions, errors, health, infer, models, tokens
+from service import chat, completions, errors, generate, health, infer, models, tokens
+from service.access import Access
 from service.admission import Admission
 from service.border import Border
 from service.media import MediaPolicy
@@ -48,8 +50,19 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
             await service.admission.stop(grace_s=0)
 
     app = FastAPI(title="mindie_mm", version=version("mindie_mm"), lifespan=lifespan)
+    # The last one added is the outermost: a browser's preflight bears no key.
+    if config.api_key:
+        app.add_middleware(Access, keys=config.api_key)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     app.add_middleware(Border, config=config, metrics=metrics)
     errors.install(app)
-    for module in (chat, completions, infer, models, tokens, health):
+    for module in (chat, completions, infer, generate, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)
     return app

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from secrets import token_hex
 
@@ -15,10 +16,13 @@ from service.metrics import Metrics
 
 _log = logging.getLogger("service.access")
 
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
 
 class Border:
     """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
 
+    A client's own X-Request-Id goes back in its place, and into the log beside ours.
     `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter.
     """
 
@@ -37,6 +41,7 @@ class Border:
         request_id = token_hex(12)
         started = time.perf_counter()
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
+        given = _given_id(scope)
         body = _Body(scope, receive, self, self._config)
         status = 499
 
@@ -44,7 +49,7 @@ class Border:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", (given or request_id).encode())]
             await send(message)
 
         try:
@@ -58,7 +63,14 @@ class Border:
             path = route.path if route is not None else "none"
             self._metrics.http_requests.labels(path, scope["method"], status).inc()
             duration_s = time.perf_counter() - started
-            _log.info("%s %s %s %d %.3f s", request_id, scope["method"], path, status, duration_s)
+            named = f"{request_id} ({given})" if given else request_id
+            _log.info("%s %s %s %d %.3f s", named, scope["method"], path, status, duration_s)
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The id that the client gave its request, if it is one that can stand in a log."""
+    values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+    return values[0] if values and _REQUEST_ID.fullmatch(values[0]) else None
 
 
 class _Body:

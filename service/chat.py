@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,11 +13,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mindie_mm import faults
+from mindie_mm.engine.grammar import check_schema
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
+from service.choices import Choice, Clock, collect, timings, usage
 from service.json_response import JSONResponse
-from service.line import Choice, collect, generate, tokenized, usage
+from service.line import generate, tokenized
 from service.openai_types import ChatBody
 from service.sse import EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
@@ -31,15 +34,14 @@ async def chat_completions(
 ) -> Response:
     """Answers a chat, with images and videos in it; streamed on request."""
     service.check_model(body.model)
-    chat = _Chat(service, body, _sampling_params(service, body), f"chatcmpl-{request_id}", int(time.time()), arrived)
+    params = body.chat_sampling_params().check(service.worker.engine.info.vocab_size)
+    if params.json_schema is not None:
+        await asyncio.to_thread(check_schema, params.json_schema)
+    chat = _Chat(service, body, params, f"chatcmpl-{request_id}", int(time.time()), Clock(arrived))
     if body.stream:
         return EventStream(chat.events, service.admission)
     async with service.admission.admit(request.receive):
         return JSONResponse(await chat.answer())
-
-
-def _sampling_params(service: Service, body: ChatBody) -> SamplingParams:
-    return body.chat_sampling_params().check(service.worker.engine.info.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class _Chat:
     params: SamplingParams
     id: str
     created: int
-    arrived: float
+    clock: Clock
 
     @property
     def n(self) -> int:
@@ -61,29 +63,28 @@ class _Chat:
         request = TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt,
-            chat_template_kwargs=self.body.chat_template_kwargs or {},
+            chat_template_kwargs=self.body.template_kwargs(),
         )
         return self.service.worker.limited(request, self.params)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request()) as source:
-            choices = await collect(
-                generate(self.service, [source], self.params, self.n, self.id, self.arrived), self.n
-            )
+        async with tokenized(self.service, self.request(), self.clock) as source:
+            choices = await collect(generate(self.service, [source], self.params, self.n, self.id, self.clock), self.n)
         faults.point("answered")
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage([source.prompt], choices),
+            **self._timings(choices),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
         choices = [Choice(index) for index in range(self.n)]
         async with (
-            tokenized(self.service, self.request()) as source,
-            aclosing(generate(self.service, [source], self.params, self.n, self.id, self.arrived)) as deltas,
+            tokenized(self.service, self.request(), self.clock) as source,
+            aclosing(generate(self.service, [source], self.params, self.n, self.id, self.clock)) as deltas,
         ):
             async for index, delta in deltas:
                 if not choices[index].texts:
@@ -91,8 +92,14 @@ class _Chat:
                 choices[index].add(delta)
                 if delta.text or delta.logprobs or delta.finish_reason:
                     yield self._chunk([self._delta(index, delta)])
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield {**self._chunk([]), "usage": usage([source.prompt], choices)}
+        tail = self._timings(choices)
+        if self.body.include_usage:
+            tail["usage"] = usage([source.prompt], choices)
+        if tail:
+            yield self._chunk([]) | tail
+
+    def _timings(self, choices: list[Choice]) -> dict[str, Any]:
+        return {"timings": timings(self.clock, choices)} if self.body.timings else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model_name}

@@ -18,8 +18,9 @@ from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
+from service.choices import Choice, Clock, collect, timings, usage
 from service.json_response import JSONResponse
-from service.line import Choice, all_tokenized, collect, generate, prompt_of_ids, usage
+from service.line import all_tokenized, generate, prompt_of_ids
 from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
@@ -35,7 +36,7 @@ async def completions(
     """Continues texts or token ids; streamed on request."""
     service.check_model(body.model)
     params = body.completion_sampling_params().check(service.worker.engine.info.vocab_size)
-    completion = _Completion(service, body, params, f"cmpl-{request_id}", int(time.time()), arrived)
+    completion = _Completion(service, body, params, f"cmpl-{request_id}", int(time.time()), Clock(arrived))
     if body.stream:
         return EventStream(completion.events, service.admission)
     async with service.admission.admit(request.receive):
@@ -51,7 +52,7 @@ class _Completion:
     params: SamplingParams
     id: str
     created: int
-    arrived: float
+    clock: Clock
 
     @property
     def n(self) -> int:
@@ -73,7 +74,7 @@ class _Completion:
         if not texts:
             yield [PromptSource(prompt_of_ids(self.service, ids)) for ids in given if not isinstance(ids, str)]
             return
-        async with all_tokenized(self.service, texts) as sources:
+        async with all_tokenized(self.service, texts, self.clock) as sources:
             yield sources
 
     async def answer(self) -> dict[str, Any]:
@@ -85,6 +86,7 @@ class _Completion:
             **self._head(),
             "choices": [self._choice(choice, prompts[choice.index // self.n]) for choice in choices],
             "usage": usage(prompts, choices),
+            **self._timings(choices),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -103,11 +105,17 @@ class _Completion:
                     lengths[index] += len(chunk["text"])
                     if chunk["text"] or delta.logprobs or delta.finish_reason:
                         yield {**self._head(), "choices": [chunk]}
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield {**self._head(), "choices": [], "usage": usage(prompts, choices)}
+        tail = self._timings(choices)
+        if self.body.include_usage:
+            tail["usage"] = usage(prompts, choices)
+        if tail:
+            yield {**self._head(), "choices": [], **tail}
+
+    def _timings(self, choices: list[Choice]) -> dict[str, Any]:
+        return {"timings": timings(self.clock, choices)} if self.body.timings else {}
 
     def _generate(self, sources: list[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
-        return generate(self.service, sources, self.params, self.n, self.id, self.arrived)
+        return generate(self.service, sources, self.params, self.n, self.id, self.clock)
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.model_name}

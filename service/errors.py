@@ -91,6 +91,11 @@ def error_object(error: BaseException) -> dict[str, Any]:
     return _object(message, found.kind, param, found.status)
 
 
+def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
+    """OpenAI's error object for what is no exception."""
+    return _object(message, kind, None, status)
+
+
 def install(app: FastAPI) -> None:
     """Makes `app` answer every error with an error object."""
     app.add_exception_handler(errors.MindieMMError, _on_error)

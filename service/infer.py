@@ -15,8 +15,9 @@ from starlette.responses import Response
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
+from service.choices import Choice, Clock, collect, timings
 from service.json_response import JSONResponse
-from service.line import Choice, collect, generate, tokenized
+from service.line import generate, tokenized
 from service.openai_types import Body
 from service.sse import EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
@@ -43,15 +44,21 @@ class InferParameters(BaseModel):
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
     """Seconds."""
+    timings: bool | None = None
+    """Ours: say where the request's time went, in the details."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not the likeliest taken."""
+        if self.do_sample is None:
+            return any(value is not None for value in (self.temperature, self.top_k, self.top_p))
+        return self.do_sample
 
     def sampling_params(self) -> SamplingParams:
         """As the engine takes them."""
-        drawn = self.do_sample
-        if drawn is None:
-            drawn = any(value is not None for value in (self.temperature, self.top_k, self.top_p))
         given: dict[str, Any] = {
             "max_tokens": self.max_new_tokens or DEFAULT_NEW_TOKENS,
-            "temperature": self.temperature if drawn else 0.0,
+            "temperature": self.temperature if self.draws else 0.0,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "seed": self.seed,
@@ -61,15 +68,28 @@ class InferParameters(BaseModel):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-class InferBody(Body):
-    """POST /infer."""
+class InputsBody(Body):
+    """What MindIE's forms share."""
 
     inputs: str | list[dict[str, Any]]
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
-    stream: bool | None = None
-    parameters: InferParameters | None = None
     chat_template: bool = True
     """False: the items of a list follow one another with no template around them."""
+
+    def request(self) -> TokenizeRequest:
+        """What there is to tokenise; InputError where it is empty."""
+        if isinstance(self.inputs, str):
+            if not self.inputs:
+                raise InputError("inputs is empty")
+            return TokenizeRequest(text=self.inputs)
+        return TokenizeRequest(items=self.inputs, chat=self.chat_template)
+
+
+class InferBody(InputsBody):
+    """POST /infer."""
+
+    stream: bool | None = None
+    parameters: InferParameters | None = None
 
 
 @router.post("/infer")
@@ -80,7 +100,7 @@ async def infer(
     service.check_model(body.model)
     parameters = body.parameters or InferParameters()
     params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    call = _Infer(service, body, parameters, params, request_id, arrived)
+    call = _Infer(service, body, parameters, params, request_id, Clock(arrived))
     if body.stream:
         return EventStream(call.events, service.admission, last=b"", timeout_s=parameters.timeout)
     async with service.admission.admit(request.receive, parameters.timeout):
@@ -96,22 +116,15 @@ class _Infer:
     parameters: InferParameters
     params: SamplingParams
     id: str
-    arrived: float
+    clock: Clock
 
     def request(self) -> TokenizeRequest:
-        inputs = self.body.inputs
-        if isinstance(inputs, str):
-            if not inputs:
-                raise InputError("inputs is empty")
-            request = TokenizeRequest(text=inputs)
-        else:
-            request = TokenizeRequest(items=inputs, chat=self.body.chat_template)
-        return self.service.worker.limited(request, self.params)
+        return self.service.worker.limited(self.body.request(), self.params)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request()) as source:
-            (choice,) = await collect(generate(self.service, [source], self.params, 1, self.id, self.arrived), 1)
+        async with tokenized(self.service, self.request(), self.clock) as source:
+            (choice,) = await collect(generate(self.service, [source], self.params, 1, self.id, self.clock), 1)
         answer: dict[str, Any] = {"generated_text": choice.text}
         if self.parameters.details:
             answer["details"] = self._details(choice) | {"generated_token_ids": choice.token_ids}
@@ -122,8 +135,8 @@ class _Infer:
         last = time.perf_counter()
         choice = Choice(0)
         async with (
-            tokenized(self.service, self.request()) as source,
-            aclosing(generate(self.service, [source], self.params, 1, self.id, self.arrived)) as deltas,
+            tokenized(self.service, self.request(), self.clock) as source,
+            aclosing(generate(self.service, [source], self.params, 1, self.id, self.clock)) as deltas,
         ):
             async for _, delta in deltas:
                 now = time.perf_counter()
@@ -146,7 +159,16 @@ class _Infer:
                     }
 
     def _details(self, choice: Choice) -> dict[str, Any]:
-        reason = "length" if choice.finish_reason == "length" else "stop_sequence"
-        if choice.finish_reason == "stop" and choice.stop_reason is None:
-            reason = "eos_token"
-        return {"finish_reason": reason, "generated_tokens": len(choice.token_ids), "seed": self.params.seed}
+        details: dict[str, Any] = {
+            "finish_reason": finish_reason(choice),
+            "generated_tokens": len(choice.token_ids),
+            "seed": self.params.seed,
+        }
+        return details | ({"timings": timings(self.clock, [choice])} if self.parameters.timings else {})
+
+
+def finish_reason(choice: Choice) -> str:
+    """Why it ended, in MindIE's words."""
+    if choice.finish_reason == "length":
+        return "length"
+    return "eos_token" if choice.stop_reason is None else "stop_sequence"

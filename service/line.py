@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,6 @@ import msgspec
 import numpy as np
 
 from mindie_mm import faults
-from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
@@ -23,6 +21,7 @@ from mindie_mm.inputs import Media, from_webui_prompt, media_of, media_of_messag
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
+from service.choices import Clock
 from service.media import gather, messages_with_paths, remove_media, with_paths
 from service.state import Service
 
@@ -30,17 +29,19 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def tokenized(service: Service, request: TokenizeRequest) -> AsyncIterator[PromptSource]:
+async def tokenized(service: Service, request: TokenizeRequest, clock: Clock) -> AsyncIterator[PromptSource]:
     """The prompt of `request`, whose media are as the client gave them; leaving frees its shared memory.
 
     The media's files stay, for a second try, until `generate` has the first output of every choice.
     """
-    async with all_tokenized(service, [request]) as (source,):
+    async with all_tokenized(service, [request], clock) as (source,):
         yield source
 
 
 @asynccontextmanager
-async def all_tokenized(service: Service, requests: Sequence[TokenizeRequest]) -> AsyncIterator[list[PromptSource]]:
+async def all_tokenized(
+    service: Service, requests: Sequence[TokenizeRequest], clock: Clock
+) -> AsyncIterator[list[PromptSource]]:
     """The prompts of one HTTP request, whose limits hold for all of them together; else as `tokenized`."""
     started = time.perf_counter()
     for request in requests:
@@ -54,11 +55,14 @@ async def all_tokenized(service: Service, requests: Sequence[TokenizeRequest]) -
             directory = stack.enter_context(request_directory(service.spool))
             changes["path_file"] = str(directory.path_file)
             paths = iter(await service.media.spool(media, directory.path))
+            clock.fetch_s = time.perf_counter() - started
             faults.point("spooled")
         complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
         sources = await gather([service.worker.tokenize(one) for one in complete])
         faults.point("tokenized")
-        service.metrics.tokenize_s.observe(time.perf_counter() - started)
+        elapsed_s = time.perf_counter() - started
+        clock.preprocess_s = elapsed_s - clock.fetch_s
+        service.metrics.tokenize_s.observe(elapsed_s)
         if media:
             _when_all_settle(sources, lambda: remove_media(directory.path))
         yield sources
@@ -108,18 +112,18 @@ def _check_values(request: TokenizeRequest) -> None:
 
 
 async def generate(
-    service: Service, sources: Sequence[PromptSource], params: SamplingParams, n: int, request_id: str, arrived: float
+    service: Service, sources: Sequence[PromptSource], params: SamplingParams, n: int, request_id: str, clock: Clock
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
 
-    Choices of a seeded request draw from seeds that follow one another. Latencies count from `arrived`.
+    Choices of a seeded request draw from seeds that follow one another. Latencies count from the clock's `arrived`.
     """
     choices = []
     for index in range(len(sources) * n):
         seeded = params
         if params.seed is not None and index % n:
             seeded = msgspec.structs.replace(params, seed=params.seed + index % n)
-        choices.append(_measured(service, sources[index // n], seeded, f"{request_id}-{index}", arrived))
+        choices.append(_measured(service, sources[index // n], seeded, f"{request_id}-{index}", clock.arrived))
     for source in sources:
         service.metrics.count_prompt(len(source.prompt))
     silent = [set(range(n)) for _ in sources]  # each prompt's choices that have given no output yet
@@ -151,7 +155,8 @@ async def _measured(
                 (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
                 last = now
                 num_tokens += len(delta.token_ids)
-                reason, timings = delta.finish_reason or reason, delta.timings
+                reason = delta.finish_reason or reason
+                timings = delta.timings if delta.finish_reason else None
                 yield delta
     except MindieMMError as error:
         reason = "error"
@@ -198,54 +203,3 @@ def prompt_of_ids(service: Service, ids: Sequence[int]) -> Prompt:
     if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})")
     return Prompt(np.array(ids, np.int64))
-
-
-@dataclass(slots=True)
-class Choice:
-    """What one choice has come to."""
-
-    index: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Appends `delta`."""
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.prompt_logprobs += delta.prompt_logprobs or []
-        self.cached_tokens += delta.cached_tokens or 0
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.texts)
-
-
-async def collect(deltas: AsyncGenerator[tuple[int, Delta], None], num_choices: int) -> list[Choice]:
-    """All choices, once they are finished."""
-    choices = [Choice(index) for index in range(num_choices)]
-    async with aclosing(deltas) as stream:
-        async for index, delta in stream:
-            choices[index].add(delta)
-    return choices
-
-
-def usage(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, Any]:
-    """OpenAI's usage object, of as many choices for each prompt; a prompt counts once, as its first choice found it."""
-    n = len(choices) // len(prompts)
-    num_prompt = sum(len(prompt) for prompt in prompts)
-    num_generated = sum(len(choice.token_ids) for choice in choices)
-    cached = sum(min(choice.cached_tokens for choice in choices[i : i + n]) for i in range(0, len(choices), n))
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,8 +52,17 @@ class GenerationBody(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    timings: bool | None = None
+    """Say where the request's time went, in the answer's `timings`."""
     user: str | None = None
     """Ignored."""
+    metadata: dict[str, Any] | None = None
+    """Ignored."""
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The settings given here, under `changes`; what is absent or null keeps its default."""
@@ -75,12 +85,34 @@ class GenerationBody(Body):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-class ResponseFormat(BaseModel):
-    """The form of the answer; only `text` is served."""
+class NamedSchema(BaseModel):
+    """`response_format.json_schema`; `name` and `strict` are not asked: the answer fits the schema in any case."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    type: str
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def schema_text(self) -> str | None:
+        """The schema as JSON, None for a text; InputError where it is missing, or nests too deeply."""
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            raise InputError("response_format is 'json_schema' and has no json_schema")
+        try:
+            return json.dumps(self.json_schema.content)
+        except RecursionError as error:
+            raise InputError("response_format.json_schema nests too deeply") from error
 
 
 class ChatBody(GenerationBody):
@@ -95,6 +127,8 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
+    """Handed to the chat template, where it has them; the answer is text as the model writes it."""
+    tool_choice: Any = None
 
     def chat_sampling_params(self) -> SamplingParams:
         """The sampling settings; InputError for what contradicts itself or is not served."""
@@ -104,14 +138,18 @@ class ChatBody(GenerationBody):
             )
         if self.top_logprobs and not self.logprobs:
             raise InputError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InputError(f"response_format is {self.response_format.type!r}; only 'text' is served")
-        if self.tools:
-            raise InputError("tools are not served")
         return self.sampling_params(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            json_schema=self.response_format.schema_text() if self.response_format else None,
         )
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template; InputError for a tool_choice that is not served."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise InputError("tool_choice must be 'auto' or 'none': no call is enforced")
+        given = dict(self.chat_template_kwargs or {})
+        return given | {"tools": self.tools} if self.tools and self.tool_choice != "none" else given
 
 
 class CompletionBody(GenerationBody):

@@ -9,17 +9,18 @@ from starlette.responses import Response
 
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
+from service.choices import Clock
 from service.json_response import JSONResponse
 from service.line import prompt_of_ids, tokenized
 from service.openai_types import DetokenizeBody, TokenizeBody
-from service.state import ServiceDep
+from service.state import Arrived, ServiceDep
 from service.token_text import token_text
 
 router = APIRouter()
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep) -> Response:
+async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, arrived: Arrived) -> Response:
     """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
@@ -32,7 +33,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep) ->
         chat_template_kwargs=body.chat_template_kwargs or {},
         max_tokens=service.worker.engine.info.max_model_len,
     )
-    async with service.admission.admit(request.receive), tokenized(service, wanted) as source:
+    async with service.admission.admit(request.receive), tokenized(service, wanted, Clock(arrived)) as source:
         ids: list[int] = source.prompt.plain_ids.tolist()
     answer: dict[str, Any] = {
         "count": len(ids),

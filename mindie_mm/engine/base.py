@@ -17,6 +17,7 @@ from torch import Tensor
 from mindie_mm import faults
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.grammar import Constraint, Grammars
 from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
 from mindie_mm.engine.sampler import sample, token_logprobs
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
-from mindie_mm.errors import DeviceError, MindieMMError, TokenOutOfRange, WorldError, error_name
+from mindie_mm.errors import DeviceError, InputError, MindieMMError, TokenOutOfRange, WorldError, error_name
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.splice import MediaItem
 
@@ -60,6 +61,8 @@ class BaseEngine(ABC):
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
         self._towers = Towers(model, self._encoder_cache, self._tower_limits)
         self._sequences: dict[str, Sequence] = {}
+        self.grammars: Grammars | None = None
+        """Makes what the tokens of a request with a JSON schema must fit; None: no such request is taken."""
 
     @property
     @abstractmethod
@@ -86,6 +89,8 @@ class BaseEngine(ABC):
         """Queues a request; what is wrong with it comes back at once."""
         try:
             sequence = self._sequence(message)
+            if (schema := sequence.params.json_schema) is not None:
+                sequence.constraint = self._constraint(schema)
         except MindieMMError as error:
             return _failure(message.request_id, error)
         except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
@@ -95,6 +100,11 @@ class BaseEngine(ABC):
         self._sequences[message.request_id] = sequence
         self._scheduler.add(sequence)
         return None
+
+    def _constraint(self, schema: str) -> Constraint:
+        if self.grammars is None:
+            raise InputError("this model takes no JSON schema")
+        return self.grammars.constraint(schema)
 
     def abort(self, message: Abort) -> None:
         """Forgets a request, if it is still here."""
@@ -135,6 +145,9 @@ class BaseEngine(ABC):
         raw = {i: logits[i : i + 1].clone() for i, s in enumerate(sequences) if s.params.logprobs is not None}
         for row, sequence in zip(logits, sequences, strict=True):
             self._constrain(row, sequence)
+            if sequence.constraint is not None:
+                refused = torch.from_numpy(sequence.constraint.refused(len(row)))
+                row.masked_fill_(refused.to(row.device), -torch.inf)
         tokens = sample(logits, sequences, self._spec.eos_token_ids)
         logprobs = {i: token_logprobs(row, [tokens[i]], sequences[i].params.logprobs or 0) for i, row in raw.items()}
         return [
@@ -150,6 +163,10 @@ class BaseEngine(ABC):
         if draw is None:
             return self._fail(sequence, WorldError("the model gives no numbers for this request"))
         token, logprobs = draw
+        if sequence.constraint is not None:
+            sequence.constraint.accept(token)
+            if error := sequence.constraint.error:
+                return self._fail(sequence, InputError(f"the output can no longer be kept to its JSON schema: {error}"))
         first = sequence.num_output == 0
         if first:
             sequence.first_token_s = time.monotonic()
@@ -166,7 +183,7 @@ class BaseEngine(ABC):
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            timings=sequence.timings() if reason is not None else None,
+            timings=sequence.timings() if first or reason is not None else None,
         )
 
     def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:

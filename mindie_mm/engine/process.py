@@ -14,6 +14,8 @@ from mindie_mm.config import fault_folder
 from mindie_mm.device import open_device
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.detokenizer import load_tokenizer
+from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
@@ -113,7 +115,11 @@ def _load(start: Start) -> BaseEngine:
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
     room = kv_cache_bytes(model, processor, family.kinds, device, config)
-    return Seq2SeqEngine(model, config, room) if isinstance(model, Seq2SeqModel) else Engine(model, config, room)
+    if isinstance(model, Seq2SeqModel):
+        return Seq2SeqEngine(model, config, room)
+    engine = Engine(model, config, room)
+    engine.grammars = Grammars(lambda: load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
+    return engine
 
 
 def _send(channel: ChildChannel, message: FromEngine) -> None:

@@ -10,6 +10,9 @@ from mindie_mm.errors import InputError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASES = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of the drawn token and of this many of the likeliest, per position, before any penalty."""
     prompt_logprobs: int | None = None
     """The same for each position of the prompt but the first."""
+    json_schema: str | None = None
+    """A JSON schema, as JSON: the output fits it, unless `max_tokens` ends it first (grammar.py)."""
 
     @property
     def greedy(self) -> bool:
@@ -63,16 +68,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("top_p and repetition_penalty must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}")
+        self._check_stop()
+        self._check_ids(vocab_size)
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise InputError("a JSON schema says where the output ends: neither ignore_eos nor min_tokens goes with it")
+        return self
+
+    def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InputError(f"{len(self.stop)} stop strings, at most {MAX_STOP_STRINGS} are taken")
         if any(not text for text in self.stop):
             raise InputError("a stop string is empty")
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
+            raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
+
+    def _check_ids(self, vocab_size: int) -> None:
+        for name, ids, most in (
+            ("logit_bias", self.logit_bias, MAX_BIASES),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ):
+            if len(ids) > most:
+                raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}")
             if bad := [i for i in ids if not 0 <= i < vocab_size]:
                 raise InputError(f"{name} names token {bad[0]}, ids are in [0, {vocab_size})")
         if bad_bias := [b for b in self.logit_bias.values() if not -100 <= b <= 100]:
             raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]")
-        return self
 
 
 _INT32 = 2**31 - 1

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mindie_mm.engine.grammar import Constraint
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.nn.model import Positions
@@ -36,6 +37,8 @@ class Sequence:
     """Most tokens of output, from the request or from what the context holds."""
     generator: torch.Generator | None
     """Draws this sequence's tokens; None for a greedy one."""
+    constraint: Constraint | None = None
+    """What its tokens must fit, if anything."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the KV cache, in order."""
     num_computed: int = 0

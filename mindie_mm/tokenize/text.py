@@ -135,6 +135,8 @@ class TextEncoder:
             raise InputError("the checkpoint has no chat template; give a list of items or a text")
         if reserved := _RESERVED_TEMPLATE_KWARGS & template_kwargs.keys():
             raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
+        if "tools" in template_kwargs and not re.search(r"\btools\b", self._template):
+            raise InputError("tools are not served: the model's chat template has no place for them")
         conversation = [_as_dict(message) for message in messages]
         escapes = self._escapes([*_strings(conversation), *_strings(template_kwargs)])
         if escapes:

@@ -1,0 +1,110 @@
+"""What a request's choices have come to, and what an answer says about them: usage and timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindie_mm.engine.messages import Timings, TokenLogprob
+from mindie_mm.engine.worker import Delta
+from mindie_mm.inputs import KINDS, Kind
+from mindie_mm.tokenize.prompt import Prompt
+
+_ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s")
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where a request's time goes before the engine has it; seconds."""
+
+    arrived: float
+    """When its head came, on the clock of time.perf_counter."""
+    fetch_s: float = 0.0
+    """Having its media as files: fetching, copying, decoding base64."""
+    preprocess_s: float = 0.0
+    """In a tokenizer process, waiting for one included: decoding and resizing media, text to ids."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has come to."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    timings: Timings | None = None
+    first_at: float = 0.0
+    """When its first output came, on the clock of time.perf_counter; 0 before."""
+    last_at: float = 0.0
+
+    def add(self, delta: Delta) -> None:
+        """Appends `delta`."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs += delta.prompt_logprobs or []
+        self.cached_tokens += delta.cached_tokens or 0
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.timings = delta.timings or self.timings
+        self.last_at = time.perf_counter()
+        self.first_at = self.first_at or self.last_at
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+async def collect(deltas: AsyncGenerator[tuple[int, Delta], None], num_choices: int) -> list[Choice]:
+    """All choices, once they are finished."""
+    choices = [Choice(index) for index in range(num_choices)]
+    async with aclosing(deltas) as stream:
+        async for index, delta in stream:
+            choices[index].add(delta)
+    return choices
+
+
+def usage(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, Any]:
+    """OpenAI's usage object, of as many choices for each prompt; a prompt counts once, as its first choice found it."""
+    n = len(choices) // len(prompts)
+    num_prompt = sum(len(prompt) for prompt in prompts)
+    num_generated = sum(len(choice.token_ids) for choice in choices)
+    cached = sum(min(choice.cached_tokens for choice in choices[i : i + n]) for i in range(0, len(choices), n))
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": cached}
+        | {f"{kind}_tokens": sum(_features(prompt, kind) for prompt in prompts) for kind in KINDS},
+    }
+
+
+def _features(prompt: Prompt, kind: Kind) -> int:
+    """Slots of the prompt that take a feature of such an item."""
+    spans = [span for span in prompt.spans if span.kind == kind]
+    owned = [(prompt.ids[span.start : span.stop], span.token) for span in spans]
+    return sum(int(np.count_nonzero((ids < 0) | (ids == token))) for ids, token in owned)
+
+
+def timings(clock: Clock, choices: Sequence[Choice]) -> dict[str, float]:
+    """Where a finished request's time went, in seconds; of several choices, the longest of each stage."""
+    found = [choice.timings for choice in choices if choice.timings is not None]
+    stages = {name: max((getattr(one, name) for one in found), default=0.0) for name in _ENGINE_STAGES}
+    seconds = {
+        "fetch_s": clock.fetch_s,
+        "preprocess_s": clock.preprocess_s,
+        **stages,
+        "decode_s": max(choice.last_at - choice.first_at for choice in choices),
+        "total_s": time.perf_counter() - clock.arrived,
+    }
+    return {name: round(value, 6) for name, value in seconds.items()}

@@ -1,0 +1,116 @@
+"""API keys, pages of other origins, and ids that clients give their requests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tools.serving import RunningService, running_service
+
+KEYS = ("first-key", "second key with spaces")
+ORIGIN = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("guarded")
+    more = {"spool": folder / "spool", "cors_origin": ORIGIN}
+    environment = {"MINDIE_MM_API_KEY": ",".join(KEYS)}
+    with running_service(settings | more, folder / "log", environment=environment) as running:
+        yield running
+        assert running.stop() == 0
+    assert not any(key in (folder / "log").read_text() for key in KEYS)
+
+
+@pytest.fixture(scope="module")
+def bare(guarded: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=guarded.url, timeout=60) as made:
+        yield made
+
+
+def test_a_key_opens(guarded: RunningService) -> None:
+    for key in KEYS:
+        with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
+            assert client.models.list().data[0].id == "tiny"
+
+
+def test_another_key_does_not(guarded: RunningService) -> None:
+    with (
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="third-key", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError) as caught,
+    ):
+        client.models.list()
+    assert caught.value.type == "AuthenticationError"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "first-key",
+        "Basic first-key",
+        "Bearer first-ke",
+        "Bearer first-key2",
+        "Bearer \xff",
+    ],
+)
+def test_what_is_no_key(bare: httpx2.Client, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    for path in ("/v1/chat/completions", "/infer", "/generate", "/tokenize"):
+        answer = bare.post(path, json={"inputs": "x"}, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+    for path in ("/v1/models", "/shm", "/openapi.json", "/docs", "/v1/../v1/models", "//v1/models", "/nothing"):
+        assert bare.get(path, headers=headers).status_code == 401
+
+
+def test_health_and_metrics_need_no_key(bare: httpx2.Client) -> None:
+    assert [bare.get(path).status_code for path in ("/health", "/health/live", "/metrics")] == [200] * 3
+
+
+def test_a_page_of_the_origin_may_ask(bare: httpx2.Client) -> None:
+    asked = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    answer = bare.options("/v1/chat/completions", headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    answer = bare.get("/v1/models", headers={"Origin": ORIGIN, "Authorization": "Bearer first-key"})
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+
+
+def test_a_page_of_another_origin_may_not(bare: httpx2.Client) -> None:
+    answer = bare.get("/health", headers={"Origin": "https://example.com"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_without_the_setting_no_page_may(http: Any) -> None:
+    assert "access-control-allow-origin" not in http.get("/health", headers={"Origin": ORIGIN}).headers
+
+
+def test_a_requests_own_id(service: RunningService, http: Any) -> None:
+    answer = http.get("/v1/models", headers={"X-Request-Id": "trace-17:a.b_c"})
+    assert answer.headers.get_list("x-request-id") == ["trace-17:a.b_c"]
+    http.get("/health")  # a line is written behind its answer
+    assert "trace-17:a.b_c" in service.log.read_text()
+
+
+@pytest.mark.parametrize("given", ["x" * 129, "a b", "a\xe9"])
+def test_an_id_that_cannot_stand_in_a_log(http: Any, given: str) -> None:
+    answer = http.get("/v1/models", headers={"X-Request-Id": given.encode("latin-1")})
+    assert answer.headers["x-request-id"] != given
+    assert len(answer.headers["x-request-id"]) == 24
+
+
+def test_two_requests_of_one_id(http: Any) -> None:
+    """The client's id is a label: two of one name do not meet in the engine."""
+    body = {"prompt": "x", "max_tokens": 1}
+    answers = [http.post("/v1/completions", json=body, headers={"X-Request-Id": "same"}) for _ in range(2)]
+    assert len({answer.json()["id"] for answer in answers}) == 2

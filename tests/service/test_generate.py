@@ -1,0 +1,146 @@
+"""/generate and /generate_stream, in MindIE's forms; tests/service/test_infer.py has /infer."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WHAT = "What is in the image?"
+FORMS = ("/infer", "/generate", "/generate_stream")
+
+
+def generate(http: Any, inputs: Any, *, path: str = "/generate", **parameters: Any) -> Any:
+    return http.post(path, json={"inputs": inputs, "parameters": {"max_new_tokens": 24} | parameters})
+
+
+def text(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        found: str = events(answer)[-1]["generated_text"]
+        return found
+    return answer.json()["generated_text"]  # type: ignore[no-any-return]
+
+
+def events(answer: Any) -> list[dict[str, Any]]:
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) for line in lines]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_items_in_both_forms(http: Any, media_dir: Path, path: str) -> None:
+    file = str(media_dir / "green_star.jpg")
+    ours = [{"image": file}, {"text": WHAT}]
+    theirs = [{"type": "image_url", "image_url": file}, {"type": "text", "text": WHAT}]
+    nested = [{"type": "image_url", "image_url": {"url": f"file://{file}"}}, {"type": "text", "text": WHAT}]
+    assert [text(generate(http, items, path=path)) for items in (ours, theirs, nested)] == ["green star"] * 3
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_a_picture_in_a_text(http: Any, media_dir: Path, path: str) -> None:
+    raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
+    inputs = f'See <img src="data:image/jpeg;base64,{raw}"> {WHAT}'
+    same = [{"text": "See "}, {"image": raw}, {"text": f" {WHAT}"}]
+    apart = http.post("/infer", json={"inputs": same, "chat_template": False, "parameters": {"max_new_tokens": 24}})
+    assert text(generate(http, inputs, path=path)) == text(apart)
+    if path == "/generate":
+        details = generate(http, inputs, path=path, details=True).json()["details"]
+        spelled = http.post("/tokenize", json={"inputs": [{"image": raw}]}).json()["count"]
+        assert spelled > 16
+        assert details["prompt_tokens"] > spelled - 16, "the picture is an item, not text"
+        assert details["prompt_tokens"] < len(raw) // 4
+
+
+def test_an_answer(http: Any, red_square: str) -> None:
+    answer = generate(http, [{"image": red_square}, {"text": WHAT}])
+    assert answer.json() == {"generated_text": "red square"}
+
+
+def test_details(http: Any) -> None:
+    answer = generate(http, "What colour", details=True, max_new_tokens=1).json()
+    details = answer["details"]
+    assert set(details) == {"prompt_tokens", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"}
+    assert (details["finish_reason"], details["generated_tokens"], details["seed"]) == ("length", 1, None)
+    assert details["prefill"] == []
+    assert "".join(token["text"] for token in details["tokens"]) == answer["generated_text"]
+    assert all(token["logprob"] is None and token["special"] is None for token in details["tokens"])
+
+
+def test_the_prompts_tokens(http: Any) -> None:
+    details = generate(http, "What colour", decoder_input_details=True, max_new_tokens=1).json()["details"]
+    assert "".join(token["text"] for token in details["prefill"]) == "What colour"
+    assert details["prompt_tokens"] == len(details["prefill"])
+    assert generate(http, "What colour", path="/generate_stream", decoder_input_details=True).status_code == 400
+
+
+def test_the_whole_text(http: Any) -> None:
+    answer = text(generate(http, "What colour"))
+    assert text(generate(http, "What colour", return_full_text=True)) == "What colour" + answer
+    assert generate(http, [{"text": "What colour"}], return_full_text=True).status_code == 400
+
+
+def test_a_prompt_is_cut(http: Any) -> None:
+    long = "red square " * 50
+    details = generate(http, long, truncate=7, details=True, max_new_tokens=1).json()["details"]
+    assert details["prompt_tokens"] == 7
+
+
+def test_a_seed_is_drawn_and_named(http: Any) -> None:
+    drawn = generate(http, "What colour", temperature=50.0, details=True).json()
+    seed = drawn["details"]["seed"]
+    assert isinstance(seed, int)
+    assert generate(http, "What colour", temperature=50.0, details=True, seed=seed).json() == drawn
+    assert generate(http, "What colour", temperature=50.0, details=True).json()["details"]["seed"] != seed
+
+
+def test_a_stream(http: Any, red_square: str) -> None:
+    items = [{"image": red_square}, {"text": WHAT}]
+    found = events(generate(http, items, path="/generate_stream", details=True))
+    assert all(set(event) == {"token", "generated_text", "details"} for event in found)
+    assert all(event["generated_text"] is None and event["details"] is None for event in found[:-1])
+    assert found[-1]["generated_text"] == "red square" == "".join(event["token"]["text"] for event in found)
+    assert found[-1]["details"]["finish_reason"] == "eos_token"
+    assert found[-1]["details"]["generated_tokens"] == sum(len(event["token"]["id"]) for event in found)
+    bare = events(generate(http, items, path="/generate_stream"))
+    assert bare[-1]["details"] is None
+
+
+def test_a_stop_string(http: Any, red_square: str) -> None:
+    items = [{"image": red_square}, {"text": WHAT}]
+    answer = generate(http, items, stop=" square", details=True).json()
+    assert answer["generated_text"] == "red"
+    assert answer["details"]["finish_reason"] == "stop_sequence"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0},
+        {"top_p": 1.5},
+        {"max_new_tokens": True},
+        {"max_new_tokens": 2.0},
+        {"truncate": 0},
+        {"seed": 2**63},
+        {"adapter_id": "lora"},
+        {"stop": ["x"] * 17},
+    ],
+)
+def test_bad_parameters(http: Any, path: str, parameters: dict[str, Any]) -> None:
+    answer = generate(http, "x", path=path, **parameters)
+    assert answer.status_code == 400
+    assert next(iter(parameters)) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("inputs", [[], "", [{"image": "/etc/passwd"}], 5, None, [{"text": 5}]])
+def test_bad_inputs(http: Any, inputs: Any) -> None:
+    assert generate(http, inputs).status_code == 400
+    assert generate(http, inputs, path="/generate_stream").status_code == 400
+
+
+def test_timings_in_the_details(http: Any, red_square: str) -> None:
+    for path in ("/infer", "/generate"):
+        answer = generate(http, [{"image": red_square}, {"text": WHAT}], path=path, details=True, timings=True)
+        assert answer.json()["details"]["timings"]["total_s"] > 0

@@ -1,0 +1,142 @@
+"""response_format: answers that fit a JSON schema, beside others that do not change by it."""
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tools.questions import CHAT_ANSWERS
+from tools.serving import RunningService
+
+WHAT = "What is in the image?"
+SCENE = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green", "blue"]},
+        "shape": {"enum": ["circle", "square", "star"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 4},
+    },
+    "required": ["colour", "shape", "count"],
+    "additionalProperties": False,
+}
+
+
+def fits(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def messages(url: str) -> list[dict[str, Any]]:
+    image = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [image, {"type": "text", "text": WHAT}]}]
+
+
+def ask(client: openai.OpenAI, url: str, schema: dict[str, Any], **changes: Any) -> ChatCompletion:
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 64, "response_format": fits(schema)} | changes
+    return client.chat.completions.create(model="tiny", messages=messages(url), **settings)  # type: ignore[arg-type]
+
+
+def test_an_answer_fits_its_schema(client: openai.OpenAI, red_square: str) -> None:
+    answer = ask(client, red_square, SCENE)
+    found = json.loads(answer.choices[0].message.content or "")
+    jsonschema.validate(found, SCENE)
+    assert answer.choices[0].finish_reason == "stop"
+    assert found["colour"] == "red", "what the model sees decides where the schema leaves it open"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+        {"type": "string", "pattern": "^[a-c]{3}$"},
+        {"anyOf": [{"type": "null"}, {"type": "number", "minimum": 0, "maximum": 9}]},
+        {"type": "array", "items": {"$ref": "#/$defs/b"}, "maxItems": 2, "$defs": {"b": {"enum": ["x", 7]}}},
+    ],
+)
+def test_drawn_answers_fit_too(client: openai.OpenAI, red_square: str, schema: dict[str, Any]) -> None:
+    answer = ask(client, red_square, schema, temperature=2.0, seed=3, n=4)
+    for choice in answer.choices:
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content or ""), schema)
+    assert any(choice.finish_reason == "stop" for choice in answer.choices)
+
+
+def test_any_object(client: openai.OpenAI, red_square: str) -> None:
+    answer = ask(client, red_square, {}, response_format={"type": "json_object"}, max_tokens=128)
+    text = answer.choices[0].message.content or ""
+    assert text.startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_stream_gives_the_same(client: openai.OpenAI, red_square: str) -> None:
+    whole = ask(client, red_square, SCENE).choices[0].message.content
+    chunks: Any = ask(client, red_square, SCENE, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+
+
+async def test_neighbours_do_not_change(service: RunningService, red_square: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def one(constrained: bool) -> str:
+            extra: dict[str, Any] = {"response_format": fits(SCENE)} if constrained else {}
+            answer = await client.chat.completions.create(
+                model="tiny",
+                messages=messages(red_square) if constrained else [{"role": "user", "content": "Hello!"}],  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=64,
+                **extra,
+            )
+            return answer.choices[0].message.content or ""
+
+        alone = await one(constrained=True)
+        answers = await asyncio.gather(*(one(constrained=index % 2 == 0) for index in range(12)))
+    assert answers == [alone, CHAT_ANSWERS["hello"]] * 6
+
+
+def test_text_is_no_schema(client: openai.OpenAI, red_square: str) -> None:
+    answer = ask(client, red_square, {}, response_format={"type": "text"})
+    assert answer.choices[0].message.content == "red square"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "wat"}, "Invalid type"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        ({"$ref": "#/nowhere"}, "does not exist"),
+        ({"$ref": "http://127.0.0.1:1/schema.json"}, "not present"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"not": {"type": "string"}}, "Unimplemented"),
+        ({"enum": ["x" * 40_000]}, "the limit is 32768"),
+        ({"type": "string", "minimum": float("inf")}, "JSON"),
+    ],
+)
+def test_schemas_that_are_refused(http: Any, schema: dict[str, Any], said: str) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "response_format": fits(schema)}
+    for stream in (False, True):
+        raw = json.dumps(body | {"stream": stream})
+        answer = http.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("levels", [40, 200, 2000])
+def test_nested_schemas_end_no_process(http: Any, levels: int) -> None:
+    schema: Any = '{"type": "object", "properties": {"a": ' * levels + "{}" + "}}" * levels
+    raw = (
+        '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": {"type": "json_schema", '
+    )
+    raw += '"json_schema": {"name": "x", "schema": ' + schema + "}}}"
+    answer = http.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == (200 if levels == 40 else 400), answer.text
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("change", [{"ignore_eos": True}, {"min_tokens": 2}])
+def test_what_does_not_go_with_a_schema(http: Any, change: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}} | change
+    assert http.post("/v1/chat/completions", json=body).status_code == 400

@@ -1,0 +1,76 @@
+"""What an answer says of itself: usage by kind of token, and where the request's time went."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from tools.questions import CHAT_ANSWERS
+
+STAGES = {"fetch_s", "preprocess_s", "queue_s", "tower_s", "prefill_s", "decode_s", "total_s"}
+
+
+def content(*sources: str, kind: str = "image") -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": f"{kind}_url", f"{kind}_url": {"url": source}} for source in sources]
+    return [*parts, {"type": "text", "text": "What is it?"}]
+
+
+def ask(client: openai.OpenAI, parts: Any, **changes: Any) -> Any:
+    return client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": parts}], **{"temperature": 0, "max_tokens": 8} | changes
+    )
+
+
+def test_tokens_by_kind(client: openai.OpenAI, http: Any, red_square: str, media_dir: Path) -> None:
+    none = ask(client, "Hello!").usage.prompt_tokens_details
+    assert (none.image_tokens, none.video_tokens, none.audio_tokens) == (0, 0, 0)
+    one = ask(client, content(red_square)).usage
+    two = ask(client, content(red_square, red_square)).usage
+    details = one.prompt_tokens_details
+    assert details.image_tokens > 0
+    assert two.prompt_tokens_details.image_tokens == 2 * details.image_tokens
+    same = http.post("/tokenize", json={"messages": [{"role": "user", "content": content(red_square)}]}).json()
+    placeholder = http.post("/detokenize", json={"tokens": same["tokens"]}).json()["prompt"].count("<|IMAGE|>")
+    assert details.image_tokens == placeholder
+    video = ask(client, content(str(media_dir / "right.mp4"), kind="video")).usage.prompt_tokens_details
+    assert video.video_tokens > 0
+    assert video.image_tokens == 0
+
+
+def test_what_was_in_the_cache(client: openai.OpenAI) -> None:
+    long = "a red square and a green star, " * 20
+    ask(client, long)
+    again = ask(client, long).usage
+    assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
+
+
+def test_timings(client: openai.OpenAI, red_square: str) -> None:
+    assert not hasattr(ask(client, "Hello!"), "timings")
+    for extra in ({}, {"n": 2}, {"stop": ["s"]}):
+        found = ask(client, content(red_square), extra_body={"timings": True}, **extra).timings
+        assert set(found) == STAGES
+        assert all(seconds >= 0 for seconds in found.values())
+        assert min(found["fetch_s"], found["preprocess_s"], found["prefill_s"], found["decode_s"]) > 0
+        stages = sum(seconds for name, seconds in found.items() if name not in ("total_s", "tower_s"))
+        assert stages <= found["total_s"] + 0.01
+        assert found["tower_s"] <= found["prefill_s"]
+
+
+def test_timings_of_a_stream(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, "Hello!", max_tokens=64, stream=True, extra_body={"timings": True}))
+    assert set(chunks[-1].timings) == STAGES
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is None
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == CHAT_ANSWERS["hello"]
+    both = list(
+        ask(client, "Hello!", stream=True, stream_options={"include_usage": True}, extra_body={"timings": True})
+    )
+    assert both[-1].usage is not None
+    assert set(both[-1].timings) == STAGES
+
+
+def test_timings_of_a_completion(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3, "extra_body": {"timings": True}}
+    answer: Any = client.completions.create(**asked)
+    assert set(answer.timings) == STAGES
+    assert answer.timings["fetch_s"] == answer.timings["preprocess_s"] == 0
