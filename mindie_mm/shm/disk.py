@@ -64,14 +64,14 @@ class DiskArena:
         self._header = header
         self._lock = lock
         self._entries = array("Q", bytes(header.releases_offset - PAGE))
-        self._blocks: list[Block] = []
+        self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
         self._spare: list[mmap.mmap] = []
         self._writer = DiskWriter(_unfinished(path), lock.descriptor)
         self._written: mmap.mmap | None = None
         self._digests: dict[int, Future[bytes]] = {}
         self.digest = ""
         """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
-        self._filling: dict[int, mmap.mmap] = {}
+        self._filling: dict[int, tuple[Block, mmap.mmap]] = {}
         self._end = header.data_offset
         self._mutex = Lock()
 
@@ -123,12 +123,12 @@ class DiskArena:
     @property
     def num_blocks(self) -> int:
         """Blocks being filled or published."""
-        return len(self._blocks)
+        return len(self._offsets)
 
     @property
     def num_free(self) -> int:
         """Blocks that the file may still have."""
-        return self._header.num_entries - len(self._blocks)
+        return self._header.num_entries - len(self._offsets)
 
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
         """A block with these arrays, all 0. A block on disk outlives its request: no path file records it.
@@ -139,7 +139,7 @@ class DiskArena:
         nbytes = round_up(plan.size, PAGE)
         with self._mutex:
             self._require_open()
-            entry, offset = len(self._blocks), self._end
+            entry, offset = len(self._offsets), self._end
             if nbytes > self.capacity_bytes:
                 raise LimitExceeded(f"a block of {nbytes} bytes; {self.path} takes {self.capacity_bytes}")
             if offset + nbytes > self._header.file_bytes or entry == self._header.num_entries:
@@ -147,9 +147,10 @@ class DiskArena:
                     f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
-            buffer = self._filling[entry] = self._zeros(nbytes)
+            buffer = self._zeros(nbytes)
             block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, buffer, 0)
-            self._blocks.append(block)
+            self._filling[entry] = block, buffer
+            self._offsets.append(offset)
             self._end += nbytes
             at = WORDS_PER_ENTRY * entry
             self._entries[at + STATE] = state_word(GENERATION, FILLING)
@@ -162,18 +163,19 @@ class DiskArena:
             check_digest(digest)
         with self._mutex:
             self._require_open()
-            if block.entry not in self._filling or self._blocks[block.entry] is not block:
+            if not self._fills(block):
                 raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             block.write_header(digest or b"")
             ((offset, nbytes),) = block.pieces
-            data = memoryview(self._filling[block.entry])[:nbytes]
+            _, buffer = self._filling[block.entry]
+            data = memoryview(buffer)[:nbytes]
             try:
                 self._digests[block.entry] = self._writer.write(data, offset)
             except OSError as error:
                 raise ArenaFull(f"{nbytes} bytes cannot be written to {self.path}: {error.strerror}") from error
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             self._keep(self._written)
-            buffer = self._filling.pop(block.entry)
+            del self._filling[block.entry]
             self._written = buffer if len(buffer) == MAX_AHEAD_BYTES else None
 
     def roll_back(self, num_blocks: int) -> None:
@@ -185,11 +187,11 @@ class DiskArena:
             self._require_open()
             if any(entry >= num_blocks for entry in self._filling):
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
-            dropped = self._blocks[num_blocks:]
+            dropped = self._offsets[num_blocks:]
             if not dropped:
                 return
-            self._end = dropped[0].pieces[0][0]
-            del self._blocks[num_blocks:]
+            self._end = dropped[0]
+            del self._offsets[num_blocks:]
             self._digests = {entry: digest for entry, digest in self._digests.items() if entry < num_blocks}
             words = slice(WORDS_PER_ENTRY * num_blocks, WORDS_PER_ENTRY * (num_blocks + len(dropped)))
             self._entries[words] = array("Q", bytes(8 * (words.stop - words.start)))
@@ -199,14 +201,15 @@ class DiskArena:
         with self._mutex:
             if not self._lock.held:
                 return
-            if block.entry not in self._filling or self._blocks[block.entry] is not block:
+            if not self._fills(block):
                 return
-            self._keep(self._filling.pop(block.entry))
+            _, buffer = self._filling.pop(block.entry)
+            self._keep(buffer)
             at = WORDS_PER_ENTRY * block.entry
-            if block.entry == len(self._blocks) - 1:
+            if block.entry == len(self._offsets) - 1:
                 self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
                 self._end -= block.nbytes
-                self._blocks.pop()
+                self._offsets.pop()
             else:
                 self._entries[at + STATE] = state_word(GENERATION, FREE)
 
@@ -259,6 +262,9 @@ class DiskArena:
     def _require_open(self) -> None:
         if not self._lock.held:
             raise SharedMemoryError(f"{self.path} is closed, or another process's")
+
+    def _fills(self, block: Block) -> bool:
+        return block.entry in self._filling and self._filling[block.entry][0] is block
 
     def _zeros(self, nbytes: int) -> mmap.mmap:
         """Memory for a block, all 0: what an earlier one was filled in, if that is free."""

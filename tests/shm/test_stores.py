@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SegmentMissing, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, disk, free, mount
+from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, disk, disk_writer, free, mount
 from mindie_mm.shm.life import LifeLock
 
 SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
 CAPACITY = 1 << 20
+
+
+def own_memory() -> int:
+    """Bytes of this process that are no file's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 class StoreContract:
@@ -198,6 +204,21 @@ class TestDiskArena(StoreContract):
                 block.publish(bytes([value]) * 32)
 
         assert write("a", also=True) == write("b", also=False)
+
+    def test_a_large_block_that_is_published_takes_no_memory(self, tmp_path: Path) -> None:
+        nbytes = disk_writer.MAX_AHEAD_BYTES + 1
+
+        def fill(arena: DiskArena) -> None:
+            with arena.allocate({"frames": ArraySpec((nbytes,), "uint8")}) as block:
+                block["frames"][...] = 1
+                block.publish()
+
+        with DiskArena.create(tmp_path / "a", 7, 3 * nbytes, 3) as arena:
+            before = own_memory()
+            fill(arena)
+            fill(arena)
+            assert own_memory() - before < nbytes
+            arena.abandon()
 
     def test_a_block_being_filled_is_not_rolled_back(self, store: DiskArena) -> None:
         with store.allocate(SPECS), pytest.raises(InputError, match="still being filled"):
