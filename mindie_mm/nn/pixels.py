@@ -81,7 +81,7 @@ class Normalization:
                 (torch.tensor(v, device=pixels.device) * scale).expand(channels).repeat(width)
                 for v in (self.mean, self.std)
             )
-            rows.sub_(mean).div_(std)
+            values = rows.sub_(mean).div_(std).view(pixels.shape)  # `rows` is a copy where the pixels lie otherwise
         elif self.rescale_factor != 1.0:
             values.mul_(self.rescale_factor)
         return values.permute(0, 3, 1, 2)
