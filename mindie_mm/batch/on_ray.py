@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -55,7 +56,7 @@ def shards(
     encoded = [{"chunk": msgspec.json.encode(chunk)} for chunk in chunks]
     dataset = ray.data.from_items(encoded, override_num_blocks=len(encoded)).map_batches(
         _Actor,
-        fn_constructor_args=(msgspec.json.encode(run), str(folder), ray.put(lists)),
+        fn_constructor_args=(msgspec.json.encode(run), str(folder), ray.put(lists), uuid4().hex),
         batch_size=1,
         num_cpus=1,
         concurrency=(1, num_workers or max(1, int(ray.cluster_resources().get("CPU", 1)))),
@@ -69,10 +70,11 @@ def shards(
 class _Actor:
     """A stage on some node."""
 
-    def __init__(self, run: bytes, folder: str, lists: Any) -> None:
+    def __init__(self, run: bytes, folder: str, lists: Any, call: str) -> None:
         self._run = msgspec.json.decode(run, type=Run)
         self._lists = lists
         self._folder = Path(folder)
+        self._call = call
         self._stage: Stage | None = None
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[bytes]]:
@@ -104,13 +106,13 @@ class _Actor:
         """Ray does a chunk again elsewhere if an actor dies: where it died stands in a file until it is past."""
         stage = self._begun()
         mark = self._folder / f"at-{chunk.number}.json"
-        deaths = _deaths(mark)
+        deaths = _deaths(mark, self._call)
         if max(deaths.values(), default=0) > _DEATHS:
             raise ProcessDied(f"actors ended at rows {sorted(deaths)} again, though those were left out")
         doomed = {row: death_error("an unknown status") for row, count in deaths.items() if count >= _DEATHS}
 
         def at(row: int) -> None:
-            mark.write_bytes(msgspec.json.encode(deaths | {row: deaths.get(row, 0) + 1}))
+            mark.write_bytes(msgspec.json.encode(_Mark(self._call, deaths | {row: deaths.get(row, 0) + 1})))
 
         at(chunk.first_row)
         for report in stage.run(chunk, doomed):
@@ -121,9 +123,19 @@ class _Actor:
         raise AssertionError(chunk)
 
 
-def _deaths(mark: Path) -> dict[int, int]:
+class _Mark(msgspec.Struct, frozen=True):
+    """How far a chunk is."""
+
+    call: str
+    """Of `shards`: where an earlier one was stopped, no row is to blame."""
+    deaths: dict[int, int]
     """How often a row was begun and not ended, by row."""
+
+
+def _deaths(file: Path, call: str) -> dict[int, int]:
+    """Those of the mark in `file`."""
     try:
-        return msgspec.json.decode(mark.read_bytes(), type=dict[int, int])
+        mark = msgspec.json.decode(file.read_bytes(), type=_Mark)
     except (FileNotFoundError, msgspec.DecodeError):
         return {}
+    return mark.deaths if mark.call == call else {}

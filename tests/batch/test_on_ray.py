@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.settings import Run
 from mindie_mm.errors import StorageError
 from tests.batch.conftest import content, run, settings
 from tests.batch.deadly import Deadly
@@ -52,6 +53,18 @@ def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_p
     found = [sample.error for sample in Dataset(tmp_path / "run")]
     assert found[0] == error or found[0].startswith(error)
     assert found[1:] == [None, None]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_a_row_at_which_earlier_calls_were_stopped_is_not_to_blame(cluster, lines, tmp_path):
+    folder, made = tmp_path / "run", settings(lines, limit=3)
+    folder.mkdir()
+    Run.of(made, folder).begin(folder)
+    (folder / "at-0.json").write_text(json.dumps({"call": "earlier", "deaths": {"0": 3, "1": 2}}))
+    run(made, folder, ray_address=cluster.address)
+    assert [sample.error for sample in Dataset(folder)] == [None] * 3
+    assert not (folder / "at-0.json").exists()
 
 
 @pytest.mark.timeout(300)
