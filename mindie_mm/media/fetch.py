@@ -23,8 +23,9 @@ MAX_URL_LENGTH = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
 
-# Networks that Python's is_global calls global though they lead (or may lead) to an IPv4 address of any kind.
-_EMBEDDING = tuple(
+# Networks that Python's is_global calls global though they lead (or may lead) to an IPv4 address of any kind, or to the
+# cloud that a machine runs in.
+_CLOSED = tuple(
     ipaddress.ip_network(network)
     for network in (
         "::/96",  # IPv4-compatible
@@ -34,6 +35,10 @@ _EMBEDDING = tuple(
         "2002::/16",  # 6to4
         "fec0::/10",  # site-local
         "192.88.99.0/24",  # 6to4 relays
+        "192.0.0.0/24",  # protocols; one cloud's metadata are at .192
+        "168.63.129.16/32",  # another cloud's host, for its own machines alone
+        "3fff::/20",  # documentation
+        "5f00::/16",  # segment routing
     )
 )
 
@@ -46,7 +51,7 @@ def is_public(address: str) -> bool:
     return (
         ip.is_global
         and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
-        and not any(ip in network for network in _EMBEDDING if network.version == ip.version)
+        and not any(ip in network for network in _CLOSED if network.version == ip.version)
     )
 
 
@@ -191,6 +196,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, _NotPublic):
             return "its address is not public"
         cause = getattr(cause, "os_error", None) or cause.__cause__
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its host is no name and no canonical address"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name cannot be resolved"
     if isinstance(error, aiohttp.ClientSSLError):

@@ -69,8 +69,10 @@ class EncodedVideo:
             raise LimitExceeded(f"the video has {max(stated, num_frames)} frames; the limit is {max_frames}")
         if num_frames < stated:
             raise MediaError(f"the video is truncated: it states {stated} frames and holds {num_frames}")
-        if not (height and width and num_frames):
-            raise MediaError(f"the video has {num_frames} frames of {width}x{height} pixels")
+        if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
+            raise LimitExceeded(f"the video's frames have no size, or more than the limit of {max_pixels} pixels")
+        if not num_frames:
+            raise MediaError("the video has no frames")
         fps = float(rate) if rate else None
         if fps and num_frames / fps > max_duration_s:
             raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_duration_s:g} s")

@@ -1,0 +1,244 @@
+"""Videos and sounds that mean harm, and texts that name other files, as bytes, by name."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+
+import av
+import numpy as np
+
+from tests.media_samples import encode_video, moving_frames
+from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
+
+Make = Callable[[], bytes]
+RATE = 16_000
+
+
+def box(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", 8 + len(data)) + kind + data
+
+
+def video(container: str = "mp4", codec: str = "libx264") -> bytes:
+    return encode_video(moving_frames(6), container=container, codec=codec)
+
+
+def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
+    """`data` with `value` at `offset` of what its first box `kind` holds."""
+    at = data.index(kind) + 4 + offset
+    return data[:at] + value + data[at + len(value) :]
+
+
+def mp4_of_samples(size: int, count: int) -> bytes:
+    """An MP4 whose sample table says that there are `count` samples of `size` bytes each."""
+    return patched(video(), b"stsz", 4, struct.pack(">II", size, count))
+
+
+def fragmented(count: int) -> bytes:
+    """An MP4 in fragments, whose first says that it has `count` samples, of the default size."""
+    data = _muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
+    run = box(b"trun", struct.pack(">II", 0, count))
+    header = box(b"tfhd", struct.pack(">III", 0x020000, 1, 0))
+    fragment = box(b"moof", box(b"mfhd", bytes(8)) + box(b"traf", header + run))
+    return data[: data.index(b"moof") - 4] + fragment + box(b"mdat", bytes(10))
+
+
+def _muxed(container: str, options: dict[str, str]) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container, options=options) as output:
+        stream = output.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+        for frame in moving_frames(4):
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def large_video(width: int, height: int, codec: str = "mpeg4") -> bytes:
+    """A video whose frames really are of that size, in few bytes."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream = output.add_stream(codec, rate=1)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        frame = av.VideoFrame(width, height, "yuv420p")
+        for plane in frame.planes:
+            plane.update(bytes(plane.buffer_size))
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def slow_video(seconds: int) -> bytes:
+    """Two frames that are that far apart."""
+    return _timed([0, seconds])
+
+
+def _timed(seconds: list[int]) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("mpeg4", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+        for at, pixels in zip(seconds, moving_frames(len(seconds)), strict=True):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = at
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def reference_film(url: bytes) -> bytes:
+    """A QuickTime film that only says where the film is."""
+    rdrf = box(b"rdrf", bytes(4) + b"url " + struct.pack(">I", len(url)) + url)
+    return box(b"ftyp", b"qt  \0\0\0\0qt  ") + box(b"moov", box(b"rmra", box(b"rmda", rdrf)))
+
+
+def nested(depth: int) -> bytes:
+    data = b""
+    for _ in range(depth):
+        data = box(b"moov", data)
+    return box(b"ftyp", b"isom\0\0\0\0isom") + data
+
+
+def wav_header(rate: int, channels: int, bits: int = 16, tag: int = 1, num_bytes: int = 1000) -> bytes:
+    align = channels * bits // 8
+    head = struct.pack("<HHIIHH", tag, channels, rate, rate * align & 0xFFFFFFFF, align & 0xFFFF, bits)
+    body = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", num_bytes) + bytes(1000)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def ogg_check(page: bytes) -> int:
+    """The check of an Ogg page, of which the check's own place holds zeros."""
+    check = 0
+    for byte in page:
+        check ^= byte << 24
+        for _ in range(8):
+            check = (check << 1) ^ (0x04C11DB7 if check & 0x80000000 else 0)
+        check &= 0xFFFFFFFF
+    return check
+
+
+def ogg_of(seconds: int) -> bytes:
+    """A second of silence whose last page says that it ends after `seconds`."""
+    silence = encode_with_ffmpeg(np.zeros(48_000, np.float32), 48_000, "ogg", "libopus")
+    last = bytearray(silence[silence.rindex(b"OggS") :])
+    last[6:14] = struct.pack("<q", 48_000 * seconds)
+    last[22:26] = bytes(4)
+    last[22:26] = struct.pack("<I", ogg_check(bytes(last)))
+    return silence[: -len(last)] + bytes(last)
+
+
+def flac_of(num_samples: int) -> bytes:
+    """A FLAC whose header says that it has that many samples."""
+    data = bytearray(encode_sound(tone(0.2), RATE, "FLAC"))
+    packed = int.from_bytes(data[18:26]) >> 36 << 36 | num_samples
+    data[18:26] = packed.to_bytes(8)
+    return bytes(data)
+
+
+def loud(value: float) -> bytes:
+    samples = tone(0.2)
+    samples[7] = value
+    return encode_sound(samples, RATE, "WAV", "FLOAT")
+
+
+NAMING: dict[str, Make] = {
+    "hls of a file": lambda: b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
+    "hls of an address": lambda: b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:1/a.ts\n",
+    "hls with a key": lambda: b'#EXTM3U\n#EXT-X-KEY:METHOD=AES-128,URI="file:///etc/passwd"\n#EXTINF:1,\na.ts\n',
+    "hls of a part of a file": lambda: b"#EXTM3U\n#EXTINF:1,\nsubfile,,start,0,end,9,,:/etc/passwd\n",
+    "hls behind an avi's head": lambda: b"RIFF\xff\xff\0\0AVI #EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
+    "gab2 subtitles in an avi": lambda: (
+        b"RIFF\xff\0\0\0AVI LIST\xf0\0\0\0moviGAB2\0\2\0\0\0\0\0#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:1,\n"
+        b"concat:/etc/passwd|/etc/hosts\n"
+    ),
+    "concat": lambda: b"ffconcat version 1.0\nfile '/etc/passwd'\n",
+    "dash": lambda: (
+        b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"><Period><AdaptationSet>'
+        b"<Representation><BaseURL>file:///etc/passwd</BaseURL></Representation></AdaptationSet></Period></MPD>"
+    ),
+    "smooth streaming": lambda: b'<SmoothStreamingMedia><StreamIndex Url="file:///etc/passwd"/></SmoothStreamingMedia>',
+    "session description": lambda: b"v=0\no=- 0 0 IN IP4 127.0.0.1\nc=IN IP4 127.0.0.1\nm=video 5004 RTP/AVP 96\n",
+    "pls": lambda: b"[playlist]\nFile1=file:///etc/passwd\nNumberOfEntries=1\n",
+    "asx": lambda: b'<asx version="3.0"><entry><ref href="file:///etc/passwd"/></entry></asx>',
+    "xspf": lambda: b'<playlist xmlns="http://xspf.org/ns/0/"><trackList><track><location>file:///etc/passwd',
+    "smil": lambda: b'<smil><body><video src="file:///etc/passwd"/></body></smil>',
+    "asf redirector": lambda: b"[Reference]\nRef1=http://127.0.0.1:1/a?MSWMExt=.asf\n",
+    "rtsp text": lambda: b"rtsptextrtsp://127.0.0.1:1/x\n",
+    "srt subtitles": lambda: b"1\n00:00:00,000 --> 00:00:01,000\n<img src=file:///etc/passwd>\n",
+    "ass subtitles": lambda: b"[Script Info]\nVideo File: /etc/passwd\n[Events]\nDialogue: 0,0:00:00.00\n",
+    "vobsub index": lambda: b"# VobSub index file, v7\nsize: 720x576\nid: en, index: 0\n",
+    "image list": lambda: b"/etc/passwd\n/etc/hosts\n" * 20,
+    "image magick text": lambda: b"id=ImageMagick class=DirectClass\ncolumns=9 rows=9\n\x0c\n:\x1a" + bytes(300),
+    "lavfi": lambda: b"movie=/etc/passwd",
+    "metadata": lambda: b";FFMETADATA1\ntitle=file:///etc/passwd\n",
+    "a film that is elsewhere": lambda: reference_film(b"file:///etc/passwd\0"),
+    "a film that is at an address": lambda: reference_film(b"http://127.0.0.1:1/x.mov\0"),
+}
+"""What makes a media library open files and addresses of the client's choice."""
+
+VIDEO_BOMBS: dict[str, Make] = {
+    "mpeg4 8000x6000 in truth": lambda: large_video(8000, 6000),
+    "mp4 of 2**32 samples of a byte": lambda: mp4_of_samples(1, 2**32 - 1),
+    "mp4 of 5 * 10**7 samples of a byte": lambda: mp4_of_samples(1, 5 * 10**7),
+    "mp4 of 2**16 samples of 2**16 bytes": lambda: mp4_of_samples(2**16, 2**16),
+    "mp4 of 10**8 samples in a table": lambda: mp4_of_samples(0, 10**8),
+    "mp4 fragment of 2**32 samples": lambda: fragmented(2**32 - 1),
+    "mp4 fragment of 5 * 10**7 samples": lambda: fragmented(5 * 10**7),
+    "two frames in ten hours": lambda: slow_video(36_000),
+}
+BROKEN_VIDEOS: dict[str, Make] = {
+    "mp4 cut": lambda: video()[:900],
+    "mp4 of its type alone": lambda: video()[:32],
+    "mp4 without pixels": lambda: video().replace(b"mdat", b"mdax")[:200],
+    "mp4 without its index": lambda: video().replace(b"moov", b"moox"),
+    "mp4 box of 2**63 bytes": lambda: box(b"ftyp", b"isom") + struct.pack(">I", 1) + b"moov" + struct.pack(">Q", 2**63),
+    "mp4 box of 4 bytes": lambda: box(b"ftyp", b"isom") + struct.pack(">I", 4) + b"moov" + bytes(50),
+    "mp4 of 10000 boxes one in another": lambda: nested(10_000),
+    "mp4 of a codec nobody knows": lambda: video().replace(b"avc1", b"zzz1"),
+    "mp4 of no time scale": lambda: patched(video(), b"mdhd", 12, bytes(4))[:500],
+    "matroska cut": lambda: video("matroska")[:300],
+    "matroska of a huge element": lambda: video("matroska")[:60] + b"\x18\x53\x80\x67\x01\xff\xff\xff\xff\xff\xff\xfe",
+    "avi cut": lambda: video("avi", "mpeg4")[:2000],
+    "avi whose list is too long": lambda: b"RIFF\xff\xff\xff\xffAVI LIST\xff\xff\xff\xffhdrl" + bytes(100),
+    "flv of its head alone": lambda: b"FLV\1\5\0\0\0\x09\0\0\0\0" + bytes(100),
+    "transport stream of nothing": lambda: (b"\x47\x1f\xff\x10" + bytes(184)) * 50,
+    "asf of its head alone": lambda: b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c" + b"\xff" * 50,
+    "jpeg2000 in a mov": lambda: video("mov", "jpeg2000"),
+    "gif": lambda: b"GIF89a\1\0\1\0\x80\0\0\0\0\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;",
+    "sound alone": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac"),
+    "noise": lambda: np.random.default_rng(0).bytes(20_000),
+}
+
+SOUND_BOMBS: dict[str, Make] = {
+    "wav of 2**32 samples a second": lambda: wav_header(2**32 - 1, 1),
+    "wav of 1 sample a second": lambda: wav_header(1, 1),
+    "wav of 65 channels": lambda: wav_header(RATE, 65),
+    "wav of 65535 channels": lambda: wav_header(RATE, 65_535),
+    "ogg of five hours by its last page": lambda: ogg_of(5 * 3600),
+    "ogg of 2**40 seconds": lambda: ogg_of(2**40),
+    "flac of 2**36 samples": lambda: flac_of(2**36 - 1),
+    "wav that is not a number": lambda: loud(np.nan),
+    "wav that is infinite": lambda: loud(np.inf),
+    "wav of 10**30": lambda: loud(1e30),
+}
+BROKEN_SOUNDS: dict[str, Make] = {
+    "wav of no channels": lambda: wav_header(RATE, 0),
+    "wav of no samples": lambda: wav_header(RATE, 1)[:44],
+    "wav of a codec nobody knows": lambda: wav_header(RATE, 1, tag=0x9999),
+    "wav of its head alone": lambda: b"RIFF\0\0\0\0WAVE",
+    "flac of its head alone": lambda: b"fLaC" + bytes(60),
+    "ogg of nothing": lambda: b"OggS" + bytes(300),
+    "mp3 of its tag alone": lambda: b"ID3\4\0\0\x7f\x7f\x7f\x7f" + bytes(300),
+    "m4a without its index": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac").replace(
+        b"moov", b"moox"
+    ),
+    "a video without sound": video,
+    "midi": lambda: b"MThd\0\0\0\6\0\1\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0",
+    "noise": lambda: np.random.default_rng(1).bytes(20_000),
+}
+
+
+def long_sound() -> bytes:
+    """Ten minutes of silence in a few kilobytes: 110 MB of samples."""
+    return encode_sound(np.zeros(48_000 * 600, np.float32), 48_000, "FLAC")

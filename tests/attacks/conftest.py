@@ -1,0 +1,145 @@
+"""One service for all attacks, with the caps that it has by default; every attack is measured from outside."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.attacks.watched import Watched
+from tools.demo import data_url, picture
+from tools.serving import RunningService, running_service
+
+MiB = 2**20
+CHAT = "/v1/chat/completions"
+MAX_SECONDS = 1.0
+MAX_FURTHER_BYTES = 64 * MiB
+# A figure that other programs on the machine made worse is taken again: once more it is the attack's own.
+TRIES = 3
+LIBRARY = re.compile(r"root:|SECRET|Traceback|0x[0-9a-f]{10}|PIL\.|av\.error|Errno")
+"""What no message may hold: files' contents, addresses in memory, and words of libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attacked:
+    """A service, and what its answer to a good request is."""
+
+    service: RunningService
+    http: httpx2.Client
+    watched: Watched
+    media: Path
+    """The folder that files are read from."""
+    good: dict[str, Any]
+    answer: str
+
+    def refused(self, body: dict[str, Any], said: str = "", path: str = CHAT, status: int = 400) -> str:
+        """Posts `body` and holds its refusal to the status, the time and the memory; then asks a good question.
+
+        The message, which must contain `said`.
+        """
+        for left in reversed(range(TRIES)):
+            answer, seconds, further = self.watched.during(lambda: self.http.post(path, json=body))
+            assert answer.status_code == status, answer.text[:2000]
+            if not left or (seconds < MAX_SECONDS and further < MAX_FURTHER_BYTES):
+                break
+        assert seconds < MAX_SECONDS
+        assert further < MAX_FURTHER_BYTES, f"{further / MiB:.1f} MiB"
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        message: str = error["message"]
+        assert said in message
+        assert len(message) < 1000
+        assert not LIBRARY.search(message)
+        self.is_right()
+        return message
+
+    def is_right(self) -> None:
+        """A good request is answered as before all attacks."""
+        answer = self.http.post(CHAT, json=self.good)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == self.answer
+
+
+def asking(kind: str, url: Any) -> dict[str, Any]:
+    """A chat about one medium."""
+    part = {"type": f"{kind}_url", f"{kind}_url": {"url": url} if isinstance(url, str) else url}
+    content = [part, {"type": "text", "text": "What is it?"}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+
+
+def with_bytes(kind: str, data: bytes) -> dict[str, Any]:
+    """A chat about one medium, given as a data: URL."""
+    return asking(kind, f"data:;base64,{base64.b64encode(data).decode()}")
+
+
+@pytest.fixture(scope="session")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    folder = tmp_path_factory.mktemp("attacked")
+    media = folder / "media"
+    _fill(media, folder)
+    # Memory alone is set, so that the service is small; every cap is the default.
+    settings = {
+        "arena_bytes": 64 * MiB,
+        "kv_cache_bytes": 64 * MiB,
+        "encoder_cache_bytes": 16 * MiB,
+        "spool": folder / "spool",
+        "allowed_media_dir": media,
+        "reclaim_interval_s": 3600.0,
+    }
+    good = asking("image", data_url(picture("red", (220, 40, 40), "square", x=0.4)))
+    with (
+        running_service(settings, folder / "log") as service,
+        httpx2.Client(base_url=service.url, timeout=60) as http,
+    ):
+        _wait_until_populated(service)
+        answers = {http.post(CHAT, json=good).json()["choices"][0]["message"]["content"] for _ in range(2)}
+        assert len(answers) == 1
+        watched = Watched([service.process.pid, *(c.pid for c in psutil.Process(service.process.pid).children())])
+        yield Attacked(service, http, watched, media, good, answers.pop())
+        found = service.wait_until_free()
+        assert found["blocks"] == 0, found
+        assert service.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert not list((folder / "spool").iterdir()), "request directories are left"
+
+
+def _fill(media: Path, outside: Path) -> None:
+    """A good picture among what no service should read, and a secret beside the folder."""
+    media.mkdir()
+    picture("green", (40, 160, 60), "star", x=0.5).save(media / "star.png")
+    (outside / "secret.png").write_bytes((media / "star.png").read_bytes())
+    (outside / "secret.txt").write_text("SECRET")
+    (media / "folder.png").mkdir()
+    (media / "empty.png").touch()
+    (media / "unreadable.png").write_bytes(b"")
+    (media / "text.png").write_text("SECRET")
+    os.mkfifo(media / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(media / "socket.png"))
+    (media / "out.png").symlink_to(outside / "secret.png")
+    (media / "relative.png").symlink_to("../secret.png")
+    (media / "chain.png").symlink_to("out.png")
+    (media / "loop.png").symlink_to("loop.png")
+    (media / "up").symlink_to("..")
+    (media / "proc").symlink_to("/proc")
+    (media / "null.png").symlink_to("/dev/null")
+    (media / "zero.png").symlink_to("/dev/zero")
+    (media / "hole.png").touch()
+    os.truncate(media / "hole.png", 2**40)
+
+
+def _wait_until_populated(service: RunningService) -> None:
+    """Until the arenas' pages are there, which would count as an attack's memory."""
+    deadline = time.monotonic() + 60
+    while service.get("/health")["shared_memory"]["populated"] < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,73 @@
+"""Videos and sounds that unpack to gigabytes, that are broken, that are none, or that name other files."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attacks import clips
+from tests.attacks.clips import Make
+from tests.attacks.conftest import CHAT, Attacked, asking, with_bytes
+
+NO_VIDEO = "bytes are no readable video (mov, matroska, avi, asf, mpegts, flv)"
+
+
+def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("make", cases.values(), ids=cases.keys())
+
+
+@named(clips.NAMING)
+def test_no_other_file_is_opened(attacked: Attacked, make: Make) -> None:
+    message = attacked.refused(with_bytes("video", make()))
+    assert NO_VIDEO in message or "has no video stream" in message
+    message = attacked.refused(with_bytes("audio", make()))
+    assert "bytes are no readable sound" in message or "has no audio stream" in message
+
+
+@named(clips.VIDEO_BOMBS)
+def test_video_bombs(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("video", make()), "media item 0 (video): the ")
+
+
+@named(clips.BROKEN_VIDEOS)
+def test_broken_videos(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("video", make()), "media item 0 (video): the ")
+
+
+@named(clips.SOUND_BOMBS)
+def test_sound_bombs(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("audio", make()), "media item 0 (audio): the ")
+
+
+@named(clips.BROKEN_SOUNDS)
+def test_broken_sounds(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("audio", make()), "media item 0 (audio): the ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_frames": 2**20}, "num_frames is 1048576; the checkpoint's limit is 768"),
+        ({"num_frames": 2**40}, "num_frames is 1099511627776; it must be from 1 to 1048576"),
+        ({"num_frames": 0}, "num_frames is 0"),
+        ({"num_frames": -1}, "num_frames is -1"),
+        ({"num_frames": True}, "num_frames is True; it must be an integer"),
+        ({"fps": 1e9}, "fps is 1000000000.0; it must be above 0 and at most 1000"),
+        ({"fps": 0}, "fps is 0"),
+        ({"fps": 1, "num_frames": 2}, "one excludes the other"),
+        ({"max_pixels": 2**40}, "max_pixels is 1099511627776"),
+        ({"min_pixels": 5, "max_pixels": 4}, "min_pixels 5 is above max_pixels 4"),
+        ({"speed": 9}, "unknown key 'speed'"),
+    ],
+)
+def test_options_of_a_video(attacked: Attacked, options: dict[str, object], said: str) -> None:
+    url = with_bytes("video", clips.video())["messages"][0]["content"][0]["video_url"]["url"]
+    attacked.refused(asking("video", {"url": url, **options}), said)
+
+
+def test_a_long_sound_is_decoded_as_far_as_it_is_heard(attacked: Attacked) -> None:
+    """Ten minutes in a small file are 110 MB of samples; the model hears its beginning."""
+    body = with_bytes("audio", clips.long_sound())
+    answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=body))
+    assert answer.status_code == 200, answer.text
+    assert further < 64 * 2**20
+    attacked.is_right()

@@ -1,0 +1,46 @@
+"""Pictures that unpack to gigabytes, that are broken, or that are no pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.attacks import pictures
+from tests.attacks.conftest import CHAT, Attacked, with_bytes
+
+Make = Callable[[], bytes]
+
+
+def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("make", cases.values(), ids=cases.keys())
+
+
+@named(pictures.BOMBS)
+def test_bombs_are_stopped_by_their_header(attacked: Attacked, make: Make) -> None:
+    message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
+    assert "pixels" in message
+    assert any(str(limit) in message for limit in (178_956_970, 67)), "the message names the limit"
+
+
+@named(pictures.PACKED)
+def test_what_unpacks_beside_the_pixels(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("image", make()), "bytes are no readable image (JPEG, PNG, WEBP, GIF, BMP, TIFF)")
+
+
+@named(pictures.BROKEN)
+def test_broken_pictures(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
+
+
+@named(pictures.OTHER_FORMATS)
+def test_other_formats(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("image", make()), "bytes are no readable image")
+
+
+@named(pictures.HARMLESS)
+def test_what_is_only_a_picture(attacked: Attacked, make: Make) -> None:
+    answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=with_bytes("image", make())))
+    assert answer.status_code == 200, answer.text
+    assert further < 64 * 2**20
+    attacked.is_right()
