@@ -25,7 +25,8 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
             start = span.stop + span.tail
     if start >= len(prompt):
         raise ContextLengthExceeded(
-            f"the prompt's last item alone is longer than the limit of {max_tokens} tokens; nothing would be left"
+            f"nothing would be left of the prompt within the limit of {max_tokens} tokens: what it begins with, or its "
+            "last media item, takes them all"
         )
     opening = prompt.ids[first:last] if start > first else prompt.ids[:0]
     cut = start - len(opening)
