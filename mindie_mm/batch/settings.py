@@ -93,7 +93,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     model_digest: str
     """Of the checkpoint's files that tokenising reads."""
     input_digests: tuple[str, ...]
-    """Of the sizes and the ends of the files of rows."""
+    """`Source.fingerprint` of each file of rows; media that rows name are not read for it."""
 
     @classmethod
     def of(cls, settings: Settings, folder: Path) -> Run:
