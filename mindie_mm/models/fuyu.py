@@ -162,10 +162,7 @@ class FuyuModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: FuyuProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._scaled_mean, self._scaled_std = (
-            torch.tensor(values, device=spec.device) * (1.0 / processor.normalization.rescale_factor)
-            for values in (processor.normalization.mean, processor.normalization.std)
-        )
+        self._patch, self._normalization = processor.patch, processor.normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         patches = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
@@ -175,8 +172,8 @@ class FuyuModel(PretrainedModel):
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [rows * columns, patch * patch * 3], on the device; of a pixel its colours stand together."""
         patches = from_dlpack(item.view["patches"]).to(self.spec.device)
-        pixels = patches.view(len(patches), -1, 3).to(torch.float32)
-        return pixels.sub_(self._scaled_mean).div_(self._scaled_std).flatten(1)
+        pixels = patches.view(len(patches), self._patch, self._patch, 3)
+        return self._normalization(pixels).permute(0, 2, 3, 1).flatten(1)
 
 
 class Fuyu(Family):
