@@ -65,4 +65,15 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
     errors.install(app)
     for module in (chat, completions, infer, generate, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)
+    _describe(app)
     return app
+
+
+def _describe(app: FastAPI) -> None:
+    """The interface's description without FastAPI's 422: a body that is no good is a 400 here."""
+    described = app.openapi()
+    for operations in described["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        described["components"]["schemas"].pop(name, None)

@@ -21,14 +21,14 @@ from service.choices import Choice, Clock, collect, timings, usage
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
 from service.openai_types import ChatBody
-from service.sse import EventStream
+from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import chat_logprobs
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(
     body: ChatBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
 ) -> Response:

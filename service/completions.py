@@ -22,14 +22,14 @@ from service.choices import Choice, Clock, collect, timings, usage
 from service.json_response import JSONResponse
 from service.line import all_tokenized, generate, prompt_of_ids
 from service.openai_types import MAX_CHOICES, CompletionBody
-from service.sse import EventStream
+from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import completion_logprobs
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(
     body: CompletionBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
 ) -> Response:

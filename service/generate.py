@@ -20,7 +20,7 @@ from service.choices import Choice, Clock, collect, timings
 from service.infer import InferParameters, InputsBody, finish_reason
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
-from service.sse import EventStream
+from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import token_text
 
@@ -59,7 +59,7 @@ async def generate_text(
         return JSONResponse(await call.answer())
 
 
-@router.post("/generate_stream")
+@router.post("/generate_stream", response_class=Response, responses=STREAMED)
 async def generate_stream(body: GenerateBody, service: ServiceDep, request_id: RequestId, arrived: Arrived) -> Response:
     """Answers the same in events, one a step."""
     call = _call(body, service, request_id, arrived)

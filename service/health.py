@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from mindie_mm.shm import arenas_of
 from service.json_response import JSONResponse
@@ -32,13 +32,13 @@ async def health(service: ServiceDep) -> Response:
     )
 
 
-@router.get("/health/live")
+@router.get("/health/live", response_class=Response)
 async def live() -> Response:
     """200 as long as the process answers."""
     return Response(status_code=200)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: ServiceDep) -> Response:
     """Prometheus' text format."""
     return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE_LATEST)

@@ -19,7 +19,7 @@ from service.choices import Choice, Clock, collect, timings
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
 from service.openai_types import Body
-from service.sse import EventStream
+from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 
 router = APIRouter()
@@ -92,7 +92,7 @@ class InferBody(InputsBody):
     parameters: InferParameters | None = None
 
 
-@router.post("/infer")
+@router.post("/infer", responses=STREAMED)
 async def infer(
     body: InferBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
 ) -> Response:

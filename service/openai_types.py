@@ -160,7 +160,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""

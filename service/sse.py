@@ -18,6 +18,10 @@ from service.errors import error_object
 _log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, streamed on request.", "content": {"text/event-stream": {}}}
+}
+"""A streaming route's answer, for the interface's description."""
 
 
 class EventStream(Response):
