@@ -95,7 +95,7 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > max_bytes:
                 raise LimitExceeded(f"{path} has {size} bytes; the limit is {max_bytes}")
-            data = file.read(max_bytes + 1)
+            data = file.read(size or max_bytes + 1)  # the buffer is as large as what is asked for
     except FileNotFoundError:
         raise MediaError(f"there is no file {_shortened(str(path))}") from None
     except (OSError, ValueError) as error:

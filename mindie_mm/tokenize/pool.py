@@ -25,25 +25,29 @@ _MODULE = "mindie_mm.tokenize.process"
 _STARTING = "others are being started"
 
 
+class _NotBegun(Exception):
+    """The process died over the request in front of this one, which another process takes then."""
+
+
 @dataclass(slots=True, eq=False)
 class _Process:
     """One tokenizer process, from its readiness to its death."""
 
     child: Child
     pending: dict[int, asyncio.Future[Prompt]] = field(default_factory=dict)
-    """Requests that it has not answered, by id."""
+    """Requests that it has not answered, by id, in the order in which it takes them."""
 
     def fail_pending(self) -> None:
-        """Fails them."""
+        """Fails the one that it died over; a request that kills one process after another costs no other its turn."""
         why = f"tokenizer process {self.child.pid} died with status {self.child.status}"
-        for future in self.pending.values():
+        for index, future in enumerate(self.pending.values()):
             if not future.done():
-                future.set_exception(ProcessDied(why))
+                future.set_exception(_NotBegun(why) if index else ProcessDied(why))
         self.pending.clear()
 
 
 class TokenizerPool:
-    """Tokenizer processes, each with an arena of its own; a dead one fails its requests and is started again."""
+    """Tokenizer processes, each with an arena of its own; a dead one fails the request in work and is started again."""
 
     def __init__(
         self,
@@ -113,17 +117,21 @@ class TokenizerPool:
         Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
         blocks of the abandoned prompt are freed when it arrives.
         """
-        while not self._processes and not self._closed:
-            await self._wait_for_process()
-        if self._closed:
-            raise ProcessDied("the tokenizer pool is closed")
-        process = min(self._processes, key=lambda process: len(process.pending))
-        self._next_id += 1
-        future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
-        message = self._encoder.encode(Request(self._next_id, request))
-        process.pending[self._next_id] = future
-        process.child.channel.send(message)
-        return await future
+        while True:
+            while not self._processes and not self._closed:
+                await self._wait_for_process()
+            if self._closed:
+                raise ProcessDied("the tokenizer pool is closed")
+            process = min(self._processes, key=lambda process: len(process.pending))
+            self._next_id += 1
+            future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
+            message = self._encoder.encode(Request(self._next_id, request))
+            process.pending[self._next_id] = future
+            process.child.channel.send(message)
+            try:
+                return await future
+            except _NotBegun:
+                continue
 
     async def close(self) -> None:
         """Stops every process; what is pending fails with ProcessDied."""

@@ -1,0 +1,109 @@
+"""A tokenizer's memory is limited while it decodes, and a decoder that crashes costs one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import psutil
+import pytest
+from PIL import Image
+
+from tests.attacks.conftest import CHAT, with_bytes
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+from tests.sound_samples import encode_sound, tone
+from tools.serving import RunningService, running_service
+
+MiB = 2**20
+LIMIT = 256 * MiB
+CAPS = {
+    "max_decode_bytes": LIMIT,
+    "max_image_pixels": 50_000_000,
+    "max_video_frames": 5,
+    "max_video_pixels": 4000,
+    "max_audio_seconds": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service with caps of its own, and the fault points' folder."""
+    folder = tmp_path_factory.mktemp("limited")
+    (folder / "faults").mkdir()
+    settings = {"arena_bytes": 64 * MiB, "kv_cache_bytes": 64 * MiB, "spool": folder / "spool", **CAPS}
+    with running_service(settings, folder / "log", environment={"MINDIE_MM_FAULTS": str(folder / "faults")}) as service:
+        yield service
+        assert service.wait_until_free()["blocks"] == 0
+        assert service.stop() == 0, (folder / "log").read_text()[-2000:]
+
+
+def tokenizer(service: RunningService) -> psutil.Process:
+    children = psutil.Process(service.process.pid).children()
+    return next(child for child in children if "mindie_mm.tokenize.process" in child.cmdline())
+
+
+def ask(service: RunningService, kind: str, data: bytes) -> httpx2.Response:
+    return httpx2.post(service.url + CHAT, json=with_bytes(kind, data), timeout=60)
+
+
+def said(service: RunningService, kind: str, data: bytes) -> str:
+    answer = ask(service, kind, data)
+    assert answer.status_code == 400, answer.text
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
+def _spooled(service: RunningService) -> int:
+    """Requests whose picture is there for a tokenizer."""
+    return len(list((service.log.parent / "spool").glob("*/image/*")))
+
+
+def _wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_caps_are_settings(limited: RunningService) -> None:
+    wide = encoded(Image.new("L", (8000, 7000)), "PNG")
+    assert "8000x7000 = 56000000 pixels; the limit is 50000000" in said(limited, "image", wide)
+    assert "112x84 = 9408 pixels; the limit is 4000" in said(limited, "video", encode_video(moving_frames(3)))
+    small = encode_video(moving_frames(8, 64, 48))
+    assert "has 8 frames; the limit is 5" in said(limited, "video", small)
+    assert "lasts 2.0 s; the limit is 1 s" in said(limited, "audio", encode_sound(tone(2.0), 16_000))
+
+
+def test_a_decoder_that_takes_too_much_memory_costs_its_request(limited: RunningService) -> None:
+    good = encoded(photograph(size=(200, 150)), "PNG")
+    right = ask(limited, "image", good).json()["choices"]
+    pid = tokenizer(limited).pid
+    heavy = encoded(Image.new("RGBA", (7000, 7000)), "PNG")  # 196 MB, and as much again as RGB
+    assert "takes more memory than the limit (--max-decode-bytes)" in said(limited, "image", heavy)
+    assert tokenizer(limited).pid == pid
+    assert ask(limited, "image", good).json()["choices"] == right
+
+
+def test_a_decoder_that_crashes_again_and_again_costs_its_request(limited: RunningService) -> None:
+    """Others that wait behind it are answered, though the process dies over it twice."""
+    trigger = limited.log.parent / "faults" / "tokenizer.planned"
+    good = encoded(photograph(size=(200, 150)), "PNG")
+    right = ask(limited, "image", good).json()["choices"]
+    with ThreadPoolExecutor(4) as pool:
+        tokenizer(limited).suspend()  # so that all of them are in its queue
+        crashing = pool.submit(ask, limited, "image", good)
+        _wait_until(lambda: _spooled(limited) == 1)
+        others = [pool.submit(ask, limited, "image", good) for _ in range(3)]
+        _wait_until(lambda: _spooled(limited) == 4)
+        trigger.touch()
+        tokenizer(limited).resume()
+        _wait_until(lambda: not trigger.exists())
+        trigger.touch()
+        answers = [other.result() for other in others]
+        statuses = sorted([crashing.result().status_code, *(answer.status_code for answer in answers)])
+    assert not trigger.exists()
+    assert statuses in ([200, 200, 200, 200], [200, 200, 200, 503]), "each death is one request's"
+    assert all(answer.json()["choices"] == right for answer in answers if answer.status_code == 200)
+    assert ask(limited, "image", good).json()["choices"] == right
