@@ -115,7 +115,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         if file.is_file():
             try:
                 earlier = msgspec.json.decode(file.read_bytes(), type=Run)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise InputError(f"{file} is not a run of this version: {error}") from None
             if differing := _differences(earlier, self):
                 raise InputError(f"{folder} holds another run: {'; '.join(differing)}. Name another folder")

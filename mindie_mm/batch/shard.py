@@ -91,7 +91,10 @@ def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | N
     found: list[ShardInfo] = []
     row = chunk.first_row
     while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
-        found.append(read_info(path))
+        try:
+            found.append(read_info(path))
+        except CorruptReference:
+            return None  # made anew, as one that is missing
         if found[-1].run != run:
             return None  # a node's disk may still have another run's
         if not arena_path(folder, row).is_file():

@@ -114,3 +114,12 @@ def test_a_table_without_its_blocks_is_made_again(few: Path, whole: Path, tmp_pa
     table_path(tmp_path / "run", 0).with_suffix(".arena").unlink()
     made(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
+
+
+def test_a_damaged_table_is_made_again(few: Path, whole: Path, tmp_path: Path) -> None:
+    made(settings(few), tmp_path / "run")
+    (tmp_path / "run/manifest.json").unlink()
+    table = table_path(tmp_path / "run", 0)
+    table.write_bytes(table.read_bytes()[:-9])
+    made(settings(few), tmp_path / "run")
+    assert content(tmp_path / "run") == content(whole)
