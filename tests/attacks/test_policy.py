@@ -1,0 +1,82 @@
+"""Every cap is a setting, with its default in the help and in docs/operations.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mindie_mm.cli.serve import command
+from mindie_mm.config import GiB, MediaCaps, MiB, ServiceConfig
+from mindie_mm.errors import InputError
+
+PAGE = Path(__file__).parents[2] / "docs/operations.md"
+SERVICE = [
+    "allowed_media_domains",
+    "allow_private_media",
+    "fetch_connect_timeout_s",
+    "fetch_read_timeout_s",
+    "fetch_timeout_s",
+    "max_fetch_redirects",
+    "max_concurrent_fetches",
+    "allowed_media_dir",
+    "max_request_bytes",
+    "max_item_bytes",
+    "max_media_bytes",
+    "max_media_items",
+    "max_images",
+    "max_videos",
+    "max_audios",
+]
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(MediaCaps)} | {
+    field.name: field.default for field in dataclasses.fields(ServiceConfig) if field.name in SERVICE
+}
+
+
+def documented() -> dict[str, str]:
+    """The defaults in the page's table, by the settings' names."""
+    section = PAGE.read_text().split("## Media policy")[1].split("\n## ")[0]
+    found = {}
+    for names, values in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", section, re.MULTILINE):
+        flags = re.findall(r"`--([a-z-]+)`", names)
+        defaults = values.split(", ") if len(flags) > 1 else [values] * len(flags)
+        found |= dict(zip((flag.replace("-", "_") for flag in flags), defaults, strict=True))
+    return found
+
+
+def shown(name: str, default: object) -> str:
+    """A default as the page has it."""
+    if name.endswith("_bytes") and isinstance(default, int):
+        return f"{default // GiB} GiB" if default >= GiB else f"{default // MiB} MiB"
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return {None: "none", False: "no", (): "every host"}[default]  # type: ignore[index]
+    return f"{default:.0f}"
+
+
+def test_every_cap_is_in_the_page_and_in_the_help() -> None:
+    assert documented() == {name: shown(name, default) for name, default in DEFAULTS.items()}
+    help_page = CliRunner().invoke(command, ["--help"], terminal_width=400).output
+    for name, default in DEFAULTS.items():
+        (line,) = re.findall(rf"^ *--{name.replace('_', '-')}[ /].*(?:\n {{10,}}.*)*", help_page, re.MULTILINE)
+        assert default in (None, ()) or f"[default: {default}]" in " ".join(line.split()), line
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        (MediaCaps, {"max_image_pixels": 0}),
+        (MediaCaps, {"max_image_pixels": 178_956_971}),
+        (MediaCaps, {"max_video_frames": -1}),
+        (MediaCaps, {"max_video_seconds": 0.0}),
+        (MediaCaps, {"max_audio_seconds": float("nan")}),
+        (MediaCaps, {"max_decode_bytes": -1}),
+        (ServiceConfig, {"max_images": -1}),
+        (ServiceConfig, {"fetch_read_timeout_s": 0.0}),
+    ],
+)
+def test_settings_that_make_no_sense(settings: type, changes: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="it must be"):
+        settings(**changes)
