@@ -30,8 +30,10 @@ from tools.random_checkpoint import write_checkpoint
 
 IMAGES, ROWS = 10_000, 100_000
 SLICES = 5
-LOOP_ROWS, RAY_ROWS, FEW_ROWS = 60, 400, 32
-"""Of each slice for the loop; of all pictures for Ray Data; and what is taken off for its start."""
+LOOP_ROWS = 60
+"""Of each slice."""
+RAY_ROWS, OUR_ROWS, FEW_ROWS = 256, 2048, 32
+"""Of Ray Data with transformers, of ours beside it, and of the run that is taken off for its start."""
 SMALL_PIXELS = 64 * 28 * 28
 LARGE_EACH = 100
 """One row of so many has its picture at full size, when memory is measured."""
@@ -109,23 +111,23 @@ def patch_bytes(run: Path) -> int:
 
 def ray(folder: Path, checkpoint: Path, images: Path) -> dict[str, Any]:
     """Milliseconds a row of two actors each, from the difference of many rows and few; wall time."""
-    few = rows(images, folder / "few.jsonl", range(FEW_ROWS))
-    many = rows(images, folder / "many.jsonl", range(RAY_ROWS))
+    files = {count: rows(images, folder / f"{count}.jsonl", range(count)) for count in (FEW_ROWS, RAY_ROWS, OUR_ROWS)}
     out = folder / "ray"
     out.mkdir()
-    command = [sys.executable, "-m", "bench.batch.on_ray", *map(str, (checkpoint, out, 2, few, few, many))]
+    turns = [files[count] for count in (FEW_ROWS, FEW_ROWS, RAY_ROWS)]  # the first one warms up
+    command = [sys.executable, "-m", "bench.batch.on_ray", *map(str, (checkpoint, out, 2, *turns))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600)
     _, short, long = json.loads(done.stdout.splitlines()[-1])
     theirs = (long - short) / (RAY_ROWS - FEW_ROWS)
     ours: dict[str, float] = {}
     for name, options in (("ours on Ray", ("--ray",)), ("ours without Ray", ())):
         costs = []
-        for lines in (few, many):
-            costs.append(tokenize(lines, checkpoint, folder / "ours", 2, "--shard-rows", "16", *options).wall_s)
+        for count in (FEW_ROWS, OUR_ROWS):
+            costs.append(tokenize(files[count], checkpoint, folder / "ours", 2, "--shard-rows", "16", *options).wall_s)
             shutil.rmtree(folder / "ours")
-        ours[name] = (costs[1] - costs[0]) / (RAY_ROWS - FEW_ROWS)
+        ours[name] = (costs[1] - costs[0]) / (OUR_ROWS - FEW_ROWS)
     return {
-        "rows": RAY_ROWS,
+        "rows": {"Ray Data with transformers": RAY_ROWS, "ours": OUR_ROWS},
         "milliseconds_a_row": {
             name: round(1e3 * value, 2) for name, value in {"Ray Data with transformers": theirs, **ours}.items()
         },
