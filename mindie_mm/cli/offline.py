@@ -33,9 +33,11 @@ async def generate(
     what the run wrote; errors as Worker.start.
     """
     stop = min(len(dataset), limit or len(dataset))
-    with _continued(output) as (file, begun, earlier_errors):
+    with _continued(output) as (file, begun, earlier_errors, last_id):
         if begun > stop:
             raise InputError(f"{output} has {begun} rows; {stop} are asked for")
+        if begun and last_id != (own := dataset.record(begun - 1).id):
+            raise InputError(f"{output} answers another run: its row {begun - 1} is {last_id!r}, this run's {own!r}")
         errors, rows = earlier_errors, range(begun, stop)
         async with _started(config) as worker, aclosing(_answers(dataset, rows, worker, params)) as answers:
             async for answer in answers:
@@ -95,8 +97,8 @@ def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
 
 
 @contextmanager
-def _continued(output: Path) -> Iterator[tuple[BinaryIO, int, int]]:
-    """The file of answers, to write behind those that it has; how many those are, and errors among them."""
+def _continued(output: Path) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
+    """The file of answers, to write behind those that it has, and what `_begun` says of them."""
     try:
         with output.open("a+b") as file:
             try:
@@ -108,9 +110,10 @@ def _continued(output: Path) -> Iterator[tuple[BinaryIO, int, int]]:
         raise StorageError(f"{output} cannot be written: {error.strerror}") from error
 
 
-def _begun(file: BinaryIO, output: Path) -> tuple[int, int]:
-    """How many answers are there, and errors among them; a line that was cut short is removed."""
+def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
+    """How many answers are there, errors among them, the last one's id; a line that was cut short is removed."""
     rows = errors = whole = 0
+    last_id = None
     file.seek(0)
     for line in file:
         if not line.endswith(b"\n"):
@@ -122,8 +125,9 @@ def _begun(file: BinaryIO, output: Path) -> tuple[int, int]:
         if not isinstance(answer, dict) or answer.get("row") != rows:
             raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
         rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
+        last_id = answer.get("id")
     file.truncate(whole)
-    return rows, errors
+    return rows, errors, last_id
 
 
 @asynccontextmanager

@@ -100,6 +100,10 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path:
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
     assert "line 1 is not row 0" in refused.stderr
+    output.write_bytes(whole[: whole.index(b'{"row":4')].replace(b'"id":"r3"', b'"id":"s3"'))
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 2
+    assert "its row 3 is 's3', this run's 'r3'" in refused.stderr
 
 
 def test_inspect_shows_the_run_and_the_pictures_of_a_row(
