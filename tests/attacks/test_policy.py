@@ -14,7 +14,7 @@ from mindie_mm.config import GiB, MediaCaps, MiB, ServiceConfig
 from mindie_mm.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs/operations.md"
-SERVICE = [
+SERVICE = (
     "allowed_media_domains",
     "allow_private_media",
     "fetch_connect_timeout_s",
@@ -30,7 +30,7 @@ SERVICE = [
     "max_images",
     "max_videos",
     "max_audios",
-]
+)
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(MediaCaps)} | {
     field.name: field.default for field in dataclasses.fields(ServiceConfig) if field.name in SERVICE
 }

@@ -1,0 +1,43 @@
+"""Redirects and names that lead inside, on a network where the first address really is a public one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.attacks.hostile_net import CASES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    """What each case came to."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("needs ip and unshare")
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a network of its own")
+    command = ["unshare", "--net", sys.executable, "-m", "tests.attacks.hostile_net"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    answers: dict[str, str] = json.loads(ran.stdout)
+    return answers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_redirect_or_a_name_leads_to(found: dict[str, str], case: str) -> None:
+    assert "SECRET" not in found[case]
+    if case.startswith("public"):
+        assert found[case] == "media"
+    elif case != "rebinding":  # its first answer is public
+        assert found[case].startswith("refused: ")
+
+
+def test_a_name_that_turns_is_never_followed_inside(found: dict[str, str]) -> None:
+    assert found["rebinding"] == "media"
+    assert sorted(set(found["rebinding again"])) == ["media", "refused"]
