@@ -1,0 +1,44 @@
+"""Tools reach the prompt where the chat template has a place for them, and are refused where it has none."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import mindie_mm
+from mindie_mm.errors import InputError
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.answer import answer
+from mindie_mm.tokenize.messages import TokenizeRequest
+
+TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "<|im_end|>", "parameters": {}}}]
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
+    "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
+
+
+def request(**kwargs: object) -> TokenizeRequest:
+    return TokenizeRequest(messages=[{"role": "user", "content": "Hello!"}], chat_template_kwargs=dict(kwargs))
+
+
+def test_a_template_with_tools(tmp_path: Path) -> None:
+    folder = tmp_path / "with_tools"
+    shutil.copytree(TINY, folder)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with Tokenizer.from_pretrained(folder) as tokenizer:
+        bare = answer(tokenizer, request()).ids.tolist()
+        given = answer(tokenizer, request(tools=TOOLS)).ids.tolist()
+    assert given[-len(bare) :] == bare
+    assert len(given) > len(bare)
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    assert end not in given, "a control token spelled in a tool is text"
+
+
+def test_a_template_without() -> None:
+    with Tokenizer.from_pretrained() as tokenizer, pytest.raises(InputError, match="no place for them"):
+        answer(tokenizer, request(tools=TOOLS))
