@@ -52,12 +52,12 @@ def test_mistakes_are_one_line(random_checkpoint):
 def test_serve_help_names_every_setting():
     import dataclasses
 
-    from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig
+    from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
     said = run("serve", "--help")
-    for cls in (ServiceConfig, WorkerConfig, EngineConfig):
+    for cls in (ServiceConfig, MediaCaps, WorkerConfig, EngineConfig):
         for field in dataclasses.fields(cls):
-            if field.name not in ("model", "engine"):
+            if field.name not in ("model", "engine", "media"):
                 assert f"--{field.name.replace('_', '-')}" in said
 
 
