@@ -432,7 +432,7 @@ def table(families: Mapping[str, Any], count: int) -> str:
     lines = [
         f"On {cores}: ms, and how many times as long transformers takes; -: only golden data to compare with.",
         "",
-        "| family | item | preprocess | of it decoded | tower | both | prefill of 1,000 tokens | request of 1,000 tokens |",
+        "| family | item | preprocess | of it decoded | tower | both | 1,000 tokens: prefill | a request |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, family in families.items():

@@ -15,7 +15,7 @@ _armed: str | None = None
 
 
 def arm(role: str, folder: Path | None) -> None:
-    """Says which process this is: `api`, `tokenizer` or `engine`; in tests `batch`. Without a folder nothing is armed."""
+    """Says which process this is: `api`, `tokenizer` or `engine`; in tests `batch`. Without a folder none is armed."""
     global _armed  # noqa: PLW0603 - a point must cost one test of a global
     _armed = None if folder is None else str(folder / f"{role}.")
 
