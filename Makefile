@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/python -m tools.demo
 
 test: install
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -73,7 +73,7 @@ def test_an_item_is_as_large_as_a_prompt_can_hold(random_checkpoint):
 
 def test_fewer_trials_come_near_the_whole(random_checkpoint):
     whole, reckoned = (room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (60, 0.01))
-    assert abs(whole - reckoned) < 0.5 * (room(random_checkpoint, measure_s=0) - whole)
+    assert abs(whole - reckoned) < 0.75 * (room(random_checkpoint, measure_s=0) - whole)
 
 
 def test_the_share_and_the_caches_count(small_pictures):

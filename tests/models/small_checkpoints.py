@@ -35,14 +35,15 @@ def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings:
 
     `special_tokens` has <unk>, and </s>, which stands behind every text.
     """
-    tokenizer = Tokenizer(models.Unigram())
+    # Not trained: the trainer's pieces differ from run to run.
+    letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    words = sorted({f"▁{word}" for text in CORPUS for word in text.split()})
+    pieces = [(token, 0.0) for token in special_tokens]
+    pieces += [(piece, -5.0 - index / 100) for index, piece in enumerate([*words, *letters])]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=special_tokens.index("<unk>")))
+    tokenizer.add_special_tokens([*special_tokens])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    alphabet = [*string.ascii_letters, *string.digits, *string.punctuation]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=[*special_tokens], unk_token="<unk>"
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
     end = ("</s>", special_tokens.index("</s>"))
     tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[end])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
