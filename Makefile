@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: install demo test lint format serve bench clean python3-venv
+.PHONY: install demo test test-all lint format serve bench clean python3-venv
 
 install: .venv/installed
 
@@ -25,6 +25,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# With those that take longest: kills on a Ray cluster, schemathesis over the whole interface.
+test-all: install
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -38,6 +38,7 @@ def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
     assert content(tmp_path / "there") == content(tmp_path / "here")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("deaths", "error"), [(1, None), (2, "ProcessDied: the worker ended with an unknown status")])
@@ -55,6 +56,7 @@ def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_p
     assert found[1:] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_a_row_at_which_earlier_calls_were_stopped_is_not_to_blame(cluster, lines, tmp_path):
@@ -67,6 +69,7 @@ def test_a_row_at_which_earlier_calls_were_stopped_is_not_to_blame(cluster, line
     assert not (folder / "at-0.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_what_ends_a_run_there_ends_it_with_our_own_error(cluster, tmp_path):

@@ -35,6 +35,7 @@ def test_every_route_is_described(http: Any) -> None:
             assert "422" not in operation["responses"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_schemathesis(service: RunningService, http: Any, tmp_path: Path) -> None:
     """Wrong requests are refused, no request is a 5xx, statuses, types and bodies are those described.
