@@ -75,7 +75,7 @@ def _read_text(source: str, max_bytes: int) -> bytes:
         return _fetch(source, max_bytes)
     if scheme == "file":
         return _read_file(_file_url_path(source), max_bytes)
-    if not _is_file(source) and (data := _decode_base64(source)) is not None:
+    if (data := _decode_base64(source)) is not None and not _is_file(source):
         return _capped(data, max_bytes)
     return _read_file(Path(source), max_bytes)
 

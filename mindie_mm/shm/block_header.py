@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -126,6 +126,14 @@ class BlockPlan:
         if len(request) > MAX_REQUEST_BYTES:
             raise LimitExceeded(f"path file {os.fsdecode(request)!r} has more than {MAX_REQUEST_BYTES} bytes")
         return _plan(tuple(specs.items()), len(request))
+
+    def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of what lies between the header, the arrays and the end of a block of `nbytes`."""
+        end = self.header_bytes
+        for spec, offset in self.arrays.values():
+            yield end, offset
+            end = offset + spec.nbytes
+        yield end, nbytes
 
     def header(self, block: int, generation: int, request: bytes, digest: bytes) -> bytes:
         """The block's header, packed; `digest` is empty if the item is not to be cached."""

@@ -38,7 +38,7 @@ from mindie_mm.shm.layout import (
     state_word,
 )
 from mindie_mm.shm.life import LifeLock, is_same
-from mindie_mm.shm.spec import ArraySpec, ndarray
+from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.words import MAX_ARENA, MAX_BLOCK
 
 GENERATION = 1
@@ -131,7 +131,7 @@ class DiskArena:
         return self._header.num_entries - len(self._offsets)
 
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
-        """A block with these arrays, all 0. A block on disk outlives its request: no path file records it.
+        """A block with these arrays, uninitialised. A block on disk outlives its request: no path file records it.
 
         ArenaFull if the file is full; LimitExceeded for what no file of this capacity, or no word, holds.
         """
@@ -147,7 +147,7 @@ class DiskArena:
                     f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
-            buffer = self._zeros(nbytes)
+            buffer = self._memory(nbytes)
             block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, buffer, 0)
             self._filling[entry] = block, buffer
             self._offsets.append(offset)
@@ -169,6 +169,8 @@ class DiskArena:
             ((offset, nbytes),) = block.pieces
             _, buffer = self._filling[block.entry]
             data = memoryview(buffer)[:nbytes]
+            for start, stop in block.plan.gaps(nbytes):  # nothing of an earlier block is written
+                data[start:stop] = bytes(stop - start)
             try:
                 self._digests[block.entry] = self._writer.write(data, offset)
             except OSError as error:
@@ -266,13 +268,11 @@ class DiskArena:
     def _fills(self, block: Block) -> bool:
         return block.entry in self._filling and self._filling[block.entry][0] is block
 
-    def _zeros(self, nbytes: int) -> mmap.mmap:
-        """Memory for a block, all 0: what an earlier one was filled in, if that is free."""
+    def _memory(self, nbytes: int) -> mmap.mmap:
+        """Memory for a block: what an earlier one was filled in, if that is free."""
         if nbytes > MAX_AHEAD_BYTES or not self._spare:
             return mmap.mmap(-1, max(nbytes, MAX_AHEAD_BYTES))  # takes memory where it is used
-        spare = self._spare.pop()
-        ndarray()((nbytes,), "uint8", spare).fill(0)
-        return spare
+        return self._spare.pop()
 
     def _keep(self, buffer: mmap.mmap | None) -> None:
         """For the next block. Two are used in turn; what a large block took is given back."""

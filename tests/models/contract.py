@@ -7,6 +7,7 @@ one item, two items of different size, an extreme aspect ratio, and mixed modali
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,8 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange
-from mindie_mm.inputs import KINDS, Embeddings, Media, parse_inputs
+from mindie_mm.inputs import KINDS, Embeddings, Media, media_of, parse_inputs
+from mindie_mm.media.source import read_source
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
@@ -412,6 +414,19 @@ class FamilyContract:
             plan = processor.plan(Media(kind, data), data, {kind: 1})
             most = processor.max_tokens(kind)
             assert 0.9 * most <= plan.num_features <= most, kind
+
+    def test_preprocessing_fills_its_arrays(self, processor):
+        """Shared memory is handed out as an earlier item left it."""
+
+        def written(media: Media, fill: int) -> dict[str, bytes]:
+            plan = processor.plan(media, read_source(media), Counter([media.kind]))
+            arrays = {name: np.full(spec.nbytes, fill, np.uint8) for name, spec in plan.specs.items()}
+            plan.write({name: arrays[name].view(spec.dtype).reshape(spec.shape) for name, spec in plan.specs.items()})
+            return {name: array.tobytes() for name, array in arrays.items()}
+
+        for name, items in self.prompts.items():
+            for media in media_of(parse_inputs(items)):
+                assert written(media, 0) == written(media, 255), name
 
     def test_it_is_served(self, path, model, tokenizer, path_file, tmp_path):
         """All prompts at once over HTTP, their media as files, come to what the model generates here."""
