@@ -1,0 +1,141 @@
+"""`mindie-mm serve` under load, over HTTP: requests a second and latencies at 1 to 64 clients, and what the service
+adds to the model's own time; on request beside another OpenAI-compatible server.
+
+    python -m bench.serve                              # everything; an hour on two cores
+    python -m bench.serve --quick                      # minutes: the embedded checkpoint alone, a few points
+    python -m bench.serve --checkpoints small --sizes 640x480 --concurrency 1,8 --repeated 0,0.9
+    python -m bench.serve --checkpoints DIRECTORY --peer http://127.0.0.1:8100 MODEL --results serve_peer
+
+`tiny` is the embedded checkpoint; `small` and `mid` are of 7 and 37 million random parameters, as
+`tools.random_checkpoint` writes them; anything else is a directory. The peer must serve the same weights for the
+ratios to mean anything: turns alternate, so that a busy machine is busy for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.report import write
+from bench.serve.figures import write_plot, write_table
+from bench.serve.load import Load, Outcome, Server, drive, seeds, session
+from bench.serve.overhead import overhead
+from bench.serve.pictures import Size
+from tools.random_checkpoint import SIZES, write_checkpoint
+from tools.serving import running_service
+
+CACHE = Path(__file__).parents[2] / "build" / "bench-serve"
+CHECKPOINTS = ("tiny", "small", "mid")
+PICTURES = (Size(336, 336), Size(640, 480), Size(1420, 720))
+CONCURRENCY = (1, 4, 8, 16, 32, 64)
+REPEATED = (0.0, 0.8)
+LARGE_PIXELS = 1_000_000
+LARGE_CONCURRENCY = 8
+"""Above, a large picture on the largest checkpoint takes a quarter of an hour a point, and shows the same queue."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, and writes bench/results/<results>.json, .md and .png."""
+    options = _parser().parse_args(arguments)
+    if options.quick:
+        options.checkpoints, options.requests = options.checkpoints or ["tiny"], options.requests or 16
+        options.concurrency = options.concurrency or [1, 8, 64]
+        options.overhead = min(options.overhead, 30)
+    points: list[dict[str, Any]] = []
+    overheads: list[dict[str, Any]] = []
+    for name in options.checkpoints or CHECKPOINTS:
+        with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
+            settings = {"spool": Path(folder) / "spool", "dtype": options.dtype}
+            if options.threads:
+                settings["num_threads"] = options.threads
+            with running_service(settings, Path(folder) / "log", checkpoint := _directory(name)) as service:
+                server = Server(service.url, service.model)
+                points += asyncio.run(_measure(options, Path(name).name, server))
+                if options.overhead:
+                    found = asyncio.run(overhead(server, checkpoint, options.overhead, seeds()))
+                    overheads.append({"checkpoint": Path(name).name, **found})
+    note = f"`mindie-mm serve --dtype {options.dtype}`; every answer has {options.tokens} tokens, streamed."
+    write(options.results, {"dtype": options.dtype, "points": points, "overhead": overheads})
+    write_table(options.results, points, overheads, note)
+    if points:
+        write_plot(options.results, points)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.serve", description="The service under load.")
+    parser.add_argument("--checkpoints", type=_texts, help="of " + ", ".join(CHECKPOINTS) + ", or directories")
+    parser.add_argument("--sizes", type=lambda text: [Size.of(one) for one in _texts(text)], default=PICTURES)
+    parser.add_argument("--concurrency", type=lambda text: [int(one) for one in _texts(text)])
+    parser.add_argument("--repeated", type=lambda text: [float(one) for one in _texts(text)], default=REPEATED)
+    parser.add_argument("--requests", type=int, help="least of each point; default twice the clients, at least 16")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--overhead", type=int, default=100, help="requests to measure the overhead with; 0: not")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, help="of the engine; default: its own choice")
+    parser.add_argument("--peer", nargs=2, metavar=("URL", "MODEL"), help="another server, for turns with ours")
+    parser.add_argument("--results", default="serve", help="name of the files under bench/results")
+    parser.add_argument("--quick", action="store_true", help="a few minutes")
+    return parser
+
+
+def _texts(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _directory(name: str) -> Path | None:
+    """The checkpoint that `name` stands for, written if need be; None is the embedded one."""
+    if name == "tiny":
+        return None
+    if name not in SIZES:
+        return Path(name)
+    path = CACHE / name
+    if not (path / "preprocessor_config.json").exists():  # the last but one of its files
+        write_checkpoint(path, name)
+    return path
+
+
+async def _measure(options: argparse.Namespace, name: str, server: Server) -> list[dict[str, Any]]:
+    """Every point of one checkpoint."""
+    peer = Server(*options.peer) if options.peer else None
+    points = []
+    numbers = seeds()
+    async with session() as http:
+        for size in options.sizes:
+            for concurrent in options.concurrency or CONCURRENCY:
+                if name == "mid" and size.width * size.height > LARGE_PIXELS and concurrent > LARGE_CONCURRENCY:
+                    continue
+                for repeated in options.repeated:
+                    requests = max(options.requests or max(16, 2 * concurrent), concurrent)
+                    load = Load(size, concurrent, requests, repeated, options.tokens)
+                    point = {"checkpoint": name, "picture": str(size), "repeated": repeated, "concurrent": concurrent}
+                    point |= await _point(http, server, peer, load, numbers)
+                    print(point, flush=True)
+                    points.append(point)
+    return points
+
+
+async def _point(
+    http: aiohttp.ClientSession, server: Server, peer: Server | None, load: Load, numbers: Iterator[int]
+) -> dict[str, Any]:
+    """One load, in two turns where there is a peer; the peer's pictures are others than ours."""
+    warm = Load(load.size, 1, 1, max_tokens=load.max_tokens)
+    servers = [server] if peer is None else [server, peer]
+    outcomes = [Outcome() for _ in servers]
+    for one in servers:
+        await drive(http, one, warm, warm.pictures(numbers))
+    for _ in range(1 if peer is None else 2):
+        for index, one in enumerate(servers):
+            outcomes[index] += await drive(http, one, load, await asyncio.to_thread(load.pictures, numbers))
+    ours = outcomes[0].figures()
+    if peer is None:
+        return {"ours": ours}
+    theirs = outcomes[1].figures()
+    names = ("requests_per_s", "ttft_ms_p50", "inter_token_ms_p50", "e2e_ms_p50")
+    ratios = {name: round(ours[name] / theirs[name], 3) for name in names if ours[name] and theirs[name]}
+    return {"ours": ours, "peer": theirs, "ratios": ratios}

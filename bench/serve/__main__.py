@@ -1,0 +1,5 @@
+"""`python -m bench.serve`."""
+
+from bench.serve import main
+
+main()

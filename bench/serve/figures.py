@@ -1,0 +1,106 @@
+"""What was measured, as a table and as curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.report import RESULTS
+
+COLUMNS = {
+    "requests_per_s": "requests/s",
+    "ttft_ms_p50": "TTFT p50",
+    "ttft_ms_p99": "TTFT p99",
+    "inter_token_ms_p50": "inter-token p50",
+    "inter_token_ms_p99": "inter-token p99",
+    "e2e_ms_p50": "end to end p50",
+    "errors": "errors",
+}
+KEYS = ("checkpoint", "picture", "repeated", "concurrent")
+
+
+def write_table(name: str, points: Sequence[dict[str, Any]], overheads: Sequence[dict[str, Any]], note: str) -> None:
+    """bench/results/<name>.md: a row for each point, the peer's figures and the ratios where there is one."""
+    peer = any("peer" in point for point in points)
+    heads = ["checkpoint", "picture", "repeated", "concurrent", *COLUMNS.values()]
+    if peer:
+        heads += ["peer's requests/s", "times the peer's", "peer's TTFT p50", "share of the peer's TTFT"]
+    lines = [note, "", "Times in milliseconds.", "", _row(heads), _row(["---"] * len(heads))]
+    for point in points:
+        cells = [point["checkpoint"], point["picture"], f"{point['repeated']:.0%}", point["concurrent"]]
+        cells += [point["ours"][column] for column in COLUMNS]
+        if peer:
+            ratios = point.get("ratios", {})
+            theirs = point.get("peer", {})
+            cells += [theirs.get("requests_per_s"), ratios.get("requests_per_s")]
+            cells += [theirs.get("ttft_ms_p50"), ratios.get("ttft_ms_p50")]
+        lines.append(_row(cells))
+    for found in overheads:
+        lines += [
+            "",
+            _sentence(found),
+            "",
+            _row(["part", "ms"]),
+            _row(["---", "---"]),
+            *(_row([part, value]) for part, value in found["parts_ms"].items()),
+            *(_row([f"model: {part}", value]) for part, value in found["model_ms"].items()),
+        ]
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def _sentence(found: dict[str, Any]) -> str:
+    return (
+        f"Overhead of a {found['picture']} JPEG, {found['checkpoint']}, one client, {found['tokens']} tokens: "
+        f"{found['outside_model_ms']} ms of {found['e2e_ms']} ms are outside the model's tower, prefill and decode, "
+        f"{found['without_decoding_ms']} ms without decoding and resizing the picture. Medians of "
+        f"{found['requests']} requests:"
+    )
+
+
+def _row(cells: Sequence[object]) -> str:
+    return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
+
+
+def write_plot(name: str, points: Sequence[dict[str, Any]]) -> None:
+    """bench/results/<name>.png: a column for each checkpoint; requests/s, TTFT and inter-token latency by clients."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    checkpoints = list(dict.fromkeys(point["checkpoint"] for point in points))
+    rows = {"requests_per_s": "requests/s", "ttft_ms_p50": "TTFT p50, ms", "inter_token_ms_p50": "inter-token p50, ms"}
+    figure, grid = plt.subplots(
+        len(rows),
+        len(checkpoints),
+        figsize=(5.5 * len(checkpoints), 9),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+    )
+    for column, checkpoint in enumerate(checkpoints):
+        for axes, (figure_name, label) in zip(grid[:, column], rows.items(), strict=True):
+            _curves(axes, [point for point in points if point["checkpoint"] == checkpoint], figure_name)
+            axes.set_ylabel(label)
+        grid[0, column].set_title(checkpoint)
+        grid[0, column].legend(fontsize="small")
+        grid[-1, column].set_xlabel("concurrent requests")
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def _curves(axes: Any, points: Sequence[dict[str, Any]], figure: str) -> None:
+    """A line for each picture and share of repetition, dashed for the peer's."""
+    series = dict.fromkeys((point["picture"], point["repeated"]) for point in points)
+    for number, (picture, repeated) in enumerate(series):
+        own = [point for point in points if (point["picture"], point["repeated"]) == (picture, repeated)]
+        label = picture + (f", {repeated:.0%} repeated" if repeated else "")
+        clients = [point["concurrent"] for point in own]
+        axes.plot(clients, [point["ours"][figure] for point in own], marker="o", color=f"C{number}", label=label)
+        if theirs := [(point["concurrent"], point["peer"][figure]) for point in own if "peer" in point]:
+            axes.plot(
+                *zip(*theirs, strict=True), marker="x", linestyle="--", color=f"C{number}", label=f"{label}: peer"
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=10)
+    axes.grid(visible=True, which="both", alpha=0.3)

@@ -1,0 +1,171 @@
+"""A load on an OpenAI-compatible server: so many clients, each with its next request as soon as it has an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from bench.serve.pictures import Size, data_url
+
+TIMEOUT_S = 900.0
+QUESTION = "What is in the image?"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go."""
+
+    url: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked."""
+
+    size: Size
+    concurrent: int
+    requests: int
+    repeated: float = 0.0
+    """Share of the requests whose picture another one of them has had, [0, 1)."""
+    max_tokens: int = 16
+
+    def pictures(self, seeds: Iterator[int]) -> list[str]:
+        """A data: URL for each request, each different one from a seed of its own; a repeated one comes round."""
+        different = [
+            data_url(next(seeds), self.size) for _ in range(max(1, round(self.requests * (1 - self.repeated))))
+        ]
+        return [different[index % len(different)] for index in range(self.requests)]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request came to."""
+
+    begun: float
+    """When it was sent, on the clock of time.perf_counter."""
+    ended: float = 0.0
+    shown: list[float] = field(default_factory=list)
+    """When each piece of text came."""
+    fault: str | None = None
+    """What was wrong with the answer."""
+    timings: dict[str, float] | None = None
+    """The server's own, where it has them."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A load's answers and how long they took together."""
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __add__(self, other: Outcome) -> Outcome:
+        return Outcome(self.answers + other.answers, self.seconds + other.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Requests a second; milliseconds of the rest. Latencies are those of whole answers."""
+        whole = [answer for answer in self.answers if answer.fault is None]
+        first = [answer.shown[0] - answer.begun for answer in whole]
+        between = [later - earlier for answer in whole for earlier, later in pairwise(answer.shown)]
+        faults = [answer.fault for answer in self.answers if answer.fault is not None]
+        return {
+            "requests": len(self.answers),
+            "requests_per_s": round(len(whole) / self.seconds, 3),
+            "ttft_ms_p50": _ms(first, 50),
+            "ttft_ms_p99": _ms(first, 99),
+            "inter_token_ms_p50": _ms(between, 50),
+            "inter_token_ms_p99": _ms(between, 99),
+            "e2e_ms_p50": _ms([answer.ended - answer.begun for answer in whole], 50),
+            "errors": len(faults),
+            **({"first_error": faults[0]} if faults else {}),
+        }
+
+
+def _ms(seconds: Sequence[float], percentile: float) -> float | None:
+    return round(float(np.percentile(seconds, percentile)) * 1000, 2) if seconds else None
+
+
+def seeds() -> Iterator[int]:
+    """Numbers that no run before had: a server keeps pictures that it has seen."""
+    return count(time.time_ns() // 1_000_000)
+
+
+def session() -> aiohttp.ClientSession:
+    """Connections for any number of clients."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+    )
+
+
+async def drive(http: aiohttp.ClientSession, server: Server, load: Load, pictures: Sequence[str]) -> Outcome:
+    """Puts the load on the server; `pictures` as `Load.pictures` gives them."""
+    outcome = Outcome()
+    waiting = iter(pictures)
+
+    async def client() -> None:
+        for picture in waiting:
+            outcome.answers.append(await ask(http, server, picture, load.max_tokens))
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(load.concurrent)))
+    outcome.seconds = time.perf_counter() - begun
+    return outcome
+
+
+async def ask(
+    http: aiohttp.ClientSession, server: Server, picture: str, max_tokens: int, *, timings: bool = False
+) -> Answer:
+    """One streamed request of exactly `max_tokens` tokens. What is wrong with its answer stands in it."""
+    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": QUESTION}]
+    body = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"timings": True} if timings else {}),
+    }
+    data = json.dumps(body).encode()
+    answer = Answer(time.perf_counter())
+    reason = tokens = None
+    done = False
+    try:
+        async with http.post(
+            f"{server.url}/v1/chat/completions", data=data, headers={"Content-Type": "application/json"}
+        ) as response:
+            if response.status != 200:
+                answer.fault = f"status {response.status}: {(await response.text())[:200]}"
+                return answer
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                now = time.perf_counter()
+                if line.startswith(b"data: [DONE]"):
+                    done = True
+                    continue
+                event = json.loads(line[6:])
+                answer.timings = event.get("timings", answer.timings)
+                if event.get("usage"):
+                    tokens = event["usage"]["completion_tokens"]
+                for choice in event.get("choices", ()):
+                    if choice["delta"].get("content"):
+                        answer.shown.append(now)
+                    reason = choice.get("finish_reason") or reason
+    except (aiohttp.ClientError, TimeoutError) as error:
+        answer.fault = f"{type(error).__name__}: {error}"
+        return answer
+    answer.ended = time.perf_counter()
+    if not (done and reason == "length" and tokens == max_tokens and answer.shown):
+        answer.fault = f"[DONE] {done}, finish_reason {reason}, {tokens} tokens, {len(answer.shown)} pieces of text"
+    return answer

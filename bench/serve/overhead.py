@@ -1,0 +1,89 @@
+"""What a request costs beside the model, by part: one client, one picture at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.report import median
+from bench.serve.load import Server, ask, session
+from bench.serve.pictures import Size, data_url, jpeg
+from mindie_mm.inputs import Media
+from mindie_mm.models import family_of
+from mindie_mm.nn.checkpoint import Checkpoint
+
+SIZE = Size(640, 480)
+MAX_TOKENS = 16
+
+
+def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
+    """The median seconds in which a family makes its arrays of one of `pictures`, with one thread as a tokenizer has.
+
+    Header, decoding, resizing, cutting patches: into arrays that are there, as in an arena.
+    """
+    opened = Checkpoint.open(checkpoint)
+    processor = family_of(opened).processor(opened)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    took = []
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for data in pictures:
+        started = time.perf_counter()
+        plan = processor.plan(Media("image", data), data, {"image": 1})
+        if not arrays:
+            arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
+            started = time.perf_counter()
+        plan.write(arrays)
+        took.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    return median(took)
+
+
+async def overhead(server: Server, checkpoint: Path | None, requests: int, numbers: Iterator[int]) -> dict[str, Any]:
+    """Medians in milliseconds over as many requests, one at a time, each with a picture of its own.
+
+    The model's part is what the engine says of itself: `prefill_s`, with the tower in it, and `decode_s`. The rest of
+    what the client waits is overhead, `outside_model_ms`; `without_decoding_ms` leaves out reading the picture itself.
+    RuntimeError for an answer that is not whole.
+    """
+    answers = []
+    async with session() as http:
+        for index in range(requests + 3):
+            answer = await ask(http, server, data_url(next(numbers), SIZE), MAX_TOKENS, timings=True)
+            if answer.fault is not None or answer.timings is None:
+                raise RuntimeError(f"request {index}: {answer.fault or 'no timings'}")
+            if index >= 3:  # the first ones warm up
+                answers.append((answer.ended - answer.begun, answer.timings))
+    decode_s = decoding_s(checkpoint, [jpeg(next(numbers), SIZE) for _ in range(40)])
+
+    def of(*names: str) -> float:
+        return median([sum(timings[name] for name in names) for _, timings in answers])
+
+    def ms(seconds: float) -> float:
+        return round(seconds * 1000, 2)
+
+    stages = ("fetch_s", "preprocess_s", "queue_s", "prefill_s", "decode_s")
+    outside = [e2e - timings["prefill_s"] - timings["decode_s"] for e2e, timings in answers]
+    rest = [timings["total_s"] - sum(timings[name] for name in stages) for _, timings in answers]
+    return {
+        "picture": str(SIZE),
+        "requests": requests,
+        "tokens": MAX_TOKENS,
+        "e2e_ms": ms(median([e2e for e2e, _ in answers])),
+        "model_ms": {"tower": ms(of("tower_s")), "prefill": ms(of("prefill_s")), "decode": ms(of("decode_s"))},
+        "outside_model_ms": ms(median(outside)),
+        "without_decoding_ms": ms(median(outside) - decode_s),
+        "parts_ms": {
+            "client, connection and HTTP": ms(median([e2e - timings["total_s"] for e2e, timings in answers])),
+            "picture to a file (fetch_s)": ms(of("fetch_s")),
+            "decoding and resizing the picture": ms(decode_s),
+            "hand-over, text to ids, arena (rest of preprocess_s)": ms(of("preprocess_s") - decode_s),
+            "queue_s": ms(of("queue_s")),
+            "reading the body, engine's messages, detokenising, events": ms(median(rest)),
+        },
+    }
