@@ -1,7 +1,7 @@
-"""What every worker process begins with: `python -m mindie_mm.child FD MODULE ARGUMENTS...`, as `ipc.spawn` starts it.
+"""What every worker process begins with: `python -m mindie_mm.child FD LOGS MODULE ARGUMENTS...`.
 
-The lifeline is held before MODULE is imported, which may take seconds; then its `main` gets the channel, the
-lifeline and the arguments.
+`ipc.spawn` starts it so; LOGS is the parent's LogSettings as JSON. The lifeline is held before MODULE is imported,
+which may take seconds; then its `main` gets the channel, the lifeline and the arguments.
 """
 
 from __future__ import annotations
@@ -10,18 +10,29 @@ import importlib
 import signal
 import sys
 
+import msgspec
+
+from mindie_mm import logs
 from mindie_mm.ipc import ChildChannel, Lifeline
 
 
 def main() -> None:
     """Runs the module's `main`."""
-    descriptor, module, *arguments = sys.argv[1:]
+    descriptor, log_settings, module, *arguments = sys.argv[1:]
+    logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
     # Ctrl-C reaches the whole foreground group; the parent decides when to stop, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with ChildChannel(int(descriptor)) as channel:
         lifeline = Lifeline(channel)
-        importlib.import_module(module).main(channel, lifeline, *arguments)
+        imported = importlib.import_module(module)
+        logs.adopt()
+        imported.main(channel, lifeline, *arguments)
         lifeline.end()
+
+
+def _role(module: str) -> str:
+    """`engine` for mindie_mm.engine.process."""
+    return module.removesuffix(".process").rpartition(".")[2]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Settings, frozen; this module alone reads the environment.
 
-Every field can be set by the variable MINDIE_MM_<FIELD> and by a flag of `mindie-mm serve`; the flag wins.
+Every field can be set by a flag of `mindie-mm serve`, by the variable MINDIE_MM_<FIELD>, or by the key <field> of a
+TOML file; the first of these that is given counts (`sources.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 from mindie_mm.errors import InputError
 
@@ -17,6 +19,8 @@ MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +152,13 @@ class ServiceConfig:
     """Address to listen on."""
     port: int = 8000
     """0 takes a free port; the line printed when ready names it."""
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """Keys, one of which a request must bear, as `Authorization: Bearer KEY`; empty: nobody is asked for one. /health
     and /metrics never ask."""
     cors_origin: tuple[str, ...] = ()
     """Web pages' origins, such as https://example.org, whose scripts may call the service; * is every page."""
+    web_page: bool = True
+    """Serve a page at / to ask with, and to watch the service."""
     served_model_name: str | None = None
     """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
     spool: Path | None = None
@@ -165,7 +171,16 @@ class ServiceConfig:
     request_timeout_s: float = 600.0
     """Longest that one request may take, media fetching included."""
     grace_s: float = 5.0
-    """How long running requests may go on after a stop was asked for, before they are aborted."""
+    """How long running requests may go on after a stop was asked for, before they are aborted; a second signal ends
+    it."""
+    log_format: str = "text"
+    """text, or json: an object a line."""
+    log_level: str = "info"
+    """Least severe records that are logged: debug, info, warning or error. Of other libraries, no debug records."""
+    log_prompts: bool = False
+    """Log the text of prompts, too; media never are."""
+    otlp_endpoint: str | None = None
+    """URL that takes OpenTelemetry spans, as http://localhost:4318/v1/traces: one a request. Needs the extra otel."""
     max_request_bytes: int = 64 * MiB
     """Longest request body."""
     max_held_bytes: int = 1 * GiB
@@ -205,9 +220,28 @@ class ServiceConfig:
         _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
-        for name in ("fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s"):
+        for name in ("request_timeout_s", "fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
+        if not self.grace_s >= 0:
+            raise InputError(f"grace_s is {self.grace_s}, it must be at least 0")
+        for name, known in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}")
+        if self.otlp_endpoint is not None:
+            _require_url("otlp_endpoint", self.otlp_endpoint)
+
+
+def _require_url(name: str, url: str) -> None:
+    """InputError unless `url` is of http or https, and holds no password: settings are logged."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InputError(f"{name} is no URL: {error}") from error
+    if parts.username is not None or parts.password is not None:
+        raise InputError(f"{name} holds a user name, which does not belong into a setting")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InputError(f"{name} is {url!r}, it must be a URL of http or https")
 
 
 def _require(settings: Any, least: dict[str, int]) -> None:
@@ -230,26 +264,42 @@ def fault_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+def config_file() -> Path | None:
+    """The TOML file of settings that MINDIE_MM_CONFIG names."""
+    file = os.environ.get("MINDIE_MM_CONFIG")
+    return Path(file) if file else None
+
+
+def variable(name: str) -> str:
+    """The variable that sets the field `name`."""
+    return f"MINDIE_MM_{name.upper()}"
+
+
 def environment(cls: type[Any]) -> dict[str, Any]:
     """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
     hints = get_type_hints(cls)
     return {
-        one.name: _parse(variable, text, hints[one.name])
+        one.name: _parse(variable(one.name), text, hints[one.name])
         for one in fields(cls)
-        if (text := os.environ.get(variable := f"MINDIE_MM_{one.name.upper()}")) is not None
+        if (text := os.environ.get(variable(one.name))) is not None
     }
 
 
-def _parse(variable: str, text: str, hint: Any) -> Any:
-    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None)]
-    kind = kinds[0]
+def kind_of(hint: Any) -> tuple[type, bool]:
+    """The type of a field, None left aside, and whether it is a tuple of those."""
+    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind not in (type(None), ...)]
+    return kinds[0], getattr(hint, "__origin__", None) is tuple
+
+
+def _parse(name: str, text: str, hint: Any) -> Any:
+    kind, many = kind_of(hint)
     if kind is bool:
         if text.lower() not in ("0", "1", "true", "false"):
-            raise InputError(f"{variable} is {text!r}, it must be true or false")
+            raise InputError(f"{name} is {text!r}, it must be true or false")
         return text.lower() in ("1", "true")
-    if kind is str and len(kinds) > 1:  # tuple[str, ...]
+    if many:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         return kind(text)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{variable} is {text!r}, it must be of type {kind.__name__}") from error
+        raise InputError(f"{name} is {text!r}, it must be of type {kind.__name__}") from error

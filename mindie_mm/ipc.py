@@ -16,14 +16,17 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from types import TracebackType
 from typing import Self, TypeVar
 
-from mindie_mm import faults
+import msgspec
+
+from mindie_mm import faults, logs
 
 T = TypeVar("T")
 
@@ -41,9 +44,6 @@ PATIENCE_S = 2.0
 RESTART_WAIT_S = 120.0
 """How long a request waits for a process that is started again."""
 
-_FIRST_RETRY_S = 0.5
-_LAST_RETRY_S = 30.0
-
 _LENGTH = struct.Struct("!i")
 
 
@@ -51,7 +51,8 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
     """Starts `module.main(channel, lifeline, *arguments)` in a process, and returns it with our end of the channel."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "mindie_mm.child", str(theirs.fileno()), module, *arguments]
+        log_settings = msgspec.json.encode(logs.current()).decode()
+        command = [sys.executable, "-m", "mindie_mm.child", str(theirs.fileno()), log_settings, module, *arguments]
         try:
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))  # noqa: S603 - our own module
         except BaseException:
@@ -88,16 +89,58 @@ def logged(what: str) -> Iterator[None]:
         _log.exception(what)
 
 
-async def insist(start: Callable[[], Awaitable[T]], what: str) -> T:
-    """What `start` gives, called again, after pauses that grow, for as long as it fails."""
-    delay_s = _FIRST_RETRY_S
-    while True:
-        try:
-            return await start()
-        except Exception:  # noqa: BLE001 - whatever keeps it from starting may pass
-            _log.exception("%s did not start, next try in %.1f s", what, delay_s)
-        await asyncio.sleep(delay_s)
-        delay_s = min(2 * delay_s, _LAST_RETRY_S)
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """How often processes were started in place of dead ones."""
+
+    started: int
+    failed: int
+    """Tries at it that failed."""
+
+    @classmethod
+    def of(cls, starters: Iterable[Starter]) -> Restarts:
+        """Those of all `starters` together."""
+        counts = [(starter.restarts, starter.failures) for starter in starters]
+        return cls(sum(started for started, _ in counts), sum(failed for _, failed in counts))
+
+
+class Starter:
+    """Starts a process again and again, after pauses that grow as long as none of them proves of any use."""
+
+    def __init__(self, what: str, first_pause_s: float = 0.5, last_pause_s: float = 30.0) -> None:
+        self._what = what
+        self._first_pause_s = first_pause_s
+        self._last_pause_s = last_pause_s
+        self.pause_s = 0.0
+        """How long the next try waits."""
+        self.restarts = 0
+        """Processes that were started in place of one that died."""
+        self.failures = 0
+        """Tries at it that failed."""
+
+    def proved(self) -> None:
+        """The process has answered: whatever ends it, the next one is started at once."""
+        self.pause_s = 0.0
+
+    async def again(self, start: Callable[[], Awaitable[T]]) -> T:
+        """What `start` gives, called for as long as it fails: at once, then after pauses that double up to the last.
+
+        A process that dies before it has `proved` counts as a failure for the pause.
+        """
+        while True:
+            if self.pause_s:
+                _log.warning("%s is started again in %.1f s", self._what, self.pause_s)
+                await asyncio.sleep(self.pause_s)
+            self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
+            try:
+                started = await start()
+            except Exception:  # noqa: BLE001 - whatever keeps it from starting may pass
+                self.failures += 1
+                _log.exception("%s did not start, try %d", self._what, self.failures)
+            else:
+                self.restarts += 1
+                _log.warning("%s was started again, for the %d. time", self._what, self.restarts)
+                return started
 
 
 async def open_channel(sock: socket.socket) -> Channel:

@@ -22,6 +22,7 @@ class Admission:
         self._live: set[_Endable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._grace_over = asyncio.Event()
         self.stopping = False
         """No request is admitted any more."""
 
@@ -61,13 +62,17 @@ class Admission:
     async def stop(self, grace_s: float) -> None:
         """Admits nothing more; returns when no request is left, those that outlive `grace_s` seconds ended."""
         self.stopping = True
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
-            for request in self._live:
-                request.end(ServiceStopping("the service stopped before the request was finished"))
+        ends = [asyncio.create_task(event.wait()) for event in (self._idle, self._grace_over)]
+        await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        for request in self._live:
+            request.end(ServiceStopping("the service stopped before the request was finished"))
         await self._idle.wait()
+
+    def end_grace(self) -> None:
+        """Has `stop`, which is waiting or is called later, end what runs at once."""
+        self._grace_over.set()
 
 
 class _Endable:

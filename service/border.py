@@ -11,7 +11,9 @@ from secrets import token_hex
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mindie_mm import logs
 from mindie_mm.config import ServiceConfig
+from service import tracing
 from service.metrics import Metrics
 
 _log = logging.getLogger("service.access")
@@ -26,10 +28,13 @@ class Border:
     `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter.
     """
 
-    def __init__(self, app: ASGIApp, *, config: ServiceConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, config: ServiceConfig, metrics: Metrics, tracer: tracing.Tracer | None = None
+    ) -> None:
         self._app = app
         self._config = config
         self._metrics = metrics
+        self._tracer = tracer
         self.held_bytes = 0
         """Bodies of the requests being read and answered."""
 
@@ -39,7 +44,12 @@ class Border:
             await self._app(scope, receive, send)
             return
         request_id = token_hex(12)
+        logs.request_id.set(request_id)
         started = time.perf_counter()
+        trace = None
+        if self._tracer is not None and scope["method"] == "POST":  # the others ask how the service is
+            trace = tracing.Trace(request_id, started, _trace_headers(scope))
+            tracing.current.set(trace)
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
         given = _given_id(scope)
         body = _Body(scope, receive, self, self._config)
@@ -61,16 +71,26 @@ class Border:
             self.held_bytes -= body.num_bytes
             route = scope.get("route")
             path = route.path if route is not None else "none"
-            self._metrics.http_requests.labels(path, scope["method"], status).inc()
+            self._metrics.count_http(path, scope["method"], status)
             duration_s = time.perf_counter() - started
-            named = f"{request_id} ({given})" if given else request_id
-            _log.info("%s %s %s %d %.3f s", named, scope["method"], path, status, duration_s)
+            fields = {"method": scope["method"], "route": path, "status": status, "duration_s": round(duration_s, 6)}
+            named = f" as {given}" if given else ""
+            extra = {"fields": fields | ({"client_request_id": given} if given else {})}
+            _log.info("%s %s %d %.3f s%s", scope["method"], path, status, duration_s, named, extra=extra)
+            if trace is not None and self._tracer is not None:
+                self._tracer.record(trace, self._metrics.model_name, scope["method"], path, status)
 
 
 def _given_id(scope: Scope) -> str | None:
     """The id that the client gave its request, if it is one that can stand in a log."""
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
     return values[0] if values and _REQUEST_ID.fullmatch(values[0]) else None
+
+
+def _trace_headers(scope: Scope) -> dict[str, str]:
+    """Those of W3C's trace context."""
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
 
 
 class _Body:

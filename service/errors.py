@@ -107,7 +107,8 @@ def install(app: FastAPI) -> None:
 async def _on_error(_: Request, error: Exception) -> Response:
     status = outcome(error).status
     if status == 500:
-        _log.error("request failed: %s: %s", type(error).__name__, error)
+        # A message of another's may quote what the client sent.
+        _log.error("request failed: %s: %s", type(error).__name__, error_object(error)["error"]["message"])
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(error_object(error), status_code=status, headers=headers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -21,11 +22,15 @@ from mindie_mm.inputs import Media, from_webui_prompt, media_of, media_of_messag
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
+from service import tracing
 from service.choices import Clock
 from service.media import gather, messages_with_paths, remove_media, with_paths
 from service.state import Service
+from service.token_text import prompt_text
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -63,6 +68,8 @@ async def all_tokenized(
         elapsed_s = time.perf_counter() - started
         clock.preprocess_s = elapsed_s - clock.fetch_s
         service.metrics.tokenize_s.observe(elapsed_s)
+        if (trace := tracing.current.get()) is not None:
+            trace.tokenized(started, clock.fetch_s, clock.preprocess_s)
         if media:
             _when_all_settle(sources, lambda: remove_media(directory.path))
         yield sources
@@ -123,9 +130,14 @@ async def generate(
         seeded = params
         if params.seed is not None and index % n:
             seeded = msgspec.structs.replace(params, seed=params.seed + index % n)
-        choices.append(_measured(service, sources[index // n], seeded, f"{request_id}-{index}", clock.arrived))
+        choices.append(_measured(service, sources[index // n], seeded, request_id, index, clock.arrived))
     for source in sources:
-        service.metrics.count_prompt(len(source.prompt))
+        service.metrics.count_prompt(len(source.prompt), n, params.max_tokens)
+        if service.config.log_prompts:
+            text = prompt_text(service.worker.tokenizer, source.prompt)
+            _log.info("prompt of %d tokens: %s", len(source.prompt), text)
+    if (trace := tracing.current.get()) is not None:
+        trace.asked(params, n, sum(len(source.prompt) for source in sources))
     silent = [set(range(n)) for _ in sources]  # each prompt's choices that have given no output yet
     async with aclosing(merge(choices)) as deltas:
         async for index, delta in deltas:
@@ -141,30 +153,36 @@ async def generate(
 
 
 async def _measured(
-    service: Service, source: PromptSource, params: SamplingParams, request_id: str, arrived: float
+    service: Service, source: PromptSource, params: SamplingParams, request_id: str, index: int, arrived: float
 ) -> AsyncGenerator[Delta, None]:
-    """One choice, counted and timed."""
-    metrics = service.metrics
-    last = arrived
+    """One choice, counted, timed and traced."""
+    metrics, trace = service.metrics, tracing.current.get()
+    asked = time.perf_counter()
+    first = last = arrived
     num_tokens = 0
-    reason, timings = "abort", None
+    reason, timings, last_timings = "abort", None, None
     try:
-        async with aclosing(service.worker.generate(source, params, request_id)) as deltas:
+        async with aclosing(service.worker.generate(source, params, f"{request_id}-{index}")) as deltas:
             async for delta in deltas:
                 now = time.perf_counter()
                 (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
-                last = now
+                first, last = first if num_tokens else now, now
                 num_tokens += len(delta.token_ids)
                 reason = delta.finish_reason or reason
                 timings = delta.timings if delta.finish_reason else None
+                last_timings = delta.timings or last_timings
                 yield delta
     except MindieMMError as error:
         reason = "error"
         metrics.count_error(error)
+        if trace is not None:
+            trace.error = type(error).__name__
         raise
     finally:
         metrics.count_choice(reason, num_tokens, timings)
         metrics.e2e_s.observe(time.perf_counter() - arrived)
+        if trace is not None and last_timings is not None:
+            trace.answered(index, asked, first, last, num_tokens, last_timings)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mindie_mm.engine.messages import Stats, Timings
+from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import BadReference, CorruptReference, MindieMMError, SegmentMissing, StaleReference
 from mindie_mm.shm import ArenaInfo
 from mindie_mm.shm.arena_info import Room
@@ -19,6 +22,7 @@ from mindie_mm.shm.stats import ArenaStats
 PREFIX = "mindie_mm:"
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TOKENS = tuple(float(2**power) for power in range(16))
 _BAD_REFERENCES: Mapping[type[BadReference], str] = {
     StaleReference: "stale",
@@ -32,7 +36,8 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._model_name = model_name
+        ProcessCollector(registry=self.registry)  # process_..., of the service process, with no prefix as everywhere
+        self.model_name = self._model_name = model_name
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, ("model_name", *labels), registry=self.registry)
@@ -41,8 +46,11 @@ class Metrics:
             whole = Histogram(PREFIX + name, text, ("model_name",), registry=self.registry, buckets=buckets)
             return whole.labels(model_name)
 
-        self.http_requests = Counter(
+        self._http_requests = Counter(
             f"{PREFIX}http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry
+        )
+        self._rejections = counter("admission_rejections", "HTTP requests refused for want of room: 429.").labels(
+            model_name
         )
         self._finished = counter("request_success", "Choices finished, by reason.", "finished_reason")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
@@ -56,6 +64,10 @@ class Metrics:
         self._queue_s = histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG_S)
         self._prefill_s = histogram("request_prefill_time_seconds", "Scheduled to first token.", _LONG_S)
         self._decode_s = histogram("request_decode_time_seconds", "First to last token.", _LONG_S)
+        self._inference_s = histogram("request_inference_time_seconds", "Scheduled to last token.", _LONG_S)
+        self._per_token_s = histogram(
+            "request_time_per_output_token_seconds", "Mean time from token to token of one choice.", _SHORT_S
+        )
         self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
         bad_references = counter("shm_bad_references", "Choices that failed for want of their media, by kind.", "kind")
         # Each series is there from the start, so that a rate sees the first event.
@@ -64,11 +76,22 @@ class Metrics:
         }
         self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
         self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
+        self._params_n = histogram("request_params_n", "Choices asked for, of one prompt.", _CHOICES)
+        self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens, where it is given.", _TOKENS)
 
-    def count_prompt(self, num_tokens: int) -> None:
-        """A prompt of `num_tokens` was tokenised."""
+    def count_http(self, route: str, method: str, status: int) -> None:
+        """A request to `route`, a template or `none`, was answered."""
+        self._http_requests.labels(route, method, status).inc()
+        if status == 429:
+            self._rejections.inc()
+
+    def count_prompt(self, num_tokens: int, n: int, max_tokens: int | None) -> None:
+        """The engine is asked for `n` choices over a prompt of `num_tokens`, each of `max_tokens` at most."""
         self._prompt_tokens.inc(num_tokens)
         self._request_prompt_tokens.observe(num_tokens)
+        self._params_n.observe(n)
+        if max_tokens is not None:
+            self._params_max_tokens.observe(max_tokens)
 
     def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
         """A choice ended for `reason` (`stop`, `length`, `abort`, `error`) with `num_tokens` tokens."""
@@ -80,6 +103,9 @@ class Metrics:
             self._prefill_s.observe(timings.prefill_s)
             self._decode_s.observe(timings.decode_s)
             self._tower_s.observe(timings.tower_s)
+            self._inference_s.observe(timings.prefill_s + timings.decode_s)
+            if num_tokens > 1:
+                self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
 
     def count_error(self, error: MindieMMError) -> None:
         """A choice failed with `error`; counts references that no longer led to their data."""
@@ -94,6 +120,10 @@ class Metrics:
     def watch(self, stats: Callable[[], Stats | None]) -> None:
         """Adds the engine's gauges, read by `stats` at each scrape."""
         self.registry.register(_EngineGauges(stats, self._model_name))
+
+    def watch_processes(self, worker: Worker) -> None:
+        """Adds what runs, how often it was started again, and what it is made of."""
+        self.registry.register(_Processes(worker, self._model_name))
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format; looks at the arenas, which may take milliseconds."""
@@ -126,6 +156,42 @@ class _EngineGauges(Collector):
                 family = kind(PREFIX + name, text, labels=("model_name",))
                 family.add_metric((self._model_name,), value)
                 yield family
+
+
+class _Processes(Collector):
+    def __init__(self, worker: Worker, model_name: str) -> None:
+        self._worker = worker
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        engine, tokenizers = self._worker.engine, self._worker.tokenizers
+        labels = ("model_name", "process")
+        alive = GaugeMetricFamily(f"{PREFIX}processes", "Processes that take requests.", labels=labels)
+        started = CounterMetricFamily(f"{PREFIX}process_restarts", "Started in place of a dead one.", labels=labels)
+        failed = CounterMetricFamily(f"{PREFIX}process_start_failures", "Tries at that which failed.", labels=labels)
+        for name, number, restarts in (
+            ("engine", engine.num_alive, engine.restarts),
+            ("tokenizer", len(tokenizers.pids), tokenizers.restarts),
+        ):
+            alive.add_metric((self._model_name, name), number)
+            started.add_metric((self._model_name, name), restarts.started)
+            failed.add_metric((self._model_name, name), restarts.failed)
+        yield from (alive, started, failed)
+        config, info = self._worker.config.engine, engine.info
+        cache = {
+            "block_size": str(config.kv_block_size),
+            "num_gpu_blocks": str(info.kv_cache_tokens // config.kv_block_size),
+            "enable_prefix_caching": str(config.prefix_caching),
+        }
+        build = {name: version(name) for name in ("mindie_mm", "torch", "transformers")}
+        build = {**build, "python": platform.python_version(), "device": info.device}
+        for name, text, values in (
+            ("cache_config", "The KV cache; blocks of whichever device.", cache),
+            ("build", "Versions and device.", build),
+        ):
+            family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
+            family.add_metric((self._model_name,), values)
+            yield family
 
 
 class _SharedMemory(Collector):

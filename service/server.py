@@ -9,46 +9,68 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from mindie_mm import faults
+from mindie_mm import faults, logs
 from mindie_mm.config import ServiceConfig, WorkerConfig, fault_folder
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import WorldError
 from service.app import create_app
 from service.state import Service
+from service.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLOSE_TIMEOUT_S = 2
+"""How long connections may take to close when their requests have ended: a client that reads or writes slowly."""
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     """Serves until SIGTERM or SIGINT; then no request is taken, running ones get the grace time, all is freed.
 
-    Prints one line when requests are taken. Raises what kept it from starting.
+    A second signal ends the grace time. Prints one line when requests are taken. Raises what kept it from starting.
     """
     faults.arm("api", fault_folder())
-    with contextlib.suppress(asyncio.CancelledError):  # asked to stop before it was ready
-        uvloop.run(_serve(worker_config, config))
+    logs.adopt()
+    tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
+    try:
+        with contextlib.suppress(asyncio.CancelledError):  # asked to stop before it was ready
+            uvloop.run(_serve(worker_config, config, tracer))
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
-async def _serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
+async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tracer | None) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_loop_error)
     task = asyncio.current_task()
     assert task is not None
+
+    def cancel() -> None:
+        if not task.cancelling():  # a second signal is not to cut the cleaning up short
+            task.cancel()
+
     for number in _SIGNALS:
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, cancel)
     with _bound(config.host, config.port) as listener:
         async with _started(worker_config) as worker:
-            server = _Server(create_app(worker, config), config)
+            server = _Server(create_app(worker, config, tracer), config)
             for number in _SIGNALS:
                 loop.add_signal_handler(number, server.ask_to_stop)
             faults.point("starting")
             await server.serve(sockets=[listener])
+
+
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As the loop's own, without the look of tasks and results, which may quote what a client sent."""
+    _log.error("%s", context["message"], exc_info=context.get("exception"))
 
 
 @asynccontextmanager
@@ -84,14 +106,22 @@ class _Server(uvicorn.Server):
     def __init__(self, app: FastAPI, config: ServiceConfig) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, server_header=False, lifespan="on", timeout_keep_alive=75
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
             )
         )
         self._app = app
         self._settings = config
 
     def ask_to_stop(self) -> None:
-        """As uvicorn does on a signal; the exit status stays 0."""
+        """As uvicorn does on a signal; the exit status stays 0. Asked once more, it grants no further grace."""
+        if self.should_exit and self.started:
+            self._service.admission.end_grace()
         self.should_exit = True
 
     @contextlib.contextmanager
@@ -108,10 +138,13 @@ class _Server(uvicorn.Server):
         print(f"mindie_mm serves {self._service.model_name} at http://{host}:{port}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new requests, gives running ones the grace time, ends the rest, then closes."""
-        for server in self.servers:
-            server.close()
-        await self._service.admission.stop(self._settings.grace_s)
+        """Refuses new requests, gives running ones the grace time, ends the rest, then closes.
+
+        Until then it listens: who asks is told that it stops, and /health/live that it lives.
+        """
+        admission, grace_s = self._service.admission, self._settings.grace_s
+        _log.info("stopping: %d requests are being answered, they have %g s", len(admission), grace_s)
+        await admission.stop(grace_s)
         faults.point("stopping")
         await super().shutdown(sockets)
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mindie_mm.errors import MindieMMError, RequestAborted
+from service import tracing
 from service.admission import Admission
 from service.errors import error_object
 
@@ -73,6 +74,8 @@ class EventStream(Response):
                 raise
             if not isinstance(error, MindieMMError):
                 _log.exception("an answer broke off")
+            if (trace := tracing.current.get()) is not None:
+                trace.error = type(error).__name__
             await _send(send, _encode(error_object(error)))
         await _send(send, self._last, more=False)
 

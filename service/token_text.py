@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -9,9 +10,25 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.tokenize.prompt import Prompt
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
+
+_INLINE_MEDIA = re.compile(r"(data:[^,\s]*;base64,)[A-Za-z0-9+/=_-]+")
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+    """A prompt for people to read: each media item's run as its kind and length, base64 that is text left out."""
+    parts, start = [], 0
+    for span in prompt.spans:
+        parts += [prompt.ids[start : span.start].tolist(), f"<{span.kind} of {span.stop - span.start} tokens>"]
+        start = span.stop
+    parts.append(prompt.ids[start:].tolist())
+    text = "".join(
+        part if isinstance(part, str) else tokenizer.decode(part, skip_special_tokens=False) for part in parts
+    )
+    return _INLINE_MEDIA.sub(r"\1...", text)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "faults"},
-    {"inputs", "config", "ipc"},
+    {"inputs", "config", "logs"},
+    {"ipc", "sources"},
     {"device", "shm", "child"},
     {"media", "nn"},
     {"models"},

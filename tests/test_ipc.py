@@ -4,11 +4,12 @@ import socket
 import struct
 import sys
 import threading
+import time
 
 import psutil
 import pytest
 
-from mindie_mm.ipc import Channel, Child, ChildChannel, insist, open_channel
+from mindie_mm.ipc import Channel, Child, ChildChannel, Restarts, Starter, open_channel
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -86,8 +87,30 @@ async def test_a_start_that_fails_is_repeated(caplog):
             raise OSError("not yet")
         return "up"
 
-    assert await insist(start, "the thing") == "up"
-    assert "the thing did not start, next try in 0.5 s" in caplog.text
+    starter = Starter("the thing")
+    assert await starter.again(start) == "up"
+    assert "the thing did not start, try 1" in caplog.text
+    assert "the thing is started again in 0.5 s" in caplog.text
+    assert Restarts.of([starter, starter]) == Restarts(started=2, failed=2)
+
+
+async def test_pauses_grow_until_a_process_proves_of_use():
+    async def start() -> str:
+        return "up, and dead at once"
+
+    starter = Starter("the thing", first_pause_s=0.01, last_pause_s=0.05)
+    pauses = []
+    began = time.monotonic()
+    for _ in range(6):
+        pauses.append(starter.pause_s)
+        await starter.again(start)
+    assert pauses == [0, 0.01, 0.02, 0.04, 0.05, 0.05], "the first one is started at once"
+    assert time.monotonic() - began >= sum(pauses)
+    starter.proved()
+    assert starter.pause_s == 0
+    await starter.again(start)
+    assert starter.pause_s == 0.01
+    assert starter.restarts == 7
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):

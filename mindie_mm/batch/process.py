@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,6 @@ from mindie_mm.ipc import ChildChannel, Lifeline
 
 def main(channel: ChildChannel, lifeline: Lifeline, folder: str) -> None:
     """Does jobs until the channel closes."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s worker: %(message)s")
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
         run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)

@@ -45,7 +45,7 @@ def command(
     items += [{"video": str(path)} for path in videos]
     items += [{"audio": str(path)} for path in sounds]
     items.append({"text": question})
-    config, _ = configured(model, {"device": device, "family": family})
+    config = configured(model, {"device": device, "family": family}).worker
     status = Console(stderr=True)
     with status.status("loading the model"):
         llm = LLM(config.model, config)

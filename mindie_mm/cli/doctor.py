@@ -26,7 +26,7 @@ def command(path: Path | None, *, as_json: bool, **flags: Any) -> None:
     """
     from mindie_mm.doctor import examine  # late: torch
 
-    findings = list(examine(configured(path, flags)[0]))
+    findings = list(examine(configured(path, flags).worker))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:

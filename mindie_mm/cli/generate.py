@@ -44,7 +44,7 @@ def command(
     settings = dataset.manifest.run.settings
     path = model or (Path(settings.model) if settings.model else None)
     flags = {"device": device, "dtype": dtype, "family": settings.family or None, "arena_bytes": 1 << 20}
-    config, _ = configured(path, flags)
+    config = configured(path, flags).worker
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")

@@ -8,8 +8,11 @@ from typing import Any
 
 import click
 
+from mindie_mm import logs
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+
+_log = logging.getLogger("mindie_mm.settings")
 
 
 @click.command("serve")
@@ -18,9 +21,14 @@ from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfi
 def command(path: Path | None, **flags: Any) -> None:
     """Serve the checkpoint directory PATH, or the embedded one, over HTTP.
 
-    Each option can also be set by the environment, as MINDIE_MM_<OPTION>.
+    Each option can also be set by the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log begins
+    with all of them, and where each came from.
     """
+    found = configured(path, flags)
+    logs.configure(logs.LogSettings(found.service.log_format, found.service.log_level), "api")
+    for one in found.settings():
+        fields = {"setting": one.name, "value": one.value, "origin": one.origin}
+        _log.info("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
     from service.server import serve  # late: a web framework
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    serve(*configured(path, flags))
+    serve(found.worker, found.service)

@@ -6,26 +6,31 @@ import ast
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
 
-from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig, environment
+from mindie_mm.config import kind_of
+from mindie_mm.sources import PARTS, Configuration, configuration
 
 Command = Callable[..., Any]
-SETTINGS = (WorkerConfig, EngineConfig, MediaCaps, ServiceConfig)
 
 
 def settings(*classes: type[Any]) -> Callable[[Command], Command]:
-    """One option for each field of the settings `classes`, with its docstring as help."""
+    """One option for each field of the settings `classes`, with its docstring as help; and one for a file of them."""
 
     def decorate(command: Command) -> Command:
+        command = click.option(
+            "--config",
+            type=click.Path(path_type=Path),
+            help="TOML file of settings, each by its name: port = 8100. Flags and the environment go first.",
+        )(command)
         for cls in reversed(classes):
             helps = _field_docs(cls)
             for field in reversed(dataclasses.fields(cls)):
-                if field.name not in ("model", "engine", "media"):
+                if field.name not in PARTS | {"model"}:
                     command = _option(field, get_type_hints(cls)[field.name], helps[field.name])(command)
         return command
 
@@ -33,15 +38,14 @@ def settings(*classes: type[Any]) -> Callable[[Command], Command]:
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, text: str) -> Callable[[Command], Command]:
-    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind not in (type(None), ...)]
-    many = getattr(hint, "__origin__", None) is tuple
+    kind, many = kind_of(hint)
     name = field.name.replace("_", "-")
     # A flag that was not given stays None, so that the environment counts; the default shown is the class's own.
     text += "" if field.default is None or field.default == () else f"  [default: {field.default}]"
-    if kinds[0] is bool:
+    if kind is bool:
         return click.option(f"--{name}/--no-{name}", default=None, help=text)
-    kind = click.Path(path_type=Path) if kinds[0] is Path else kinds[0]
-    return click.option(f"--{name}", type=kind, multiple=many, default=None, help=text)
+    parameter = click.Path(path_type=Path) if kind is Path else kind
+    return click.option(f"--{name}", type=parameter, multiple=many, default=None, help=text)
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
@@ -56,14 +60,8 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
-def configured(path: Path | None, flags: dict[str, Any]) -> tuple[WorkerConfig, ServiceConfig]:
-    """The settings of the environment, and over them those of the flags that were given."""
-    given = {name: value for name, value in flags.items() if value is not None and value != ()}
-    worker, engine, media, service = (
-        environment(cls) | {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
-        for cls in SETTINGS
-    )
-    if path is not None:
-        worker["model"] = path
-    parts = {"engine": EngineConfig(**engine), "media": MediaCaps(**media)}
-    return WorkerConfig(**worker | parts), ServiceConfig(**service)
+def configured(path: Path | None, flags: Mapping[str, Any]) -> Configuration:
+    """The settings of the flags that were given, under them the environment's, under those the file's; InputError."""
+    given = dict(flags)
+    file = given.pop("config", None)
+    return configuration(given | {"model": path}, file)

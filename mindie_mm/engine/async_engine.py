@@ -30,7 +30,7 @@ from mindie_mm.engine.messages import (
 )
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_named
-from mindie_mm.ipc import RESTART_WAIT_S, Child, insist, logged
+from mindie_mm.ipc import RESTART_WAIT_S, Child, Restarts, Starter, logged
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class AsyncEngine:
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
         self._keeper: asyncio.Task[None] | None = None
+        self._starter = Starter("the engine process")
         self._up = asyncio.Event()
         self._closed = False
         self._why_down = "is not started"
@@ -67,6 +68,16 @@ class AsyncEngine:
     def pid(self) -> int:
         """The engine's process id."""
         return self._child.pid
+
+    @property
+    def num_alive(self) -> int:
+        """Engine processes that take requests: 1 or 0."""
+        return int(self._alive)
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often the process was started in place of a dead one, and tries at it that failed."""
+        return Restarts.of([self._starter])
 
     def check(self) -> None:
         """ProcessDied, with the reason, while no requests are taken."""
@@ -172,8 +183,8 @@ class AsyncEngine:
                 await self._dispatch()
             with logged(f"engine process {self.pid} cannot be ended"):
                 await self._bury("process died, another is being started")
-            _log.warning("engine process %d died with status %s; starting another", self.pid, self._child.status)
-            await insist(self._launch, "the engine process")
+            _log.warning("engine process %d died with status %s", self.pid, self._child.status)
+            await self._starter.again(self._launch)
 
     async def _dispatch(self) -> None:
         """Hands each request its progress, until the process is gone."""
@@ -184,6 +195,8 @@ class AsyncEngine:
                 return
             assert isinstance(stepped, Stepped), stepped
             self.stats = stepped.stats
+            if stepped.progress:
+                self._starter.proved()
             for progress in stepped.progress:
                 if queue := self._requests.get(progress.request_id):
                     queue.put_nowait(progress)

@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 def main(channel: ChildChannel, lifeline: Lifeline) -> None:
     """Serves until the parent closes the channel, or dies."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     faults.arm("engine", fault_folder())
     faults.point("starting")
     lifeline.before_end(collect)  # of a tokenizer that died before its parent, too, which nobody else would remove

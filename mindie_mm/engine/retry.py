@@ -16,6 +16,7 @@ from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 from mindie_mm.errors import ProcessDied, SegmentMissing
+from mindie_mm.ipc import Restarts
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
@@ -31,6 +32,10 @@ class TokenizerStage(Protocol):
     @property
     def pids(self) -> list[int]:
         """Processes that tokenise at this moment."""
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often processes were started in place of dead ones."""
 
     def check(self) -> None:
         """ProcessDied while none does."""

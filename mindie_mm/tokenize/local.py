@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from mindie_mm.config import MediaCaps
+from mindie_mm.ipc import Restarts
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
@@ -54,6 +55,11 @@ class LocalTokenizer:
     def pids(self) -> list[int]:
         """The caller's own process."""
         return [os.getpid()]
+
+    @property
+    def restarts(self) -> Restarts:
+        """None, ever."""
+        return Restarts(0, 0)
 
     def check(self) -> None:
         """Nothing: it lives as long as its caller."""

@@ -12,7 +12,7 @@ import msgspec
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import ProcessDied
-from mindie_mm.ipc import RESTART_WAIT_S, Child, insist, logged
+from mindie_mm.ipc import RESTART_WAIT_S, Child, Restarts, Starter, logged
 from mindie_mm.shm import Ref, collect, free
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
@@ -64,6 +64,7 @@ class TokenizerPool:
         self._dying: list[_Process] = []
         """Those that take none yet, or no more, and are not reaped."""
         self._keepers: list[asyncio.Task[None]] = []
+        self._starters: list[Starter] = []
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
         self.shown_tokens: list[str] = []
@@ -98,13 +99,20 @@ class TokenizerPool:
             await asyncio.gather(*starts, return_exceptions=True)
             await pool.close()
             raise
-        pool._keepers += [asyncio.create_task(pool._keep(process)) for process in pool._processes]
+        for process in list(pool._processes):
+            pool._starters.append(starter := Starter("a tokenizer process"))
+            pool._keepers.append(asyncio.create_task(pool._keep(process, starter)))
         return pool
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the live processes."""
         return [process.child.pid for process in self._processes]
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often processes were started in place of dead ones, and tries at it that failed."""
+        return Restarts.of(self._starters)
 
     def check(self) -> None:
         """ProcessDied while no process takes requests."""
@@ -178,15 +186,15 @@ class TokenizerPool:
         assert isinstance(reply, Ready), reply
         self.shown_tokens = reply.shown_tokens
 
-    async def _keep(self, process: _Process) -> None:
+    async def _keep(self, process: _Process, starter: Starter) -> None:
         """Serves `process`, and its successors, until cancelled."""
         while True:
             with logged(f"tokenizer process {process.child.pid} cannot be served"):
-                await self._receive(process)
+                await self._receive(process, starter)
             with logged(f"tokenizer process {process.child.pid} cannot be ended"):
                 await self._bury(process)
-            _log.warning("tokenizer process %d died; starting another", process.child.pid)
-            process = await insist(self._start_process, "a tokenizer process")
+            _log.warning("tokenizer process %d died with status %s", process.child.pid, process.child.status)
+            process = await starter.again(self._start_process)
 
     async def _bury(self, process: _Process) -> None:
         """Ends and reaps a process, and fails what it has not answered. Once more, if it was cancelled in between."""
@@ -203,7 +211,7 @@ class TokenizerPool:
         with logged("the arena of a tokenizer process cannot be collected"):
             collect()  # it is still there if the process was killed
 
-    async def _receive(self, process: _Process) -> None:
+    async def _receive(self, process: _Process, starter: Starter) -> None:
         """Hands replies to their callers until the process dies."""
         while True:
             try:
@@ -211,6 +219,7 @@ class TokenizerPool:
             except EOFError:
                 return
             assert not isinstance(reply, Ready), reply
+            starter.proved()
             _hand_over(reply, process.pending[reply.id])
             del process.pending[reply.id]
 

@@ -75,7 +75,6 @@ def main(
     channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str, family: str, caps: str
 ) -> None:
     """Reads the checkpoint, makes the arena, says so, and serves."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s tokenizer: %(message)s")
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed

@@ -1,7 +1,9 @@
 """How the service says that it is."""
 
+import dataclasses
 import json
 import os
+import re
 import time
 from typing import Any
 
@@ -11,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.errors import ArenaFull, SegmentMissing, StaleReference
 from mindie_mm.shm.reclaim import CAUSES
+from mindie_mm.sources import CLASSES, PARTS
 from service.metrics import Metrics
 from tools.serving import RunningService
 
@@ -35,8 +38,19 @@ def test_a_service_in_use_comes_to_be_faulted_in_whole(http: Any) -> None:
 
 
 def test_the_log_says_what_is_loaded(service: RunningService) -> None:
-    first = service.log.read_text().splitlines()[0]
-    assert first.endswith("assets/tiny on device auto with 1 tokenizer processes")
+    said = service.log.read_text()
+    assert re.search(r"service.server: loading \S+/assets/tiny on device auto with 1 tokenizer processes\n", said)
+
+
+def test_the_log_says_where_each_setting_came_from(service: RunningService) -> None:
+    said = service.log.read_text()
+    found = dict(re.findall(r"mindie_mm.settings: (\w+) = .* \(([^()]*)\)\n", said))
+    expected = {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
+    assert found.keys() == expected
+    assert found["arena_bytes"] == "--arena-bytes"
+    assert found["model"] == "argument"
+    assert found["max_audios"] == "default"
+    assert "port = 0 (--port)\n" in said
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -1,0 +1,145 @@
+"""Logging of all processes of a service: text or JSON, a record a line, on standard error.
+
+What a client sent is no part of a record, unless prompts are asked for. So a trace has the frames of an exception and
+its class, and its message only where that is our own or the operating system's: a library's may quote its input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TextIO
+
+import msgspec
+
+from mindie_mm.errors import MindieMMError
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The request that the current task works for."""
+
+OURS = ("mindie_mm", "service")
+_ROOT_LEVEL = {"debug": "info"}
+"""Other libraries' debug records quote what they read: text in a picture, bytes of a header."""
+
+
+class LogSettings(msgspec.Struct, frozen=True):
+    """How processes log; handed on to each that is started."""
+
+    format: str = "text"
+    """text or json."""
+    level: str = "info"
+    """debug, info, warning or error."""
+
+
+_current = LogSettings()
+
+
+def current() -> LogSettings:
+    """What `configure` was last called with: what a process that is started is to log like."""
+    return _current
+
+
+def configure(settings: LogSettings, process: str, stream: TextIO | None = None) -> None:
+    """Sends this process's records to `stream`, None: standard error. `process` names it in them."""
+    global _current  # noqa: PLW0603 - logging is global, and so is what it was set to
+    _current = settings
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Json(process) if settings.format == "json" else _Text(process))
+    handler.addFilter(_add_request_id)
+    logging.basicConfig(level=_ROOT_LEVEL.get(settings.level, settings.level).upper(), handlers=[handler], force=True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(settings.level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+
+
+def adopt() -> None:
+    """Has libraries that were imported log as all else does, in place of handlers of their own."""
+    for name in list(logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        for handler in logger.handlers:
+            logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def _add_request_id(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "request_id"):
+        record.request_id = request_id.get()
+    return True
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("mindie_mm").critical("the process ends", exc_info=(kind, error, trace))
+
+
+class _Text(logging.Formatter):
+    """2026-11-21T15:50:13.123Z INFO api[17] service.access: message."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process}[{os.getpid()}] %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        del datefmt
+        return _utc(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.exc_info is None:
+            text = text.replace("\n", "\\n")  # a record is a line; a trace alone has several
+        given = getattr(record, "request_id", None)
+        return f"{text} [{given}]" if given and given not in text else text
+
+    def formatException(self, ei: object) -> str:  # noqa: N802 - logging's name
+        assert isinstance(ei, tuple)
+        return _trace(ei[1])
+
+
+class _Json(logging.Formatter):
+    """An object a line; `extra` of a record that is a mapping named `fields` becomes keys of its own."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _utc(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": self._process,
+            "pid": os.getpid(),
+            "message": record.getMessage(),
+        }
+        if given := getattr(record, "request_id", None):
+            line["request_id"] = given
+        line |= getattr(record, "fields", {})
+        if record.exc_info and record.exc_info[1] is not None:
+            line["trace"] = _trace(record.exc_info[1])
+        try:
+            return msgspec.json.encode(line).decode()
+        except UnicodeEncodeError:  # a lone surrogate, in the name of a file for one
+            return msgspec.json.encode({key: ascii(value) for key, value in line.items()}).decode()
+
+
+def _utc(record: logging.LogRecord) -> str:
+    """RFC 3339, milliseconds."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+
+
+def _trace(error: BaseException | None) -> str:
+    """The frames and classes of an exception and its causes, first cause first, with the messages that may be told."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        told = isinstance(error, MindieMMError | OSError) and str(error)
+        parts.append(
+            "".join(traceback.format_tb(error.__traceback__)) + type(error).__qualname__ + (f": {told}" if told else "")
+        )
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n".join(reversed(parts))

@@ -1,0 +1,156 @@
+"""Where settings come from: a flag, else the environment, else a TOML file, else the default.
+
+The file is flat: its keys are the names of the fields of all settings classes, as flags and variables are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mindie_mm.config import (
+    EngineConfig,
+    MediaCaps,
+    ServiceConfig,
+    WorkerConfig,
+    config_file,
+    environment,
+    kind_of,
+    variable,
+)
+from mindie_mm.errors import InputError
+
+CLASSES: tuple[type[Any], ...] = (WorkerConfig, EngineConfig, MediaCaps, ServiceConfig)
+PARTS = frozenset({"engine", "media"})
+"""Fields that are settings classes themselves, not settings."""
+MASK = "***"
+_TOML_NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting, for people to read."""
+
+    name: str
+    value: str
+    """As it would stand in a TOML file, `none` where it is left to the program, *** for a secret."""
+    origin: str
+    """The flag, the variable, the file, or `default`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """All settings."""
+
+    worker: WorkerConfig
+    service: ServiceConfig
+    origins: Mapping[str, str]
+    """Where each setting that was given came from, by its name."""
+
+    def settings(self) -> list[Setting]:
+        """Every setting with its origin, secrets masked."""
+        owners = (self.worker, self.worker.engine, self.worker.media, self.service)
+        return [
+            Setting(
+                field.name,
+                _shown(getattr(owner, field.name), secret="secret" in field.metadata),
+                self.origins.get(field.name, "default"),
+            )
+            for owner in owners
+            for field in fields(owner)
+            if field.name not in PARTS
+        ]
+
+
+def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configuration:
+    """The settings of `flags`, as far as they are not None; under them the environment's; under those the file's.
+
+    `file` None is the one that MINDIE_MM_CONFIG names. InputError names what is wrong, and where it stands.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def give(found: Mapping[str, Any], origin: Mapping[str, str]) -> None:
+        values.update(found)
+        origins.update(origin)
+
+    if (file := file or config_file()) is not None:
+        found = read_file(file)
+        give(found, dict.fromkeys(found, str(file)))
+    for cls in CLASSES:
+        found = environment(cls)
+        give(found, {name: variable(name) for name in found})
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    give(given, {name: _flag(name, value) for name, value in given.items()})
+
+    def made(cls: type[Any], **parts: Any) -> Any:
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values} | parts)
+
+    worker = made(WorkerConfig, engine=made(EngineConfig), media=made(MediaCaps))
+    return Configuration(worker, made(ServiceConfig), origins)
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """The settings of a TOML file; InputError names the file, the key and what it should be."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{file} is no TOML: {error}") from error
+    hints = _hints()
+    return {key: _checked(file, key, value, hints) for key, value in table.items()}
+
+
+def _hints() -> dict[str, Any]:
+    """The type of each setting."""
+    return {name: hint for cls in CLASSES for name, hint in get_type_hints(cls).items() if name not in PARTS}
+
+
+def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
+    if key not in hints:
+        if isinstance(value, dict):
+            raise InputError(f"{file}: [{key}] is a table; every setting stands at the top, by its own name")
+        near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
+        raise InputError(f"{file}: there is no setting {key!r}{f'; {near[0]!r} is one' if near else ''}")
+    kind, many = kind_of(hints[key])
+    parts = value if many and isinstance(value, list) else [value]
+    if (many and not isinstance(value, list)) or not all(_is(part, kind) for part in parts):
+        wanted = f"a list, each {_TOML_NAMES[kind]}" if many else _TOML_NAMES[kind]
+        # A secret of the wrong type is a secret still.
+        raise InputError(f"{file}: {key} is of type {type(value).__name__}, it must be {wanted}")
+    return tuple(map(kind, parts)) if many else kind(value)
+
+
+def _is(value: object, kind: type) -> bool:
+    """Whether TOML's value is of that type; an integer will do for a number, true and false will not."""
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return isinstance(value, int | float)
+    return isinstance(value, str if kind is Path else kind)
+
+
+def _flag(name: str, value: object) -> str:
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}" if name != "model" else "argument"
+
+
+def _shown(value: object, *, secret: bool) -> str:
+    if secret and value:
+        return f"{MASK} ({len(value)} of them)" if isinstance(value, tuple) else MASK
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case str() | Path():
+            return f'"{value}"'
+        case tuple():
+            return f"[{', '.join(_shown(part, secret=False) for part in value)}]"
+    return str(value)
