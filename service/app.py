@@ -21,13 +21,15 @@ from service.media import MediaPolicy
 from service.metrics import Metrics
 from service.reclaim import reclaiming
 from service.state import Service
+from service.tracing import Tracer
 
 
-def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
-    """The application; the worker stays the caller's, who starts and closes it."""
+def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
+    """The application; worker and tracer stay the caller's, who starts and closes them."""
     model_name = config.served_model_name or (worker.config.model.name if worker.config.model else "tiny")
     metrics = Metrics(model_name)
     metrics.watch(lambda: worker.engine.stats)
+    metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizers.pids))
 
     @asynccontextmanager
@@ -61,7 +63,7 @@ def create_app(worker: Worker, config: ServiceConfig) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Border, config=config, metrics=metrics)
+    app.add_middleware(Border, config=config, metrics=metrics, tracer=tracer)
     errors.install(app)
     for module in (chat, completions, infer, generate, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)
