@@ -183,13 +183,13 @@ class _WorstCase:
         return self._measure(f"the tower on {kind}s", "features", trials, copies * features, seconds)
 
     def _tower_trials(self, kind: Kind, worst: Data, most: int) -> Iterator[_Trial]:
-        """Fewer of the worst item, and below one of it, a shorter one, where the family takes any."""
+        """Fewer of the worst item, and below one of it, shorter ones, of the lengths that the family takes."""
         whole = self._plan(kind, worst)
         for part in _PARTS:
-            plan, number = whole, max(1, most // part // whole.num_features)
-            if most // part < whole.num_features:
-                plan = self._try_plan(kind, _cut(worst, most // part, whole.num_features)) or whole
-            yield _Trial(number * plan.num_features, partial(self._encode, kind, plan, number))
+            number = most // part // whole.num_features
+            plan = whole if number else self._try_plan(kind, _cut(worst, most // part, whole.num_features))
+            if plan is not None:
+                yield _Trial(max(1, number) * plan.num_features, partial(self._encode, kind, plan, max(1, number)))
 
     def _encode(self, kind: Kind, plan: Plan, number: int) -> Callable[[], object]:
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}

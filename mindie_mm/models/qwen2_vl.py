@@ -179,7 +179,8 @@ class Qwen2VLProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
             return np.zeros((*_largest(self.image), 3), np.uint8)
-        return np.zeros((self.video.max_frames, *_largest(self.video), 3), np.uint8)
+        # Published limits make it tens of gigabytes: one element stands for all of them.
+        return np.broadcast_to(np.uint8(0), (self.video.max_frames, *_largest(self.video), 3))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del counts

@@ -76,6 +76,19 @@ def test_fewer_trials_come_near_the_whole(random_checkpoint):
     assert abs(whole - reckoned) < 0.75 * (room(random_checkpoint, measure_s=0) - whole)
 
 
+def test_trials_begin_with_little_of_a_large_picture(random_checkpoint):
+    """Of 12.8 megapixels a strip of 14 rows is none that the model takes; the whole picture is not tried instead."""
+    model, config = load_model(random_checkpoint, device="cpu"), EngineConfig(device="cpu", max_model_len=8192)
+    processor = family_named("qwen2_vl").processor(Checkpoint.open(random_checkpoint))
+    worst = _WorstCase(model, processor, CPU(), config)
+    largest = worst._largest("image")
+    assert largest is not None
+    trials = [trial.size for trial in worst._tower_trials("image", largest, 8192)]
+    assert trials[0] < 256
+    assert trials == sorted(trials)
+    assert trials[-1] > 8000
+
+
 def test_the_share_and_the_caches_count(small_pictures):
     assert room(small_pictures, measure_s=0) == pytest.approx((2 * GiB - 256 * MiB) / 2), "two layers are gathered"
     assert room(small_pictures, measure_s=0, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
