@@ -1,0 +1,22 @@
+"""A worker that logs, as does a library with a handler of its own."""
+
+from __future__ import annotations
+
+import logging
+
+from mindie_mm.ipc import ChildChannel, Lifeline
+
+logging.getLogger("library").addHandler(logging.StreamHandler())
+logging.getLogger("library").propagate = False
+
+
+def main(channel: ChildChannel, _: Lifeline) -> None:
+    """Logs, says so, and waits for its end."""
+    logging.getLogger("mindie_mm.worker").debug("something of ours")
+    logging.getLogger("library").warning("something of a library's")
+    logging.getLogger("library").debug("what nobody asked for")
+    channel.send(b"logged")
+    try:
+        channel.recv()
+    except EOFError:
+        return

@@ -1,0 +1,124 @@
+"""What the log of a service says, and what it never says: media, prompts and keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tools.serving import RunningService, running_service
+
+KEY, WRONG_KEY = "the-right-api-key", "a-wrong-api-key"
+PROMPT = "Whisper about Ozymandias"
+SYSTEM = "You never mention Xanadu"
+SCHEMA_NAME = "Kubla"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["quiet", "prompts"])
+def talk(
+    request: pytest.FixtureRequest, settings: dict[str, object], folder: Path, red_square: str
+) -> tuple[bool, str, str, RunningService]:
+    """Whether prompts are logged, what was logged in a service's life, and the picture that was sent."""
+    log = folder / f"log-{request.param}"
+    given = settings | {"log_format": "json", "log_level": "debug", "spool": folder / "spool", "api_key": KEY}
+    with running_service(given | {"log_prompts": request.param}, log) as service:
+        with httpx2.Client(base_url=service.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as http:
+            converse(http, red_square)
+        assert service.stop() == 0
+    return request.param, log.read_text(), red_square, service
+
+
+def converse(http: Any, picture: str) -> None:
+    """Requests that go well, and such that go wrong at every station."""
+    chat = "/v1/chat/completions"
+    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    good = {"messages": messages, "max_tokens": 2}
+    assert http.post(chat, json=good, headers={"X-Request-Id": "mine-1"}).status_code == 200
+    assert http.post(chat, json=good | {"stream": True}).status_code == 200
+    assert http.post("/infer", json={"inputs": f"<img src='{picture}'>{PROMPT}"}).status_code == 200
+    inline = {"prompt": f"{PROMPT}: {picture}", "max_tokens": 1}
+    assert http.post("/v1/completions", json=inline).status_code == 200
+    assert http.post(chat, json=good, headers={"Authorization": f"Bearer {WRONG_KEY}"}).status_code == 401
+    assert http.post(f"{chat}?api_key={KEY}&q={PROMPT}", json=good).status_code == 200
+    for wrong in (
+        {"max_tokens": PROMPT},
+        {"messages": [{"role": PROMPT, "content": PROMPT}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture[:-40]}}]}]},
+        {"messages": [{"role": "user", "content": f"{PROMPT}\ud800"}]},
+        {"max_tokens": 10**6},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": SCHEMA_NAME, "schema": {"type": PROMPT}}}},
+        {"chat_template_kwargs": {PROMPT: [PROMPT]}, "add_generation_prompt": PROMPT},
+    ):
+        body = json.dumps(good | wrong).encode()
+        assert http.post(chat, content=body, headers={"Content-Type": "application/json"}).status_code == 400, wrong
+    assert http.post(chat, content=f'{{"{PROMPT}'.encode()).status_code == 400
+    assert http.get(f"/{KEY}/{PROMPT}").status_code == 404
+
+
+def records(log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.splitlines()]
+
+
+Talk = tuple[bool, str, str, RunningService]
+
+
+def test_every_line_is_an_object(talk: Talk) -> None:
+    found = records(talk[1])
+    assert {record["process"] for record in found} == {"api", "engine"} | {
+        record["process"] for record in found if record["process"] == "tokenize"
+    }
+    assert all(record.keys() >= {"time", "level", "logger", "message", "pid"} for record in found)
+    assert not [record for record in found if record["level"] in ("error", "critical")]
+
+
+def test_keys_and_media_are_never_logged(talk: Talk) -> None:
+    _, log, picture, _ = talk
+    assert KEY not in log
+    assert WRONG_KEY not in log
+    data = picture.partition(",")[2]
+    assert len(data) > 200
+    for start in range(0, len(data) - 24, 8):
+        assert data[start : start + 24] not in log
+
+
+def test_prompts_are_logged_where_that_was_asked_for(talk: Talk) -> None:
+    asked, log, _, _ = talk
+    said = [record for record in records(log) if record["logger"] == "service.line"]
+    if not asked:
+        assert said == []
+        for word in ("Ozymandias", "Xanadu", SCHEMA_NAME, "Whisper"):
+            assert word not in log
+        return
+    assert len(said) == 5
+    for record in said:
+        assert PROMPT in record["message"]
+        assert record["request_id"]
+    assert SYSTEM in said[0]["message"]
+    assert "<image of " in said[0]["message"]
+    assert "data:image/png;base64,..." in said[3]["message"] or "data:image/jpeg;base64,..." in said[3]["message"]
+
+
+def test_each_request_has_its_line(talk: Talk) -> None:
+    lines = [record for record in records(talk[1]) if record["logger"] == "service.access"]
+    assert [(line["status"], line["route"]) for line in lines[:6]] == [
+        (200, "/v1/chat/completions"),
+        (200, "/v1/chat/completions"),
+        (200, "/infer"),
+        (200, "/v1/completions"),
+        (401, "none"),
+        (200, "/v1/chat/completions"),
+    ]
+    assert lines[-1]["status"] == 404
+    assert lines[-1]["route"] == "none"
+    assert lines[0]["client_request_id"] == "mine-1"
+    assert len({line["request_id"] for line in lines}) == len(lines) == 15
+    assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)

@@ -1,0 +1,120 @@
+"""How a record is written, and what of an exception is."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mindie_mm import logs
+from mindie_mm.errors import InputError
+from mindie_mm.ipc import Child
+
+SECRET = "what the client sent"
+
+
+@contextmanager
+def logging_to(settings: logs.LogSettings) -> Iterator[io.StringIO]:
+    """What is logged, with everything as it was afterwards."""
+    root, hook = logging.root, sys.excepthook
+    before = root.handlers[:], root.level, [logging.getLogger(name).level for name in logs.OURS], logs.current()
+    stream = io.StringIO()
+    try:
+        logs.configure(settings, "api", stream)
+        yield stream
+    finally:
+        root.handlers[:], level, levels, current = before
+        root.setLevel(level)
+        for name, own in zip(logs.OURS, levels, strict=True):
+            logging.getLogger(name).setLevel(own)
+        logs._current = current
+        logging.captureWarnings(False)
+        sys.excepthook = hook
+
+
+def test_a_record_as_text():
+    with logging_to(logs.LogSettings()) as stream:
+        logging.getLogger("service.x").info("said %s", "so\nand so")
+        logging.getLogger("service.x").debug("not said")
+    line = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO api\[\d+\] service\.x: said so\\nand so\n"
+    assert re.fullmatch(line, stream.getvalue())
+
+
+def test_a_record_as_json():
+    with logging_to(logs.LogSettings("json", "debug")) as stream:
+        token = logs.request_id.set("abc")
+        logging.getLogger("mindie_mm.x").debug("said %d", 1, extra={"fields": {"status": 200}})
+        logs.request_id.reset(token)
+        logging.getLogger("other").debug("not said")
+        logging.getLogger("other").info("a lone surrogate: \udc80")
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            logging.captureWarnings(True)
+            warnings.warn("careful", UserWarning, stacklevel=1)
+    first, second, third = map(json.loads, stream.getvalue().splitlines())
+    assert first.pop("pid") > 0
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "debug",
+        "logger": "mindie_mm.x",
+        "process": "api",
+        "message": "said 1",
+        "request_id": "abc",
+        "status": 200,
+    }
+    assert "lone surrogate" in second["message"]
+    assert "request_id" not in second
+    assert third["logger"] == "py.warnings"
+    assert "careful" in third["message"]
+
+
+@pytest.mark.parametrize("format_name", ["text", "json"])
+def test_a_trace_has_no_message_of_a_librarys(format_name):
+    def fail() -> None:
+        try:
+            {}[SECRET]
+        except KeyError as error:
+            raise InputError("the limit is 3") from error
+
+    with logging_to(logs.LogSettings(format_name)) as stream:
+        try:
+            fail()
+        except InputError:
+            logging.getLogger("service.x").exception("a request")
+    said = stream.getvalue()
+    assert "KeyError" in said
+    assert "InputError: the limit is 3" in said
+    assert "in fail" in said
+    assert SECRET not in said
+    if format_name == "json":
+        assert len(said.splitlines()) == 1
+
+
+def test_an_exception_that_ends_a_process_is_a_record():
+    with logging_to(logs.LogSettings("json")) as stream:
+        try:
+            int(SECRET)
+        except ValueError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+    (line,) = stream.getvalue().splitlines()
+    assert json.loads(line)["level"] == "critical"
+    assert SECRET not in line
+
+
+async def test_a_child_logs_as_its_parent_does(capfd):
+    with logging_to(logs.LogSettings("json", "debug")):
+        child = await Child.start("tests.logging_worker")
+        async with asyncio.timeout(30):
+            assert await child.channel.recv() == b"logged"
+        await child.end()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["process"], line["logger"], line["level"]) for line in lines] == [
+        ("logging_worker", "mindie_mm.worker", "debug"),
+        ("logging_worker", "library", "warning"),
+    ]
