@@ -9,11 +9,12 @@ from hmac import compare_digest
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service import page
 from service.errors import error_body
 from service.json_response import JSONResponse
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics"})
-"""What orchestrators and scrapers ask for; without a key, as in vLLM."""
+OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics"}) | page.PATHS
+"""What orchestrators and scrapers ask for, without a key as in vLLM; and the web page, whose calls bear one."""
 
 
 class Access:

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mindie_mm.config import ServiceConfig, default_spool
 from mindie_mm.engine.worker import Worker
 from mindie_mm.shm import arenas_of, make_spool, require_spool
-from service import chat, completions, errors, generate, health, infer, models, tokens
+from service import chat, completions, errors, generate, health, infer, models, page, tokens
 from service.access import Access
 from service.admission import Admission
 from service.border import Border
@@ -67,6 +67,8 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     errors.install(app)
     for module in (chat, completions, infer, generate, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)
+    if config.web_page:
+        app.include_router(page.router)
     _describe(app)
     return app
 

@@ -17,7 +17,8 @@ from mindie_mm.engine.grammar import check_schema
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.choices import Choice, Clock, collect, timings, usage
+from mindie_mm.tokenize.prompt import Prompt
+from service.choices import Choice, Clock, collect, media_spans, timings, usage
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
 from service.openai_types import ChatBody
@@ -77,6 +78,7 @@ class _Chat:
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage([source.prompt], choices),
             **self._timings(choices),
+            **self._spans(source.prompt),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -86,9 +88,11 @@ class _Chat:
             tokenized(self.service, self.request(), self.clock) as source,
             aclosing(generate(self.service, [source], self.params, self.n, self.id, self.clock)) as deltas,
         ):
+            spans = self._spans(source.prompt)
             async for index, delta in deltas:
                 if not choices[index].texts:
-                    yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}}])
+                    yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}}]) | spans
+                    spans = {}  # the first chunk alone has them
                 choices[index].add(delta)
                 if delta.text or delta.logprobs or delta.finish_reason:
                     yield self._chunk([self._delta(index, delta)])
@@ -100,6 +104,9 @@ class _Chat:
 
     def _timings(self, choices: list[Choice]) -> dict[str, Any]:
         return {"timings": timings(self.clock, choices)} if self.body.timings else {}
+
+    def _spans(self, prompt: Prompt) -> dict[str, Any]:
+        return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model_name}

@@ -12,8 +12,10 @@ import numpy as np
 
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.worker import Delta
-from mindie_mm.inputs import KINDS, Kind
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.inputs import KINDS
+from mindie_mm.shm import Ref
+from mindie_mm.shm.layout import file_name
+from mindie_mm.tokenize.prompt import Prompt, Span
 
 _ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s")
 
@@ -85,15 +87,39 @@ def usage(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, Any
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": cached}
-        | {f"{kind}_tokens": sum(_features(prompt, kind) for prompt in prompts) for kind in KINDS},
+        | {
+            f"{kind}_tokens": sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
+            for kind in KINDS
+        },
     }
 
 
-def _features(prompt: Prompt, kind: Kind) -> int:
-    """Slots of the prompt that take a feature of such an item."""
-    spans = [span for span in prompt.spans if span.kind == kind]
-    owned = [(prompt.ids[span.start : span.stop], span.token) for span in spans]
-    return sum(int(np.count_nonzero((ids < 0) | (ids == token))) for ids, token in owned)
+def _features(prompt: Prompt, span: Span) -> int:
+    """Slots of an item's span that take a feature."""
+    ids = prompt.ids[span.start : span.stop]
+    return int(np.count_nonzero((ids < 0) | (ids == span.token)))
+
+
+def media_spans(prompt: Prompt) -> list[dict[str, Any]]:
+    """Where the tokens of each media item lie in the prompt, and the block of shared memory that its words name."""
+    return [
+        {
+            "type": span.kind,
+            "start": span.start,
+            "stop": span.stop,
+            "features": _features(prompt, span),
+            "block": _block(prompt, span),
+        }
+        for span in prompt.spans
+    ]
+
+
+def _block(prompt: Prompt, span: Span) -> str:
+    """As `mindie-mm shm list --blocks` names it."""
+    ids = prompt.ids[span.start : span.stop]
+    words = ids[ids < 0]
+    ref = Ref.from_words(words[0], words[1] if len(words) > 1 else None)
+    return f"{file_name(ref.arena)}:{ref.block}"
 
 
 def timings(clock: Clock, choices: Sequence[Choice]) -> dict[str, float]:

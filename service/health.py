@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-from mindie_mm.shm import arenas_of
+from mindie_mm.shm import ArenaInfo, arenas_of
 from service.json_response import JSONResponse
 from service.state import ServiceDep
 
@@ -45,23 +47,46 @@ async def metrics(service: ServiceDep) -> Response:
 
 
 @router.get("/shm")
-async def shm(service: ServiceDep) -> Response:
-    """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed."""
-    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizers.pids)
+async def shm(service: ServiceDep, blocks: bool = False) -> Response:
+    """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed.
+
+    With `blocks=true` each arena says in `map` which blocks those are, and where they lie.
+    """
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizers.pids, described=blocks)
     return JSONResponse(
         {
             "blocks": sum(len(arena.blocks) for arena in arenas),
             "bytes": sum(arena.used_bytes for arena in arenas),
             "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
-            "arenas": [
-                {
-                    "name": arena.name,
-                    "pid": arena.owner.pid if arena.owner else None,
-                    "blocks": len(arena.blocks),
-                    "bytes": arena.used_bytes,
-                    "capacity_bytes": arena.capacity_bytes,
-                }
-                for arena in arenas
-            ],
+            "arenas": [_arena(arena) | ({"map": _map(arena)} if blocks else {}) for arena in arenas],
         }
     )
+
+
+def _arena(arena: ArenaInfo) -> dict[str, Any]:
+    return {
+        "name": arena.name,
+        "pid": arena.owner.pid if arena.owner else None,
+        "age_s": arena.age_s,
+        "blocks": len(arena.blocks),
+        "bytes": arena.used_bytes,
+        "peak_bytes": arena.stats.peak_bytes if arena.stats else None,
+        "capacity_bytes": arena.capacity_bytes,
+        "populated": arena.populated_fraction,
+    }
+
+
+def _map(arena: ArenaInfo) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"{arena.name}:{block.block}",
+            "state": block.state,
+            "request": Path(block.request).parent.name or None,
+            "age_s": block.age_s,
+            "lease_s": block.lease_s,
+            "bytes": block.num_bytes,
+            "pieces": block.pieces,
+            "arrays": {name: {"dtype": spec.dtype, "shape": spec.shape} for name, spec in block.arrays.items()},
+        }
+        for block in arena.blocks
+    ]

@@ -120,6 +120,8 @@ class ChatBody(GenerationBody):
 
     messages: list[dict[str, Any]]
     """Chat messages, checked by mindie_mm.inputs."""
+    media_spans: bool | None = None
+    """Say where the tokens of each media item lie, in the answer's `media_spans`."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -17,6 +17,7 @@ from mindie_mm.shm.layout import (
     EXPIRES_NS,
     FREE,
     MAGIC,
+    NEXT,
     OFFSET,
     PAGE,
     PUBLISHED,
@@ -46,6 +47,8 @@ class BlockInfo:
     """filling or published."""
     num_bytes: int
     """In whole pages."""
+    pieces: tuple[tuple[int, int], ...]
+    """Where it lies: offset from the start of the room for blocks, and bytes, of each piece; mostly one."""
     arrays: Mapping[str, ArraySpec]
     """Empty if the header cannot be read, as while it is written."""
     request: str
@@ -124,12 +127,12 @@ def survey(*, described: bool = True) -> list[ArenaInfo]:
     return arenas
 
 
-def arenas_of(pids: Collection[int]) -> list[ArenaInfo]:
-    """The living arenas of these processes of this process's pid namespace, not `described`."""
+def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaInfo]:
+    """The living arenas of these processes of this process's pid namespace; `described` as in `survey`."""
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return [
         arena
-        for arena in survey(described=False)
+        for arena in survey(described=described)
         if arena.alive and arena.owner and arena.owner.pid in pids and arena.owner.pid_namespace == namespace
     ]
 
@@ -210,11 +213,27 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
             generation=generation,
             state=STATE_NAMES[state],
             num_bytes=size,
+            pieces=_pieces(control, header, block),
             arrays={name: array.spec for name, array in own.arrays.items()} if own else {},
             request=own.request if own else "",
             age_s=max(0.0, (now_ns - entry[ALLOCATED_NS]) / 1e9),
             lease_s=(entry[EXPIRES_NS] - now_ns) / 1e9 if entry[EXPIRES_NS] else None,
         )
+
+
+def _pieces(control: memoryview, header: ArenaHeader, block: int) -> tuple[tuple[int, int], ...]:
+    """Pieces of a block that may be changing meanwhile: inside of the room, and no more than the block has bytes."""
+    found: list[tuple[int, int]] = []
+    left = min(control[WORDS_PER_ENTRY * block + SIZE], header.capacity_bytes)
+    behind = control[WORDS_PER_ENTRY * block + NEXT]
+    while 0 < behind <= header.num_entries and left > 0 and len(found) < header.num_entries:
+        at = WORDS_PER_ENTRY * (behind - 1)
+        found.append((control[at + OFFSET], min(control[at + SIZE], left)))
+        left -= found[-1][1]
+        behind = control[at + NEXT]
+    found.insert(0, (control[WORDS_PER_ENTRY * block + OFFSET], left))
+    room = range(header.data_offset, header.file_bytes)
+    return tuple((offset - room.start, min(size, room.stop - offset)) for offset, size in found if offset in room)
 
 
 def _block_header(descriptor: int, block: int, generation: int, start: int, size: int) -> BlockHeader | None:

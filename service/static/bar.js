@@ -1,0 +1,32 @@
+// A bar of parts side by side, and its legend, which says the same in words.
+
+import { element, svg } from "./dom.js";
+
+const WIDTH = 1000;
+const LEAST = 2; // so that no part is invisible
+
+/** A figure: a bar of `parts`, each {name, size, className, text}, and what each is. Parts without a name are gaps. */
+export function barFigure(title, parts) {
+  const whole = parts.reduce((sum, part) => sum + part.size, 0) || 1;
+  const bar = svg("svg", { class: "bar", viewBox: `0 0 ${WIDTH} 16`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  let start = 0;
+  for (const { size, className } of parts) {
+    const width = Math.max(size ? LEAST : 0, (size / whole) * WIDTH);
+    bar.append(svg("rect", { class: className, x: start, y: 0, width, height: 16 }));
+    start += (size / whole) * WIDTH;
+  }
+  const rows = parts
+    .filter((part) => part.name && part.size)
+    .map(({ name, className, text }) =>
+      element("li", {}, swatch(className), element("span", { class: "name" }, name), ` ${text}`),
+    );
+  return element(
+    "figure",
+    {},
+    element("figcaption", {}, title),
+    bar,
+    element("ul", { class: "legend" }, ...rows),
+  );
+}
+
+const swatch = (className) => svg("svg", { class: `swatch ${className}`, "aria-hidden": "true" });

@@ -1,0 +1,88 @@
+// Questions and answers.
+
+import { element } from "./dom.js";
+import { timingsFigure } from "./timings.js";
+import { tokensFigure } from "./tokens.js";
+
+/** A question, and its answer as it comes. */
+class Turn {
+  #text = element("p", { class: "answer", "aria-busy": "true" });
+  #article;
+  answer = "";
+  whole = false;
+
+  constructor(number, question, items) {
+    this.question = question;
+    this.items = items;
+    this.#article = element(
+      "article",
+      { "aria-label": `Question ${number}` },
+      element("div", { class: "items" }, ...items.map((item) => item.view())),
+      element("p", { class: "question" }, question),
+      this.#text,
+    );
+  }
+
+  get element() {
+    return this.#article;
+  }
+
+  /** More of the answer. */
+  add(text) {
+    this.answer += text;
+    this.#text.append(text);
+  }
+
+  /** The answer is whole, or as much as there will be. */
+  end({ reason, usage, spans, timings, names }) {
+    this.#text.removeAttribute("aria-busy");
+    this.whole = reason === "stop" || reason === "length";
+    if (reason === "length") this.#note("Ended at the most tokens.");
+    if (reason === "stopped") this.#note("Stopped.");
+    if (timings) this.#article.append(timingsFigure(timings));
+    if (usage) this.#article.append(tokensFigure(usage, spans, names));
+  }
+
+  fail(message) {
+    this.#text.removeAttribute("aria-busy");
+    if (!this.answer) this.#text.remove();
+    this.#article.append(element("p", { class: "error", role: "alert" }, message));
+  }
+
+  /** As chat messages. */
+  async messages() {
+    const parts = await Promise.all(this.items.map((item) => item.part()));
+    if (this.question) parts.push({ type: "text", text: this.question });
+    const asked = { role: "user", content: parts };
+    return this.whole ? [asked, { role: "assistant", content: this.answer }] : [asked];
+  }
+
+  #note(text) {
+    this.#article.append(element("p", { class: "quiet" }, text));
+  }
+}
+
+export class Conversation {
+  #log;
+  #empty;
+  turns = [];
+
+  constructor(log) {
+    this.#log = log;
+    this.#empty = log.firstElementChild;
+  }
+
+  add(question, items) {
+    this.#empty.remove();
+    const turn = new Turn(this.turns.length + 1, question, items);
+    this.turns.push(turn);
+    this.#log.append(turn.element);
+    return turn;
+  }
+
+  clear() {
+    for (const item of this.turns.flatMap((turn) => turn.items)) URL.revokeObjectURL(item.url);
+    this.turns = [];
+    this.#log.replaceChildren(this.#empty);
+  }
+}

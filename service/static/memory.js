@@ -1,0 +1,126 @@
+// The arenas of shared memory: a map of the blocks in them, and the same as a table.
+
+import { byId, element, svg } from "./dom.js";
+import { bytes, seconds } from "./format.js";
+
+const ROWS = 8; // an arena is drawn as a text of so many lines
+const WIDTH = 640;
+const LINE = 12;
+const LEAST = 4; // so that no block is invisible
+const FREED_MS = 2000; // how long a freed block is still drawn
+const MOST_TABLED = 100;
+
+export class Memory {
+  #arenas = byId("arenas");
+  #rows = byId("block-rows");
+  #mine = new Set();
+  #seen = new Map();
+  #freed = [];
+
+  /** These blocks, by name, are those of the request that this page waits for. */
+  own(names) {
+    this.#mine = new Set(names);
+  }
+
+  /** Takes /shm with its blocks. */
+  update({ arenas }) {
+    this.#notice(arenas);
+    this.#arenas.replaceChildren(...arenas.map((arena) => this.#arena(arena)));
+    if (!arenas.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
+    if (byId("blocks").open) this.#tabulate(arenas.flatMap((arena) => arena.map));
+  }
+
+  /** What was there at the last look and is not now has been freed. */
+  #notice(arenas) {
+    const now = performance.now();
+    const seen = new Map();
+    for (const arena of arenas) for (const block of arena.map) seen.set(`${block.name} ${block.request}`, { arena, block });
+    for (const [key, { arena, block }] of this.#seen) {
+      if (!seen.has(key)) this.#freed.push({ arena: arena.name, block, until: now + FREED_MS });
+    }
+    this.#seen = seen;
+    this.#freed = this.#freed.filter(({ until }) => until > now);
+  }
+
+  #arena(arena) {
+    const room = arena.capacity_bytes;
+    const picture = svg("svg", {
+      class: "arena",
+      role: "img",
+      viewBox: `0 0 ${WIDTH} ${ROWS * LINE}`,
+      preserveAspectRatio: "none",
+      "aria-label": described(arena),
+    });
+    for (const rect of rects(0, room, room)) picture.append(svg("rect", { class: "room", ...rect }));
+    for (const rect of rects(0, room * arena.populated, room)) picture.append(svg("rect", { class: "populated", ...rect }));
+    for (const { arena: name, block } of this.#freed) {
+      if (name === arena.name) this.#draw(picture, block, room, "freed");
+    }
+    for (const block of arena.map) this.#draw(picture, block, room, look(block));
+    const facts = `${bytes(arena.bytes)} of ${bytes(room)} in ${count(arena.blocks)}; at most ${bytes(arena.peak_bytes ?? 0)}`;
+    return element(
+      "figure",
+      {},
+      element("figcaption", {}, element("strong", {}, arena.name), ` of tokenizer process ${arena.pid}`),
+      picture,
+      element("p", { class: "quiet" }, facts),
+    );
+  }
+
+  #draw(picture, block, room, className) {
+    const mine = this.#mine.has(block.name) && className !== "freed" ? " mine" : "";
+    for (const [offset, size] of block.pieces) {
+      for (const rect of rects(offset, size, room, LEAST)) {
+        const title = `${block.name}, ${block.state}, ${seconds(block.age_s)}, ${bytes(block.bytes)}`;
+        picture.append(svg("rect", { class: `block ${className}${mine}`, ...rect }, svg("title", {}, title)));
+      }
+    }
+  }
+
+  #tabulate(blocks) {
+    const rows = blocks.slice(0, MOST_TABLED).map((block) => {
+      const own = this.#mine.has(block.name) ? " (asked for here)" : "";
+      const cells = [
+        block.name + own,
+        block.state,
+        (block.request ?? "none").slice(0, 8),
+        seconds(block.age_s),
+        bytes(block.bytes),
+        Object.entries(block.arrays).map(([name, { dtype, shape }]) => `${name} ${dtype} [${shape.join(", ")}]`).join("; "),
+      ];
+      return element("tr", {}, ...cells.map((cell) => element("td", {}, cell)));
+    });
+    const told = blocks.length > MOST_TABLED ? `and ${blocks.length - MOST_TABLED} more` : rows.length ? "" : "No block.";
+    if (told) rows.push(element("tr", {}, element("td", { colspan: 6 }, told)));
+    this.#rows.replaceChildren(...rows);
+  }
+}
+
+/** Where bytes [offset, offset + size) lie in the map, a rectangle a line. */
+function rects(offset, size, room, least = 0) {
+  const found = [];
+  const perLine = room / ROWS;
+  for (let line = Math.floor(offset / perLine); line < ROWS && line * perLine < offset + size; line += 1) {
+    const from = Math.max(offset - line * perLine, 0) / perLine;
+    const to = Math.min(offset + size - line * perLine, perLine) / perLine;
+    const width = Math.max(least, (to - from) * WIDTH);
+    found.push({ x: Math.min(from * WIDTH, WIDTH - width), y: line * LINE, width, height: LINE - 2 });
+  }
+  return found;
+}
+
+function look({ state, age_s: age }) {
+  if (state === "filling") return "filling";
+  return `published ${age < 1 ? "young" : age < 10 ? "" : "old"}`;
+}
+
+function described(arena) {
+  const filling = arena.map.filter(({ state }) => state === "filling").length;
+  const oldest = Math.max(0, ...arena.map.map((block) => block.age_s));
+  const told = arena.blocks
+    ? `${count(arena.blocks)}, ${filling} being filled, the oldest ${seconds(oldest)} old`
+    : "no block in use";
+  return `Map of ${arena.name}: ${told}.`;
+}
+
+const count = (blocks) => `${blocks} ${blocks === 1 ? "block" : "blocks"}`;

@@ -1,0 +1,68 @@
+// Recording sound or video with the browser's own recorder.
+
+import { seconds } from "./format.js";
+
+const TYPES = {
+  audio: ["audio/webm", "audio/ogg", "audio/mp4"],
+  video: ["video/webm", "video/mp4"],
+};
+
+export class Recorder {
+  #kind;
+  #button;
+  #title;
+  #done;
+  #say;
+  #recorder = null;
+  #number = 0;
+
+  /** `button` starts and ends a recording of `kind`; `done` gets it as a file, `say` what happens, in words. */
+  constructor(kind, button, done, say) {
+    this.#kind = kind;
+    this.#button = button;
+    this.#title = button.textContent;
+    this.#done = done;
+    this.#say = say;
+    if (!navigator.mediaDevices || !window.MediaRecorder) {
+      button.disabled = true;
+      button.title = "This browser records for pages of https:// and of this machine alone.";
+      return;
+    }
+    button.addEventListener("click", () => (this.#recorder ? this.#recorder.stop() : this.#start()));
+  }
+
+  async #start() {
+    let stream;
+    try {
+      stream = await navigator.mediaDevices.getUserMedia({ [this.#kind]: true });
+    } catch (error) {
+      const what = this.#kind === "audio" ? "microphone" : "camera";
+      this.#say(error.name === "NotFoundError" ? `There is no ${what}.` : `The ${what} cannot be used: ${error.message}`);
+      return;
+    }
+    const type = TYPES[this.#kind].find((one) => MediaRecorder.isTypeSupported(one));
+    const pieces = [];
+    const started = performance.now();
+    const recorder = new MediaRecorder(stream, { mimeType: type });
+    recorder.ondataavailable = ({ data }) => pieces.push(data);
+    recorder.onstart = () => this.#say(`Recording ${this.#kind === "audio" ? "sound" : "video, without sound"}.`);
+    recorder.onstop = () => {
+      clearInterval(clock);
+      stream.getTracks().forEach((track) => track.stop());
+      this.#recorder = null;
+      this.#button.textContent = this.#title;
+      this.#button.classList.remove("recording");
+      this.#number += 1;
+      const name = `recording ${this.#number}.${type.split("/")[1]}`;
+      this.#done(new File(pieces, name, { type })); // without codecs, whose comma would end a data: URL's head
+    };
+    const show = () => {
+      this.#button.textContent = `Stop recording, ${seconds(Math.round((performance.now() - started) / 1000))}`;
+    };
+    const clock = setInterval(show, 1000);
+    this.#recorder = recorder;
+    this.#button.classList.add("recording");
+    this.#button.textContent = "Stop recording";
+    recorder.start();
+  }
+}

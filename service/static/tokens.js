@@ -1,0 +1,32 @@
+// Where the tokens of an answer and of its prompt's media lie.
+
+import { barFigure } from "./bar.js";
+
+/** The figure of an answer's `usage` and `media_spans`; `names` are the items' own, in order. */
+export function tokensFigure(usage, spans, names) {
+  const parts = [];
+  let at = 0;
+  const text = (stop) => {
+    if (stop > at) parts.push({ name: "", size: stop - at, className: "tokens-text" });
+  };
+  spans.forEach(({ type, start, stop, features, block }, index) => {
+    text(start);
+    parts.push({
+      name: `${type} ${names[index] ?? index + 1}`,
+      size: stop - start,
+      className: `tokens-${type}`,
+      text: `at ${start} to ${stop - 1}, ${features} ${features === 1 ? "feature" : "features"}, block ${block}`,
+    });
+    at = stop;
+  });
+  text(usage.prompt_tokens);
+  parts.push({
+    name: "answer",
+    size: usage.completion_tokens,
+    className: "tokens-answer",
+    text: `at ${usage.prompt_tokens} to ${usage.total_tokens - 1}`,
+  });
+  const cached = usage.prompt_tokens_details.cached_tokens;
+  const kept = cached ? `, its first ${cached} from the prefix cache` : "";
+  return barFigure(`Tokens: ${usage.prompt_tokens} of prompt${kept}, ${usage.completion_tokens} of answer`, parts);
+}

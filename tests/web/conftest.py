@@ -1,0 +1,122 @@
+"""The page in a real browser, headless Chromium, over a real service."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+
+import mindie_mm
+from tools.demo import picture, write_sound, write_video
+from tools.serving import RunningService, running_service
+
+MiB = 2**20
+TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+SETTINGS: dict[str, object] = {"arena_bytes": 16 * MiB, "kv_cache_bytes": 64 * MiB, "grace_s": 0.2}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox",  # containers run the tests as root
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
+)
+TIMEOUT_MS = 20_000
+
+
+@pytest.fixture(scope="session")
+def settings() -> dict[str, object]:
+    return dict(SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("web")
+    with running_service(settings | {"spool": folder / "spool"}, folder / "log", TINY) as running:
+        yield running
+        assert running.wait_until_free()["blocks"] == 0
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a picture, a video, beeps, and what is none of them."""
+    folder = tmp_path_factory.mktemp("files")
+    picture("red", (220, 40, 40), "square", x=0.35).save(folder / "scene.png")
+    picture("green", (40, 160, 60), "star", x=0.5).save(folder / "star.jpg", quality=90)
+    frames = [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)]
+    write_video(folder / "right.mp4", frames)
+    spans = [(0.1 + 0.35 * i, 0.13) for i in range(3)]
+    write_sound(folder / "beeps.wav", "beeps", hertz=880.0, spans=spans, seconds=1.2)
+    (folder / "broken.jpg").write_bytes((folder / "star.jpg").read_bytes()[:40])
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+# A module's own, and no longer: while it runs, this thread takes no test that is a coroutine.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    expect.set_options(timeout=TIMEOUT_MS)
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What a page did, beside what it shows."""
+
+    requests: list[str] = field(default_factory=list)
+    """URLs."""
+    complaints: list[str] = field(default_factory=list)
+    """Errors in its console, and exceptions; statuses of answers are none."""
+
+
+def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
+    """The page at `url`, in a context of its own, with an eye on it."""
+
+    def on_request(request: Request) -> None:
+        noted.requests.append(request.url)
+
+    def on_console(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
+            noted.complaints.append(message.text)
+
+    made = browser.new_context(**context)  # type: ignore[arg-type]
+    made.set_default_timeout(TIMEOUT_MS)
+    made.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
+    page = made.new_page()
+    page.on("request", on_request)
+    page.on("console", on_console)
+    page.on("pageerror", lambda error: noted.complaints.append(str(error)))
+    page.goto(url)
+    return page
+
+
+@pytest.fixture
+def noted() -> Noted:
+    return Noted()
+
+
+@pytest.fixture
+def page(browser: Browser, service: RunningService, noted: Noted) -> Iterator[Page]:
+    """The page, ready; whatever a test does with it, it asks no other host and breaks no rule of its own."""
+    page = opened(browser, service.url, noted)
+    expect(page.locator("#health")).to_have_text("Ready")
+    yield page
+    page.context.close()
+    strangers = [url for url in noted.requests if not url.startswith((f"{service.url}/", "blob:", "data:"))]
+    assert not strangers
+    assert not noted.complaints

@@ -1,0 +1,246 @@
+"""Questions asked with the page, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from PIL import Image
+from playwright.sync_api import Locator, Page, expect
+
+from tests.web.conftest import Noted
+from tools.questions import CHAT_ANSWERS
+from tools.serving import RunningService
+
+WHAT = "What is in the image?"
+TAG = re.compile(r'<img src="data:image/jpeg;base64,([A-Za-z0-9+/=]+)">')
+
+
+def ask(page: Page, question: str) -> Locator:
+    """Types the question and asks; the turn, once it is answered."""
+    page.get_by_label("Question", exact=True).fill(question)
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator("#status")).to_contain_text("Answered in")
+    return page.locator("article").last
+
+
+def attach(page: Page, *paths: Path) -> None:
+    page.get_by_label("Attach files").set_input_files(paths)
+    expect(page.locator("#items li")).to_have_count(len(paths))
+
+
+def drop(page: Page, path: Path, kind: str) -> None:
+    """Lets go of a file over the page, as a mouse would."""
+    data = page.evaluate_handle(
+        """([name, type, text]) => {
+            const transfer = new DataTransfer();
+            const bytes = Uint8Array.from(atob(text), (one) => one.charCodeAt(0));
+            transfer.items.add(new File([bytes], name, {type}));
+            return transfer;
+        }""",
+        [path.name, kind, base64.b64encode(path.read_bytes()).decode()],
+    )
+    for event in ("dragover", "drop"):
+        page.locator("main").dispatch_event(event, {"dataTransfer": data})
+    expect(page.locator("#items li")).to_have_count(1)
+
+
+def test_a_text_is_answered_and_streamed(page: Page) -> None:
+    """The answer grows on the page: it is seen in several lengths, the last one whole."""
+    page.evaluate("""() => {
+        window.seen = [];
+        new MutationObserver(() => window.seen.push(document.querySelector(".answer")?.textContent ?? ""))
+            .observe(document.getElementById("turns"), {childList: true, subtree: true, characterData: true});
+    }""")
+    turn = ask(page, "Hello!")
+    expect(turn.locator(".answer")).to_have_text(CHAT_ANSWERS["hello"])
+    lengths = {len(text) for text in page.evaluate("window.seen")}
+    assert len(lengths) > 3
+    assert max(lengths) == len(CHAT_ANSWERS["hello"])
+
+
+def test_a_dropped_picture(page: Page, files: Path) -> None:
+    drop(page, files / "scene.png", "image/png")
+    turn = ask(page, WHAT)
+    expect(turn.locator(".answer")).to_have_text("red square")
+    expect(turn.get_by_role("img", name="scene.png")).to_be_visible()
+    expect(page.locator("#items li")).to_have_count(0)
+
+
+def test_chosen_files_of_each_kind_at_once(page: Page, files: Path) -> None:
+    attach(page, files / "star.jpg", files / "right.mp4", files / "beeps.wav")
+    turn = ask(page, "What do you see and hear?")
+    expect(turn.locator(".answer")).to_have_text("green star, right, 3 beeps")
+    expect(turn.locator("video")).to_have_js_property("error", None)
+    expect(turn.locator("audio")).to_have_js_property("error", None)
+    expect(turn.get_by_text("video right.mp4")).to_be_visible()
+
+
+@pytest.mark.parametrize(("button", "kind"), [("Record sound", "audio"), ("Record video", "video")])
+def test_what_is_recorded_is_taken(page: Page, button: str, kind: str) -> None:
+    """Chromium's own beeping microphone, and its camera."""
+    page.get_by_role("button", name=button).click()
+    expect(page.locator("#status")).to_contain_text("Recording")
+    stop = page.get_by_role("button", name="Stop recording")
+    expect(stop).to_contain_text("1 s")
+    stop.click()
+    expect(page.locator("#items li")).to_contain_text("recording 1.webm")
+    turn = ask(page, "How many beeps do you hear?" if kind == "audio" else "Which way does the shape move?")
+    expect(turn.locator(".answer")).not_to_be_empty()
+    expect(turn.get_by_text(f"{kind} recording 1.webm")).to_be_visible()
+
+
+def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: RunningService, files: Path) -> None:
+    attach(page, files / "scene.png", files / "beeps.wav")
+    with page.expect_response("**/v1/chat/completions") as caught:
+        turn = ask(page, "What do you see and hear?")
+    chunks = [json.loads(line[6:]) for line in caught.value.text().splitlines() if line.startswith("data: {")]
+    timings = next(chunk["timings"] for chunk in chunks if "timings" in chunk)
+    usage = next(chunk["usage"] for chunk in chunks if "usage" in chunk)
+    time, tokens = turn.locator("figure").nth(0), turn.locator("figure").nth(1)
+
+    expect(time.locator("figcaption")).to_contain_text(f"Time: {timings['total_s'] * 1000:.3g}"[:9])
+    widths = {
+        str(rect.get_attribute("class")).removeprefix("stage-"): float(str(rect.get_attribute("width")))
+        for rect in time.locator("rect").all()
+    }
+    shown = {name: width / 1000 for name, width in widths.items()}
+    assert shown["decode"] == pytest.approx(timings["decode_s"] / timings["total_s"], abs=0.005)
+    assert shown["tower"] == pytest.approx(timings["tower_s"] / timings["total_s"], abs=0.005)
+    assert sum(shown.values()) == pytest.approx(1, abs=0.01)
+
+    # Where the placeholders lie, asked for by another way.
+    body = caught.value.request.post_data_json
+    ids = httpx2.post(f"{service.url}/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+    assert usage["prompt_tokens"] == len(ids)
+    expect(tokens.locator("figcaption")).to_contain_text(f"{len(ids)} of prompt")
+    for kind, name in (("image", "scene.png"), ("audio", "beeps.wav")):
+        pad = max(set(ids), key=ids.count) if kind == "audio" else next(i for i in ids if 5 < ids.count(i) < 20)
+        start, count = ids.index(pad), ids.count(pad)
+        assert ids[start : start + count] == [pad] * count
+        row = tokens.locator("li", has_text=f"{kind} {name}")
+        expect(row).to_contain_text(f"at {start} to {start + count - 1}, {count} features, block mindie_mm-")
+        rect = tokens.locator(f"rect.tokens-{kind}")
+        whole = usage["total_tokens"]
+        assert float(str(rect.get_attribute("x"))) == pytest.approx(start / whole * 1000, abs=0.1)
+        assert float(str(rect.get_attribute("width"))) == pytest.approx(count / whole * 1000, abs=0.1)
+
+
+def test_the_history_comes_back_through_the_interface(page: Page, service: RunningService, files: Path) -> None:
+    attach(page, files / "scene.png")
+    ask(page, WHAT)
+    attach(page, files / "star.jpg")
+    ask(page, "Which shape is it?")
+    page.get_by_role("button", name="Copy history").click()
+    expect(page.locator("#status")).to_contain_text("The history is copied")
+    text: str = page.evaluate("navigator.clipboard.readText()")
+    pictures = [base64.b64decode(found) for found in TAG.findall(text)]
+    assert TAG.sub("*", text) == (
+        f"### Human: *{WHAT}\n### Assistant: red square\n### Human: *Which shape is it?\n### Assistant: star\n"
+    )
+    assert pictures[1] == (files / "star.jpg").read_bytes()
+    with Image.open(io.BytesIO(pictures[0])) as made, Image.open(files / "scene.png") as original:
+        assert made.format == "JPEG"
+        assert made.size == original.size
+        assert made.getpixel((64, 64)) == pytest.approx((220, 40, 40), abs=12)
+    answer = httpx2.post(f"{service.url}/v1/completions", json={"prompt": text, "max_tokens": 4}).json()
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 24
+
+
+def test_the_conversation_so_far_is_sent_where_asked(page: Page) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
+    ask(page, "Hello!")
+    ask(page, "What is your name?")
+    page.get_by_text("Options").click()
+    page.get_by_label("Send the conversation so far").check()
+    page.get_by_label("Most tokens of an answer").fill("3")
+    turn = ask(page, "Hello!")
+    expect(turn).to_contain_text("Ended at the most tokens.")
+    assert [len(body["messages"]) for body in sent] == [1, 1, 5]
+    assert sent[2]["messages"][1] == {"role": "assistant", "content": CHAT_ANSWERS["hello"]}
+    assert sent[2]["max_tokens"] == 3
+
+
+def test_by_keyboard_alone(page: Page, files: Path) -> None:
+    """Tab, Space, Enter and letters; each stop shows that it has the focus."""
+    keys = page.keyboard
+    keys.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
+    keys.press("Enter")
+    keys.press("Tab")
+    if page.evaluate("document.activeElement.id") == "question":  # a fragment may give the focus, or only its place
+        keys.press("Tab")
+    expect(page.get_by_label("Attach files")).to_be_focused()
+    outline = page.locator("label[for=files]").evaluate("(one) => getComputedStyle(one).outlineStyle")
+    assert outline == "solid"
+    with page.expect_file_chooser() as caught:
+        keys.press("Enter")
+    caught.value.set_files([files / "scene.png", files / "beeps.wav"])
+    expect(page.locator("#items li")).to_have_count(2)
+    page.get_by_role("button", name="Remove beeps.wav").focus()
+    keys.press("Space")
+    expect(page.get_by_role("button", name="Remove scene.png")).to_be_focused()
+    while page.evaluate("document.activeElement.id") != "question":
+        keys.press("Tab")
+    keys.type(WHAT)
+    keys.press("Enter")
+    expect(page.locator("#status")).to_contain_text("Answered in")
+    expect(page.locator(".answer")).to_have_text("red square")
+    expect(page.get_by_label("Question", exact=True)).to_be_focused()
+    while page.evaluate("document.activeElement.id") != "copy":
+        keys.press("Tab")
+    keys.press("Enter")
+    expect(page.locator("#status")).to_contain_text("The history is copied")
+
+
+def test_errors_are_told_in_words(page: Page, files: Path) -> None:
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator("#status")).to_contain_text("nothing to ask yet")
+    page.get_by_label("Attach files").set_input_files(files / "notes.txt")
+    expect(page.locator("#status")).to_have_text("No picture, video or sound: notes.txt.")
+    attach(page, files / "broken.jpg")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.get_by_role("alert")).to_contain_text("media item 0 (image)")
+    page.context.set_offline(True)
+    page.get_by_label("Question", exact=True).fill("Hello!")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.get_by_role("alert").last).to_have_text("The service cannot be reached.")
+    expect(page.locator("#health")).to_have_text("No answer")
+    page.context.set_offline(False)
+    expect(page.locator("#health")).to_have_text("Ready")
+    turn = ask(page, "Hello!")
+    expect(turn.locator(".answer")).to_have_text(CHAT_ANSWERS["hello"])
+
+
+def test_markup_is_text(page: Page, noted: Noted) -> None:
+    markup = '<img src=x onerror="alert(1)"><b>bold</b>'
+    turn = ask(page, markup)
+    expect(turn.locator(".question")).to_have_text(markup)
+    expect(turn.locator(".question *")).to_have_count(0)
+    assert not any(url.endswith("/x") for url in noted.requests)
+
+
+def test_an_answer_is_stopped(page: Page, service: RunningService, files: Path) -> None:
+    attach(page, files / "scene.png")
+    # The embedded checkpoint ends in a moment; the request that leaves the page is made a long one.
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | LONG)),
+    )
+    page.get_by_label("Question", exact=True).fill(WHAT)
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator(".answer")).not_to_be_empty()
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    expect(page.locator("article")).to_contain_text("Stopped.")
+    assert service.wait_until_free()["blocks"] == 0
+
+
+LONG = {"ignore_eos": True, "max_tokens": 3000}

@@ -1,0 +1,67 @@
+"""The files of the page, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from service import page
+from tests.web.conftest import TINY
+from tools.serving import RunningService, running_service
+
+MOST_BYTES = 100_000
+
+
+def test_every_file_of_the_folder_is_listed() -> None:
+    assert {path.name for path in page.FOLDER.iterdir()} == {page.INDEX, *page.FILES}
+    assert sum(path.stat().st_size for path in page.FOLDER.iterdir()) < MOST_BYTES
+
+
+@pytest.mark.parametrize("path", sorted(page.PATHS))
+def test_files_and_their_headers(service: RunningService, path: str) -> None:
+    answer = httpx2.get(service.url + path)
+    assert answer.status_code == 200
+    types = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+    assert answer.headers["content-type"].split(";")[0] == types.get(path.rpartition(".")[2], "text/html")
+    policy = answer.headers["content-security-policy"]
+    for rule in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"):
+        assert rule in policy.split("; ")
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "").replace("of https:// and", "")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/",
+        "/static/index.html",
+        "/static/../page.py",
+        "/static/%2e%2e/page.py",
+        "/static/..%2fpage.py",
+        "/static//etc/passwd",
+        "/static/%2fetc%2fpasswd",
+        "/static/page.css%00",
+        "/static/PAGE.CSS",
+    ],
+)
+def test_there_is_no_other(service: RunningService, path: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=10)  # sends the path as it is
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == 404
+    assert answer.read().startswith(b'{"error"')
+    connection.close()
+
+
+def test_off(tmp_path: Path, settings: dict[str, object]) -> None:
+    off = settings | {"spool": tmp_path / "spool", "web_page": False}
+    with running_service(off, tmp_path / "log", TINY) as running:
+        for path in ("/", "/static/main.js"):
+            assert httpx2.get(running.url + path).status_code == 404
+        assert httpx2.get(f"{running.url}/v1/models").status_code == 200
+        assert running.stop() == 0

@@ -1,0 +1,162 @@
+"""What the page shows of the service: shared memory, queue, throughput; and the key that it asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx2
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from tests.web.conftest import TINY, Noted, opened
+from tools.demo import data_url, picture
+from tools.serving import RunningService, running_service
+
+KEY = "a-key-of-the-page"
+LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": True}
+
+
+@pytest.fixture
+def busy(service: RunningService) -> Iterator[ExitStack]:
+    """Two requests with a picture that are being answered for as long as it is open."""
+    content = [{"image": data_url(picture("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
+    body = {"messages": [{"role": "user", "content": content}]} | LONG
+    with ExitStack() as stack:
+        client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=60))
+        for _ in range(2):
+            answer = stack.enter_context(client.stream("POST", "/v1/chat/completions", json=body))
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: {")
+            stack.callback(lines.close)
+        yield stack
+
+
+def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningService, busy: ExitStack) -> None:
+    page.get_by_text("Blocks as a table").click()
+    rows = page.locator("#block-rows tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("published")
+    expect(rows.first).to_contain_text("pixel_values uint8")
+    expect(page.locator(".arena .block.published")).to_have_count(2)
+    found = service.get("/shm?blocks=true")
+    (arena,) = found["arenas"]
+    expect(page.get_by_role("img", name=f"Map of {arena['name']}: 2 blocks")).to_be_visible()
+    expect(page.locator("#arenas")).to_contain_text(f"of tokenizer process {arena['pid']}")
+    for shown, block in zip(rows.all(), arena["map"], strict=True):
+        assert shown.locator("td").all_inner_texts()[0] == block["name"]
+        assert shown.locator("td").all_inner_texts()[2] == block["request"][:8]
+        ((offset, size),) = block["pieces"]
+        assert 0 <= offset < offset + size <= arena["capacity_bytes"]
+        assert size == block["bytes"]
+    for rect, block in zip(page.locator(".arena .block.published").all(), arena["map"], strict=True):
+        line = arena["capacity_bytes"] / 8
+        place = block["pieces"][0][0]
+        assert float(str(rect.get_attribute("x"))) == pytest.approx(place % line / line * 640, abs=0.1)
+        assert float(str(rect.get_attribute("y"))) == place // line * 12
+    busy.close()
+    expect(rows).to_have_text(["No block."])
+    expect(page.locator(".arena .block.published")).to_have_count(0)
+
+
+def test_queue_and_throughput(page: Page, busy: ExitStack) -> None:
+    expect(page.locator("#queue .legend")).to_contain_text("Running 2")
+    expect(page.get_by_role("img", name="The last two minutes: Running 2")).to_be_visible()
+    assert len(str(page.locator("#queue polyline").first.get_attribute("points"))) > 0
+    page.locator("#throughput").get_by_text("As a table").click()
+    busy.close()
+    expect(page.locator("#queue .legend")).to_contain_text("Running 0")
+    numbers = page.locator("#throughput td")
+    expect(numbers.first).to_be_visible()
+    chart = page.locator("#throughput .chart")
+    expect(chart).to_have_attribute("aria-label", re.compile(r"Tokens of answers \S+, at most [1-9]"))
+
+
+def test_looking_can_be_paused(page: Page, noted: Noted) -> None:
+    page.get_by_label("Live").uncheck()
+    page.wait_for_timeout(300)  # a look that was under way
+    before = len(noted.requests)
+    page.wait_for_timeout(1500)
+    assert len(noted.requests) == before
+    with page.expect_response("**/metrics"):
+        page.get_by_label("Live").check()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessibility(browser: Browser, service: RunningService, files: Path, noted: Noted, scheme: str) -> None:
+    """axe-core finds nothing, with an answer on the page and every part unfolded; nor does it on a narrow screen."""
+    page = opened(browser, service.url, noted, color_scheme=scheme, reduced_motion="reduce")
+    expect(page.locator("#health")).to_have_text("Ready")
+    page.get_by_label("Attach files").set_input_files([files / "scene.png", files / "right.mp4", files / "beeps.wav"])
+    page.get_by_label("Question", exact=True).fill("What do you see and hear?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("Answered in")
+    page.get_by_label("Attach files").set_input_files(files / "star.jpg")
+    page.get_by_role("button", name="API key").click()
+    expect(page.get_by_label("API key", exact=True)).to_be_focused()
+    for summary in page.locator("summary").all():
+        summary.click()
+    axe = Axe()
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 800})
+        found = axe.run(page, options={"resultTypes": ["violations"]})
+        assert not found.violations_count, found.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.context.close()
+    assert not noted.complaints
+
+
+def test_the_page_runs_no_script_but_its_own(page: Page, noted: Noted) -> None:
+    page.evaluate("""() => {
+        const script = document.createElement("script");
+        script.textContent = "window.ran = true";
+        document.body.append(script);
+    }""")
+    assert page.evaluate("window.ran") is None
+    page.wait_for_timeout(100)
+    assert any("Content Security Policy" in complaint for complaint in noted.complaints)
+    noted.complaints.clear()
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], service: RunningService
+) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("guarded")
+    environment = {"MINDIE_MM_API_KEY": KEY}
+    with running_service(
+        settings | {"spool": folder / "spool"}, folder / "log", TINY, environment=environment
+    ) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def test_the_key_is_asked_for(browser: Browser, guarded: RunningService, noted: Noted) -> None:
+    page = opened(browser, guarded.url, noted)
+    field = page.get_by_label("API key", exact=True)
+    expect(field).to_be_focused()
+    expect(page.locator("#key-why")).to_contain_text("asks for an API key")
+    field.fill("another")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-why")).to_contain_text("does not know this API key")
+    expect(field).to_be_focused()
+    field.fill(KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-form")).to_be_hidden()
+    expect(page.locator("#model")).to_contain_text("tiny")
+    expect(page.locator("#arenas figure")).to_have_count(1)
+    page.get_by_label("Question", exact=True).fill("Hello!")
+    page.keyboard.press("Enter")
+    page.get_by_label("Question", exact=True).press("Enter")
+    expect(page.locator(".answer")).not_to_be_empty()
+    # The tab has it, and nothing that outlives the tab.
+    assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+    assert page.evaluate("localStorage.length") == 0
+    assert page.evaluate("document.cookie") == ""
+    assert not any(KEY in url for url in noted.requests)
+    page.context.close()
+    assert not noted.complaints
