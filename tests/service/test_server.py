@@ -1,14 +1,22 @@
 """Starting and stopping: whatever ends the service, nothing is left in shared memory."""
 
+import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
+import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
@@ -16,25 +24,37 @@ from mindie_mm.shm import collect
 from service.server import _bound
 from tools.serving import RunningService, running_service
 
+ENGINE = "mindie_mm.engine.process"
+
 
 def start_endless_stream(service: RunningService, red_square: str) -> socket.socket:
     """A streamed answer of which the first event has come."""
-    host = urlsplit(service.url)
-    assert host.hostname is not None
-    limit = service.get("/v1/models")["data"][0]["max_model_len"]
-    body = {
-        "messages": [{"role": "user", "content": [{"image": red_square}, {"text": "What?"}]}],
-        "stream": True,
-        "max_tokens": limit // 2,
-        "n": 8,
-        "ignore_eos": True,
-    }
-    data = json.dumps(body).encode()
-    connection = socket.create_connection((host.hostname, host.port or 80), timeout=30)
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return start_stream(service, red_square, service.get("/v1/models")["data"][0]["max_model_len"] // 2, n=8)
+
+
+def start_stream(service: RunningService, red_square: str, max_tokens: int, n: int = 1) -> socket.socket:
+    """As above, one that ends."""
+    connection = connected(service)
+    connection.sendall(head_and_body(asked(red_square, max_tokens, n) | {"stream": True}))
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
+
+
+def asked(red_square: str, max_tokens: int, n: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What?"}]}]
+    return {"messages": messages, "max_tokens": max_tokens, "n": n, "ignore_eos": True}
+
+
+def connected(service: RunningService) -> socket.socket:
+    host = urlsplit(service.url)
+    assert host.hostname is not None
+    return socket.create_connection((host.hostname, host.port or 80), timeout=30)
+
+
+def head_and_body(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -70,6 +90,165 @@ def test_sigterm_ends_what_runs_and_frees_all(settings: dict[str, object], tmp_p
     assert b"data: [DONE]" in rest
     assert wait_until_gone(arenas, 0) == []
     assert list(spool.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_is_finished_within_the_grace_time(
+    settings: dict[str, object], tmp_path: Path, red_square: str, number: signal.Signals
+) -> None:
+    with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 60}, tmp_path / "log") as service:
+        with start_stream(service, red_square, max_tokens=200) as connection:
+            arenas = names(service.shm())
+            service.process.send_signal(number)
+            rest = read_all(connection)
+        assert service.process.wait(30) == 0
+    assert rest.count(b'"finish_reason":"length"') == 1
+    assert b"error" not in rest
+    assert b"data: [DONE]" in rest
+    assert wait_until_gone(arenas, 0) == []
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_while_it_stops_it_lives_and_is_not_ready_and_a_second_signal_ends_the_grace(
+    settings: dict[str, object], tmp_path: Path, red_square: str
+) -> None:
+    with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 600}, tmp_path / "log") as service:
+        with start_endless_stream(service, red_square) as connection:
+            arenas = names(service.shm())
+            service.process.send_signal(signal.SIGTERM)
+            while (answer := httpx2.get(f"{service.url}/health")).status_code == 200:  # until it has seen the signal
+                time.sleep(0.01)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "the service is stopping"
+            assert httpx2.get(f"{service.url}/health/live").status_code == 200
+            assert httpx2.get(f"{service.url}/metrics").status_code == 200
+            refused = httpx2.post(f"{service.url}/v1/chat/completions", json=asked(red_square, 1, 1))
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["message"] == "the service is stopping"
+            service.process.send_signal(signal.SIGTERM)
+            rest = read_all(connection)
+        assert service.process.wait(30) == 0
+    assert b"the service stopped before the request was finished" in rest
+    assert wait_until_gone(arenas, 0) == []
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_an_answer_that_has_not_begun_when_the_grace_is_over_is_a_503(
+    settings: dict[str, object], tmp_path: Path, red_square: str
+) -> None:
+    with running_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as service:
+        limit = service.get("/v1/models")["data"][0]["max_model_len"]
+        with connected(service) as connection:
+            connection.sendall(head_and_body(asked(red_square, limit // 2, 8)))
+            while not service.shm()["blocks"]:
+                time.sleep(0.01)
+            service.process.send_signal(signal.SIGTERM)
+            head, _, body = read_all(connection).partition(b"\r\n\r\n")
+        assert service.process.wait(30) == 0
+    assert head.startswith(b"HTTP/1.1 503")
+    error = json.loads(body)["error"]
+    assert error["message"] == "the service stopped before the request was finished"
+    assert error["type"] == "ServiceUnavailableError"
+
+
+def test_clients_that_write_and_read_slowly_do_not_keep_it_from_stopping(
+    settings: dict[str, object], tmp_path: Path, red_square: str
+) -> None:
+    with running_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as service:
+        with connected(service) as writer, start_endless_stream(service, red_square):
+            writer.sendall(head_and_body(asked(red_square, 1, 1))[:-1])
+            service.get("/health")  # and so the half of a body has been seen
+            began = time.monotonic()
+            service.process.send_signal(signal.SIGTERM)
+            assert service.process.wait(30) == 0
+        assert time.monotonic() - began < 15
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+@contextlib.contextmanager
+def loading_service(settings: dict[str, object], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A service that has begun to load, and its processes with it."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", *flags]
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while len(psutil.Process(process.pid).children()) < 2:
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.005)
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_stopped_while_it_loads(settings: dict[str, object], tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    with loading_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as process:
+        children = psutil.Process(process.pid).children()
+        for number in numbers:
+            process.send_signal(number)
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()[-2000:]
+        assert process.stdout is not None
+        assert process.stdout.read() == b"", "it was never ready"
+    assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def metrics(service: RunningService) -> dict[tuple[str, str], float]:
+    """Values by name and process."""
+    text = httpx2.get(f"{service.url}/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        (one.name.removeprefix("mindie_mm:"), one.labels["process"]): one.value
+        for one in samples
+        if "process" in one.labels
+    }
+
+
+@pytest.mark.parametrize(("role", "module"), [("tokenizer", "mindie_mm.tokenize.process"), ("engine", ENGINE)])
+def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readiness_says_so(
+    settings: dict[str, object], tmp_path: Path, role: str, module: str
+) -> None:
+    with running_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as service:
+        assert metrics(service)["processes", role] == 1
+        killed: set[int] = set()
+        enough = threading.Event()
+
+        def kill_each() -> None:
+            """Kills each process of the role as soon as there is one: none ever answers."""
+            while len(killed) < 4:
+                for child in psutil.Process(service.process.pid).children():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        if child.pid not in killed and module in child.cmdline():
+                            child.kill()
+                            killed.add(child.pid)
+                time.sleep(0.005)
+            enough.set()
+
+        killer = threading.Thread(target=kill_each)
+        killer.start()
+        while httpx2.get(f"{service.url}/health").status_code == 200:
+            time.sleep(0.01)
+        unready = httpx2.get(f"{service.url}/health")
+        assert unready.status_code == 503
+        assert role in unready.json()["error"]["message"]
+        assert httpx2.get(f"{service.url}/health/live").status_code == 200
+        assert metrics(service)["processes", role] == 0
+        assert enough.wait(60)
+        killer.join()
+        body = {"prompt": "What?", "max_tokens": 1}
+        answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=60)  # waits for the next one
+        assert answer.status_code == 200
+        assert httpx2.get(f"{service.url}/health").status_code == 200
+        found = metrics(service)
+        assert (found["processes", role], found["process_restarts_total", role]) == (1, 1)
+        assert found["process_start_failures_total", role] == 3
+        assert service.stop() == 0
+    said = (tmp_path / "log").read_text()
+    for pause_s in ("0.5", "1.0", "2.0"):
+        assert f"{role} process is started again in {pause_s} s" in said
+    assert "was started again, for the 1. time" in said
 
 
 def test_a_killed_service_is_cleaned_up_by_the_next(
@@ -115,7 +294,7 @@ def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Pat
 
 
 def test_only_failing_to_listen_is_called_so() -> None:
-    with pytest.raises(FileNotFoundError), _bound("127.0.0.1", 0):
+    with pytest.raises(FileNotFoundError), _bound(ServiceConfig(port=0)):
         raise FileNotFoundError("a worker's")
 
 

@@ -1,0 +1,167 @@
+"""docs/operations.md names settings, metrics and files: each exists, and each file is taken by what reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from mindie_mm.cli import main
+from mindie_mm.sources import CLASSES, PARTS, configuration
+from tools.serving import RunningService
+
+PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+OTHERS = {
+    "--shm-size",
+    "--ipc",
+    "--stop-timeout",
+    "--init",
+    "--tmpfs",
+    "--memory",
+    "--publish",
+    "--volume",
+    "--env",
+    "--tag",
+    "--no-cache-dir",
+    "--system",
+    "--create-home",
+    "--help",
+}
+"""Options of docker, pip and useradd; and click's own."""
+VLLM = {
+    *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
+    *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
+    *("mm_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket"),
+    *("request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),
+    *("request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_n_bucket"),
+    *("request_params_max_tokens_bucket", "admission_rejections_total", "http_requests_total"),
+    "process_resident_memory_bytes",
+}
+"""Names of vLLM 0.32 whose meaning is the same here."""
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def options(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield from parameter.opts
+        yield from parameter.secondary_opts
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from options(found)
+
+
+def test_every_option_that_is_named_exists() -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
+    assert named - set(options(main)) - OTHERS == set()
+
+
+def test_every_variable_that_is_named_exists() -> None:
+    fields = {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
+    variables = {f"MINDIE_MM_{name.upper()}" for name in fields} | {"MINDIE_MM_CONFIG"}
+    assert set(re.findall(r"MINDIE_MM_\w+", PAGE)) <= variables
+
+
+def test_the_file_of_settings_is_one(tmp_path: Path) -> None:
+    (text,) = fenced("toml")
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    found = configuration({}, file)
+    assert found.service.grace_s == 20
+    assert found.worker.arena_bytes == 512 << 20
+    assert len(found.origins) == len(re.findall("^[a-z_]+ =", text, re.MULTILINE))
+
+
+def test_the_unit_is_one_for_systemd(tmp_path: Path) -> None:
+    (text,) = fenced("ini")
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze")
+    program = Path(sys.executable).with_name("mindie-mm")
+    unit = tmp_path / "mindie_mm.service"
+    unit.write_text(text.replace("/opt/mindie_mm/.venv/bin/mindie-mm", str(program)).replace("=mindie\n", "=root\n"))
+    ended = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "mindie_mm.service" not in ended.stderr, "a line that systemd ignores is told of"
+
+
+def test_the_deployment_is_one(http: Any) -> None:
+    (found,) = [each for each in map(yaml.safe_load, fenced("yaml")) if each.get("kind") == "Deployment"]
+    pod = found["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert {arg for arg in container["args"] if arg.startswith("--")} <= set(options(main))
+    assert all(isinstance(arg, str) for arg in container["args"]), "numbers are to be quoted"
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    assert mounts["shm"] == "/dev/shm"
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert found["spec"]["selector"]["matchLabels"] == found["spec"]["template"]["metadata"]["labels"]
+    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert all(http.get(path).status_code == 200 for path in paths.values())
+    grace_s = float(container["args"][container["args"].index("--grace-s") + 1])
+    delay_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > grace_s + delay_s
+
+
+def metric_names(http: Any) -> set[str]:
+    """Of samples and of families, without the prefix."""
+    http.post("/v1/completions", json={"prompt": "What?", "max_tokens": 3, "ignore_eos": True}).raise_for_status()
+    names: set[str] = set()
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        names |= {family.name, *(sample.name for sample in family.samples)}
+    return {name.removeprefix("mindie_mm:") for name in names}
+
+
+def test_every_metric_that_is_named_exists(http: Any) -> None:
+    section = PAGE.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)}
+    named |= set(re.findall(r"`(process_\w+)`, `|`(process_\w+)` and", section)[0]) - {""}
+    assert len(named) > 40
+    assert named - metric_names(http) == set()
+
+
+def test_the_alerts_are_of_metrics_that_exist(http: Any) -> None:
+    (found,) = [each for each in map(yaml.safe_load, fenced("yaml")) if "groups" in each]
+    (group,) = found["groups"]
+    exist = metric_names(http)
+    for rule in group["rules"]:
+        named = re.findall(r"mindie_mm:(\w+)", rule["expr"])
+        assert named
+        assert set(named) <= exist, rule
+        assert rule["annotations"]["summary"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+def test_the_dashboards_of_vllm_find_its_names(http: Any) -> None:
+    """What vLLM 0.32 has, of the same meaning here."""
+    assert VLLM - metric_names(http) == set()
+
+
+def test_a_line_of_the_log_has_the_keys_of_the_example(service: RunningService) -> None:
+    (text,) = [one for one in fenced("json") if "duration_s" in one]
+    assert json.loads(text).keys() >= {"time", "level", "logger", "process", "pid", "message", "request_id"}
+    method, route, status = re.search(r"(\S+) (\S+) (\d+) [\d.]+ s", json.loads(text)["message"]).groups()  # type: ignore[union-attr]
+    example = json.loads(text)
+    assert (method, route, int(status)) == (example["method"], example["route"], example["status"])

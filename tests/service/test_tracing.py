@@ -1,0 +1,216 @@
+"""OpenTelemetry: what a collector gets of a request, and what it never gets."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tools.serving import RunningService, running_service
+
+PROMPT = "Whisper about Ozymandias"
+TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+
+
+class Collector:
+    """Takes OTLP over HTTP on loopback."""
+
+    def __init__(self) -> None:
+        self.bodies: queue.Queue[bytes] = queue.Queue()
+        self.spans: list[Any] = []
+        self.resource: dict[str, Any] = {}
+        self.url = ""
+
+    def wait_for(self, number: int) -> list[Any]:
+        """The spans, once there are so many of them."""
+        deadline = time.monotonic() + 30
+        while len(self.spans) < number:
+            body = self.bodies.get(timeout=max(0.01, deadline - time.monotonic()))
+            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                self.resource = attributes(of_resource.resource)
+                for scope in of_resource.scope_spans:
+                    self.spans += scope.spans
+        return self.spans
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces"
+            collector.bodies.put(body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def attributes(message: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in message.attributes}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def traced(
+    settings: dict[str, object], collector: Collector, tmp_path_factory: pytest.TempPathFactory, red_square: str
+) -> Iterator[list[Any]]:
+    """The spans of three requests: one with a picture, streamed, in a trace of the client's; one of two choices; one
+    that is refused.
+    """
+    folder = tmp_path_factory.mktemp("traced")
+    environment = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test"}
+    given = settings | {"spool": folder / "spool", "otlp_endpoint": collector.url}
+    with running_service(given, folder / "log", environment=environment) as service:
+        talk(service, red_square)
+        yield collector.wait_for(14)
+        assert service.stop() == 0
+    assert "Ozymandias" not in (folder / "log").read_text()
+
+
+def talk(service: RunningService, picture: str) -> None:
+    with httpx2.Client(base_url=service.url, timeout=60) as http:
+        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
+        chat = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
+        more = {"max_tokens": 5, "stream": True, "temperature": 0.5}
+        http.post("/v1/chat/completions", json=chat | more, headers={"traceparent": TRACEPARENT}).raise_for_status()
+        texts = {"prompt": PROMPT, "n": 2, "max_tokens": 3, "ignore_eos": True}
+        http.post("/v1/completions", json=texts).raise_for_status()
+        assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+        http.get("/health").raise_for_status()
+
+
+def roots(spans: list[Any]) -> list[Any]:
+    return [span for span in spans if span.name == "llm_request"]
+
+
+def children(spans: list[Any], parent: Any) -> list[Any]:
+    return [span for span in spans if span.parent_span_id == parent.span_id]
+
+
+def test_a_request_is_a_span_in_the_clients_trace(traced: list[Any], collector: Collector) -> None:
+    first, second, refused = roots(traced)
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert second.parent_span_id == b""
+    found = attributes(first)
+    assert found["gen_ai.usage.prompt_tokens"] > 10
+    assert found["gen_ai.latency.time_to_first_token"] < found["gen_ai.latency.e2e"]
+    expected = {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "gen_ai.response.model": "tiny",
+        "gen_ai.request.n": 1,
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.usage.completion_tokens": 5,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert attributes(second)["gen_ai.usage.completion_tokens"] == 6
+    assert attributes(refused)["http.response.status_code"] == 400
+    assert children(traced, refused) == []
+    assert collector.resource["service.name"] == "mindie_mm"
+    assert collector.resource["deployment.environment"] == "test"
+
+
+def test_its_stages_are_spans_under_it(traced: list[Any]) -> None:
+    first, second, _ = roots(traced)
+    stages = {span.name: span for span in children(traced, first)}
+    assert stages.keys() == {"fetch", "preprocess", "queue", "prefill", "decode"}
+    (tower,) = children(traced, stages["prefill"])
+    assert tower.name == "tower"
+    in_order = [stages[name] for name in ("fetch", "preprocess", "queue", "prefill", "decode")]
+    for before, after in itertools.pairwise(in_order):
+        assert before.start_time_unix_nano <= before.end_time_unix_nano <= after.start_time_unix_nano + 1000
+    for stage in (*in_order, tower):
+        assert first.start_time_unix_nano <= stage.start_time_unix_nano <= stage.end_time_unix_nano
+        assert stage.end_time_unix_nano <= first.end_time_unix_nano
+        assert stage.trace_id == first.trace_id
+    assert abs(first.end_time_unix_nano - time.time_ns()) < 120e9
+    found = [(span.name, attributes(span).get("mindie_mm.choice")) for span in children(traced, second)]
+    choices = [(name, choice) for choice in (0, 1) for name in ("queue", "prefill", "decode")]
+    assert sorted(found, key=str) == sorted([("preprocess", None), *choices], key=str)
+
+
+def test_no_text_is_in_a_span(traced: list[Any]) -> None:
+    said = " ".join(map(str, traced))
+    assert "Ozymandias" not in said
+    assert "base64" not in said
+
+
+def test_a_request_that_breaks_off_says_with_what(settings: dict[str, object], tmp_path: Path, red_square: str) -> None:
+    given = settings | {"spool": tmp_path / "spool", "request_timeout_s": 1}
+    with collecting() as own, running_service(given | {"otlp_endpoint": own.url}, tmp_path / "log") as service:
+        messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What?"}]}]
+        limit = service.get("/v1/models")["data"][0]["max_model_len"]
+        body = {"messages": messages, "max_tokens": limit // 2, "n": 8, "ignore_eos": True, "stream": True}
+        assert "took longer than" in httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=60).text
+        assert service.stop() == 0, "its last spans are sent before it ends"
+        (root,) = roots(own.wait_for(1))
+    assert root.status.code == root.status.STATUS_CODE_ERROR
+    assert attributes(root)["error.type"] == "RequestTimeout"
+
+
+def test_a_collector_that_is_not_there_costs_nothing(settings: dict[str, object], tmp_path: Path) -> None:
+    given = settings | {"spool": tmp_path / "spool", "otlp_endpoint": "http://127.0.0.1:9/v1/traces"}
+    with running_service(given, tmp_path / "log") as service:
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        assert httpx2.post(f"{service.url}/v1/completions", json=body, timeout=30).status_code == 200
+        began = time.monotonic()
+        assert service.stop() == 0
+        assert time.monotonic() - began < 10
+
+
+def test_nothing_of_the_sdk_is_imported_when_it_is_off() -> None:
+    script = (
+        "import sys, service.app, service.server; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout == "[]\n"
+
+
+def test_without_the_extra_it_is_refused() -> None:
+    script = """
+import sys
+sys.modules["opentelemetry.sdk"] = None
+from service.tracing import Tracer
+Tracer("http://localhost/v1/traces", "0")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert "InputError: otlp_endpoint is set, which needs the extra: pip install 'mindie_mm[otel]'" in ended.stderr
