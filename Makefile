@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: install demo test test-all lint format serve bench clean python3-venv
+.PHONY: install demo test test-all lint format serve bench clean python3-venv browser
 
 install: .venv/installed
 
@@ -20,14 +20,20 @@ python3-venv:
 	$(SUDO) apt-get update --quiet
 	$(SUDO) apt-get install --quiet --yes python3-venv
 
+# For tests/web, which are skipped where there is no browser and none can be had.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || ! command -v apt-get >/dev/null \
+	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium; } \
+	  || echo 'no Chromium: the tests of the web page will be skipped'
+
 demo: install
 	$(BIN)/python -m tools.demo
 
-test: install
+test: install browser
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # With those that take longest: kills on a Ray cluster, schemathesis over the whole interface.
-test-all: install
+test-all: install browser
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
 
 lint: install
@@ -48,7 +54,7 @@ bench: install
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
-.PHONY: families fuzz stress faults
+.PHONY: families fuzz stress faults screenshots
 
 # README's table of families, from what they say of themselves.
 families: install
@@ -66,3 +72,7 @@ stress: install
 # kill -9 at each named point of each process, 10 times; resumable, an hour or two.
 faults: install
 	$(BIN)/python -m tools.fault_matrix --repeats 10 --out build/fault_matrix.jsonl
+
+# The pictures of docs/web-page.md.
+screenshots: install browser
+	$(BIN)/python -m tools.screenshots

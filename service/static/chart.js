@@ -44,6 +44,7 @@ export class Chart {
     place.append(
       element("ul", { class: "legend" }, ...legend),
       element("div", { class: "frame" }, this.#picture, this.#scale),
+      element("div", { class: "axis", "aria-hidden": "true" }, element("span", {}, "2 min ago"), element("span", {}, "now")),
       this.#details,
     );
   }

@@ -16,6 +16,11 @@ export class Memory {
   #mine = new Set();
   #seen = new Map();
   #freed = [];
+  #last = [];
+
+  constructor() {
+    byId("blocks").addEventListener("toggle", () => this.#tabulate());
+  }
 
   /** These blocks, by name, are those of the request that this page waits for. */
   own(names) {
@@ -27,7 +32,8 @@ export class Memory {
     this.#notice(arenas);
     this.#arenas.replaceChildren(...arenas.map((arena) => this.#arena(arena)));
     if (!arenas.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
-    if (byId("blocks").open) this.#tabulate(arenas.flatMap((arena) => arena.map));
+    this.#last = arenas.flatMap((arena) => arena.map);
+    this.#tabulate();
   }
 
   /** What was there at the last look and is not now has been freed. */
@@ -77,7 +83,9 @@ export class Memory {
     }
   }
 
-  #tabulate(blocks) {
+  #tabulate() {
+    if (!byId("blocks").open) return;
+    const blocks = this.#last;
     const rows = blocks.slice(0, MOST_TABLED).map((block) => {
       const own = this.#mine.has(block.name) ? " (asked for here)" : "";
       const cells = [

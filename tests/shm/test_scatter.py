@@ -64,6 +64,11 @@ def test_it_takes_the_bytes_that_it_needs_and_gives_all_back(arena: Arena, holes
     (block,) = (block for info in survey() if info.number == arena.number for block in info.blocks if block.request)
     assert (block.block, block.num_bytes, block.state) == (ref.block, arena.used_bytes - used, "published")
     assert block.arrays["pixel_values"].shape == (300, 588)
+    assert len(block.pieces) > 10
+    assert sum(size for _, size in block.pieces) == block.num_bytes
+    places = {place for offset, size in block.pieces for place in range(offset, offset + size, PAGE)}
+    others = [piece for info in survey() for other in info.blocks if other.block != ref.block for piece in other.pieces]
+    assert not places & {place for offset, size in others for place in range(offset, offset + size, PAGE)}
     assert arena.num_blocks == 33
     assert release(path_file) == 1
     with pytest.raises(StaleReference):

@@ -1,0 +1,104 @@
+"""`make screenshots`: the pictures of docs/web-page.md, taken of a service at work on the embedded checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tools.demo import data_url, picture, write_sound, write_video
+from tools.serving import RunningService, running_service
+
+FOLDER = Path("docs/images")
+ARENA_BYTES = 2**20
+COPIES = (1, 4, 2, 3)
+WIDTH = 1320
+SECONDS = 15
+
+
+def main() -> None:
+    """Writes web-page.png and web-page-dark.png."""
+    browser_path = next(
+        found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))
+    )
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mindie_mm-pictures-") as made, sync_playwright() as playwright:
+        folder = Path(made)
+        media = write_media(folder)
+        settings = {"spool": folder / "spool", "arena_bytes": ARENA_BYTES, "num_tokenizers": 2}
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": 1330})
+        with running_service(settings, folder / "log", start_timeout_s=240) as service:
+            page.goto(service.url)
+            converse(page, media)
+            with load(service):
+                page.wait_for_timeout(SECONDS * 1000)
+                page.get_by_text("Blocks as a table").click()
+                expect(page.locator("#block-rows tr")).to_have_count(sum(COPIES))
+                page.screenshot(path=FOLDER / "web-page.png", full_page=True)
+                page.emulate_media(color_scheme="dark")
+                page.screenshot(path=FOLDER / "web-page-dark.png", full_page=True)
+        browser.close()
+
+
+def write_media(folder: Path) -> list[Path]:
+    """A picture, a video and beeps."""
+    paths = [folder / name for name in ("scene.png", "right.mp4", "beeps.ogg")]
+    picture("red", (220, 40, 40), "square", x=0.35).save(paths[0])
+    write_video(paths[1], [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
+    write_sound(paths[2], "beeps", hertz=880.0, spans=[(0.1 + 0.35 * i, 0.13) for i in range(3)], seconds=1.2)
+    return paths
+
+
+def converse(page: Page, media: list[Path]) -> None:
+    """Two questions, and their answers."""
+    for question, paths in (("What is in the image?", media[:1]), ("What do you see and hear?", media)):
+        page.set_input_files("#files", paths)
+        page.fill("#question", question)
+        page.press("#question", "Enter")
+        expect(page.locator("#status")).to_contain_text("Answered in", timeout=30_000)
+
+
+@contextmanager
+def load(service: RunningService) -> Iterator[None]:
+    """Others' questions, of so many pictures each, for as long as it is entered."""
+    done = threading.Event()
+    bodies = [json.dumps(question(copies)).encode() for copies in COPIES]
+
+    def ask(body: bytes) -> None:
+        request = urllib.request.Request(  # noqa: S310 - our own server
+            f"{service.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        while not done.is_set():
+            with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - our own server
+                while not done.is_set() and answer.readline():
+                    pass
+
+    threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def question(copies: int) -> dict[str, Any]:
+    url = data_url(picture("green", (40, 160, 60), "star", x=0.5))
+    content = [*({"image": url} for _ in range(copies)), {"text": "What is in the image?"}]
+    long = {"ignore_eos": True, "max_tokens": 200 * copies, "stream": True}
+    return {"messages": [{"role": "user", "content": content}]} | long
+
+
+if __name__ == "__main__":
+    main()
