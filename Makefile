@@ -54,7 +54,7 @@ bench: install
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
-.PHONY: families fuzz stress faults screenshots
+.PHONY: families fuzz stress faults soak screenshots
 
 # README's table of families, from what they say of themselves.
 families: install
@@ -76,3 +76,7 @@ faults: install
 # The pictures of docs/web-page.md.
 screenshots: install browser
 	$(BIN)/python -m tools.screenshots
+
+# 20,000 mixed requests: right, wrong, left midway, too large, read too slowly; what they leave; a quarter of an hour.
+soak: install
+	$(BIN)/python -m tests.soak

@@ -19,6 +19,7 @@ MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
+_MAX_SEND_TIMEOUT_S = 86_400.0
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -170,6 +171,8 @@ class ServiceConfig:
     """Most requests being answered; further ones are refused."""
     request_timeout_s: float = 600.0
     """Longest that one request may take, media fetching included."""
+    send_timeout_s: float = 60.0
+    """Longest that a client may take nothing of an answer before its connection is dropped."""
     grace_s: float = 5.0
     """How long running requests may go on after a stop was asked for, before they are aborted; a second signal ends
     it."""
@@ -220,6 +223,8 @@ class ServiceConfig:
         _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
+        if not 0.001 <= self.send_timeout_s <= _MAX_SEND_TIMEOUT_S:
+            raise InputError(f"send_timeout_s is {self.send_timeout_s}, it must be from 0.001 to {_MAX_SEND_TIMEOUT_S}")
         for name in ("request_timeout_s", "fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")

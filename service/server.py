@@ -59,7 +59,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, cancel)
-    with _bound(config.host, config.port) as listener:
+    with _bound(config) as listener:
         async with _started(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
             for number in _SIGNALS:
@@ -85,18 +85,20 @@ async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to `host` and `port`, not listening yet; WorldError names an address that cannot be had."""
+def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
+    """A socket bound to where `config` says, not listening yet; WorldError names an address that cannot be had."""
     with contextlib.ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Inherited by each connection; the kernel alone can tell a client that takes nothing from one that is slow.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(config.send_timeout_s * 1000))
             listener.bind(address)
         except OSError as error:
-            raise WorldError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            raise WorldError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
         yield listener
 
 

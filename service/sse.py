@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -24,11 +25,15 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 """A streaming route's answer, for the interface's description."""
 
+_LAST_WORDS_S = 1.0
+"""How long a client whose answer broke off may take to hear of it."""
+
 
 class EventStream(Response):
     """Streams JSON events, then `last`. The generator runs inside `admission` and is closed on every way out.
 
-    An error before the first event is raised, so that it gets its own status; after it, the error is an event.
+    It runs as fast as its events are made, however slowly the client reads: what it holds is free once the last one is
+    made. An error before the first event is raised, so that it gets its own status; after it, the error is an event.
     """
 
     def __init__(
@@ -52,9 +57,9 @@ class EventStream(Response):
         try:
             async with (
                 self._admission.admit(receive, self._timeout_s),
-                aclosing(self._events()) as events,
+                self._made() as waiting,
             ):
-                async for event in events:
+                while (data := await waiting.get()) is not None:
                     if not started:
                         started = True
                         await send(
@@ -64,7 +69,7 @@ class EventStream(Response):
                                 "headers": self.raw_headers,
                             }
                         )
-                    await _send(send, _encode(event))
+                    await _send(send, data)
         except RequestAborted:
             if not started:
                 raise
@@ -76,8 +81,34 @@ class EventStream(Response):
                 _log.exception("an answer broke off")
             if (trace := tracing.current.get()) is not None:
                 trace.error = type(error).__name__
-            await _send(send, _encode(error_object(error)))
+            try:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await _send(send, _encode(error_object(error)) + self._last, more=False)
+            except TimeoutError:  # left unfinished, the connection is closed
+                _log.warning("an answer broke off (%s), and its client reads nothing", error)
+            return
         await _send(send, self._last, more=False)
+
+    @asynccontextmanager
+    async def _made(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:
+        """The events, encoded, as they are made; None is behind the last. What their generator raises is raised."""
+        waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def make() -> None:
+            try:
+                async with aclosing(self._events()) as events:
+                    async for event in events:
+                        waiting.put_nowait(_encode(event))
+            finally:
+                waiting.put_nowait(None)
+
+        making = asyncio.create_task(make())
+        try:
+            yield waiting
+            await making
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -1,0 +1,300 @@
+"""More requests than are taken, requests that take too long, clients that leave and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm.config import EngineConfig, MiB
+from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.sampling_params import SamplingParams
+from tools.serving import RunningService, running_service
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LIMIT = 3
+WAIT_S = 60.0
+ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+MORE_THAN_SOCKETS_HOLD: dict[str, Any] = {
+    "prompt": [[5 + index % 50 for index in range(1000)]],
+    "echo": True,
+    "logprobs": 5,
+    "n": 20,
+    "max_tokens": 2,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+"""About 13 MB of answer from little work: the choices share the prompt's cache."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service that takes few requests, each for a long time."""
+    folder = tmp_path_factory.mktemp("loaded")
+    settings = {
+        "max_concurrent_requests": LIMIT,
+        "send_timeout_s": 3600.0,
+        "arena_bytes": 64 * MiB,
+        "kv_cache_bytes": 64 * MiB,
+        "num_threads": 1,
+        "spool": folder / "spool",
+    }
+    with running_service(settings, folder / "log") as running:
+        yield running
+        if running.process.poll() is None:
+            assert running.wait_until_free()["blocks"] == 0
+            assert running.stop() == 0
+    assert not list((folder / "spool").iterdir())
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service that gives each request two seconds, and a client that takes nothing one."""
+    folder = tmp_path_factory.mktemp("hasty")
+    settings = {
+        "request_timeout_s": 2.0,
+        "send_timeout_s": 1.0,
+        "arena_bytes": 64 * MiB,
+        "kv_cache_bytes": 64 * MiB,
+        "num_threads": 1,
+        "spool": folder / "spool",
+    }
+    with running_service(settings, folder / "log") as running:
+        yield running
+
+
+def content(red_square: str) -> list[dict[str, Any]]:
+    picture = {"type": "image_url", "image_url": {"url": red_square}}
+    return [{"role": "user", "content": [picture, {"type": "text", "text": "What is in the image?"}]}]
+
+
+def post(service: RunningService, path: str, body: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:
+    """Sends a request and returns its connection, on which nothing has been read."""
+    parts = urlsplit(service.url)
+    made = socket.socket()
+    if receive_bytes is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    made.settimeout(WAIT_S)
+    made.connect((parts.hostname, parts.port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    made.sendall(head.encode() + data)
+    return made
+
+
+def answer_of(connection: socket.socket) -> tuple[int, list[dict[str, Any]]]:
+    """Status and events of a stream that is read to its end, which must be there."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    lines = response.read().splitlines()
+    assert lines[-2] == b"data: [DONE]"
+    return response.status, [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+
+
+def metric(service: RunningService, name: str, **labels: str) -> float:
+    """The sum over a metric's series with these labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    lines = httpx2.get(f"{service.url}/metrics", timeout=WAIT_S).text.splitlines()
+    series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
+
+
+def connections(service: RunningService) -> int:
+    """Open ones of clients; the one that asks is none of them."""
+    port = urlsplit(service.url).port
+    own = psutil.Process(service.process.pid).net_connections("tcp")
+    return sum(one.status != psutil.CONN_LISTEN and one.laddr.port == port for one in own)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService, red_square: str, stream: bool) -> None:
+    body = {"messages": content(red_square), **ENDLESS, "stream": stream}
+    running = [post(loaded, CHAT, body) for _ in range(LIMIT)]
+    wait_until(lambda: metric(loaded, "num_requests_running") == LIMIT)
+    for path, further in ((CHAT, body), ("/infer", {"inputs": "x", "stream": stream}), ("/tokenize", {"prompt": "x"})):
+        refused = httpx2.post(loaded.url + path, json=further, timeout=WAIT_S)
+        assert refused.status_code == 429
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        assert f"the limit is {LIMIT}" in refused.json()["error"]["message"]
+    assert httpx2.get(f"{loaded.url}/health", timeout=WAIT_S).status_code == 200, "full is not ill"
+    running.pop().close()
+    short = {"messages": content(red_square), "max_tokens": 4}
+    wait_until(lambda: httpx2.post(loaded.url + CHAT, json=short, timeout=WAIT_S).status_code == 200)
+    assert metric(loaded, "num_requests_running") == LIMIT - 1, "those that were there first go on"
+    for connection in running:
+        connection.close()
+    wait_until(lambda: metric(loaded, "num_requests_running") == 0)
+    assert loaded.wait_until_free()["blocks"] == 0
+
+
+def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_square: str) -> None:
+    body = {"messages": content(red_square), **ENDLESS, "n": 8, "stream": True}
+    with post(hasty, CHAT, body) as connection:
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        text = response.read().decode()
+    assert response.status in (200, 504)  # on a busy machine it comes before the first event
+    assert '"code":504' in text
+    assert "the limit of 2 s" in text
+    if response.status == 200:
+        assert text.endswith("data: [DONE]\n\n")
+    assert hasty.wait_until_free()["blocks"] == 0
+    wait_until(lambda: metric(hasty, "num_requests_running") == 0)
+
+
+def test_the_deadline_of_an_answer_is_its_status(hasty: RunningService, red_square: str) -> None:
+    body = {"messages": content(red_square), **ENDLESS, "n": 8}
+    late = httpx2.post(hasty.url + CHAT, json=body, timeout=WAIT_S)
+    assert late.status_code == 504
+    assert late.json()["error"]["type"] == "TimeoutError"
+    assert hasty.wait_until_free()["blocks"] == 0
+    wait_until(lambda: metric(hasty, "num_requests_running") == 0)
+
+
+def test_who_reads_nothing_is_dropped(hasty: RunningService) -> None:
+    before = connections(hasty)
+    with post(hasty, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048):
+        wait_until(lambda: metric(hasty, "http_requests_total", handler=COMPLETIONS) == 1)
+        wait_until(lambda: connections(hasty) <= before)
+        wait_until(lambda: metric(hasty, "num_requests_running") == 0)
+
+
+def test_who_reads_byte_by_byte_is_left_at_the_deadline(hasty: RunningService) -> None:
+    answered = metric(hasty, "http_requests_total", handler=COMPLETIONS)
+    with post(hasty, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048) as trickle:
+        read = 0
+
+        def ended() -> bool:
+            nonlocal read
+            read += len(trickle.recv(1))
+            return metric(hasty, "http_requests_total", handler=COMPLETIONS) > answered
+
+        wait_until(ended)
+        assert read > 0
+        wait_until(lambda: metric(hasty, "num_requests_running") == 0)
+
+
+def test_slow_readers_hold_nothing_and_nobody(loaded: RunningService, red_square: str) -> None:
+    """The engine is done with them, and answers others, before they have read a byte."""
+    asked = {**MORE_THAN_SOCKETS_HOLD, "stream_options": {"include_usage": True}}
+    before = metric(loaded, "request_success_total", finished_reason="length")
+    slow = [post(loaded, COMPLETIONS, asked, receive_bytes=2048) for _ in range(LIMIT - 1)]
+    done = before + len(slow) * asked["n"]
+    wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == done)
+    assert metric(loaded, "num_requests_running") == 0
+    answered = httpx2.post(loaded.url + CHAT, json={"messages": content(red_square)}, timeout=WAIT_S)
+    assert answered.status_code == 200
+    assert "red square" in answered.text
+    wait_until(lambda: loaded.shm()["blocks"] == 0)
+    for connection in slow:
+        with connection:
+            status, events = answer_of(connection)
+        assert status == 200
+        assert events[-1]["usage"]["completion_tokens"] == asked["n"] * asked["max_tokens"]
+        ends = [choice["finish_reason"] for event in events for choice in event["choices"]]
+        assert ends.count("length") == asked["n"]
+
+
+def test_a_slow_reader_s_media_are_freed_while_it_reads(loaded: RunningService, red_square: str) -> None:
+    pictured = f'<img src="{red_square.replace("image/png", "image/jpeg")}">'
+    changes = {"prompt": f"{pictured} " + "red square " * 400, "stop": None}
+    before = metric(loaded, "request_success_total", finished_reason="length")
+    with post(loaded, COMPLETIONS, MORE_THAN_SOCKETS_HOLD | changes, receive_bytes=2048) as slow:
+        wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + 20)
+        wait_until(lambda: loaded.shm()["blocks"] == 0)
+        with pytest.raises(httpx2.HTTPStatusError):  # it is still being answered: one place fewer is left
+            fill_up(loaded, LIMIT)
+        assert answer_of(slow)[0] == 200
+
+
+def fill_up(service: RunningService, count: int) -> None:
+    """As many requests at once; raises for one that is refused."""
+    held = [post(service, CHAT, {"messages": [{"role": "user", "content": "x"}], **ENDLESS}) for _ in range(count - 1)]
+    try:
+        wait_until(lambda: metric(service, "num_requests_running") == count - 1)
+        httpx2.post(service.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]}).raise_for_status()
+    finally:
+        for connection in held:
+            connection.close()
+        wait_until(lambda: metric(service, "num_requests_running") == 0)
+
+
+def test_who_reads_nothing_does_not_keep_the_service_from_stopping(loaded: RunningService) -> None:
+    """The last test of this service."""
+    before = metric(loaded, "request_success_total", finished_reason="length")
+    with post(loaded, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048):
+        wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + 20)
+        assert loaded.stop() == 0
+
+
+async def test_an_abort_stops_the_engine_within_one_step() -> None:
+    """The engine is halted in the midst of a step while the client leaves: that step is the last with its request."""
+    engine = await AsyncEngine.start(
+        None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1, measure_s=0)
+    )
+    try:
+        params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+        leaving, staying = (
+            engine.generate(name, np.array([5, 6, index], np.int64), params) for index, name in enumerate("ab")
+        )
+        running: list[int] = []
+
+        async def read() -> None:
+            async for _ in staying:
+                running.append(engine.stats.num_running)  # noqa: PERF401 - looked at meanwhile
+
+        reading = asyncio.create_task(read())
+        await anext(leaving)
+        await until(lambda: 2 in running)
+        os.kill(engine.pid, signal.SIGSTOP)
+        await halted(engine)
+        before = len(running)
+        await leaving.aclose()
+        os.kill(engine.pid, signal.SIGCONT)
+        await until(lambda: len(running) >= before + 3)
+        assert running[before - 1] == 2
+        assert set(running[before + 1 :]) == {1}, "one step may have been in work"
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await staying.aclose()
+        await until(lambda: engine.stats.num_running == 0)
+        assert engine.stats.kv_cache_usage == 0
+    finally:
+        await engine.close()
+
+
+async def halted(engine: AsyncEngine) -> None:
+    """Returns once what the engine had sent until it was halted has been read."""
+    process = psutil.Process(engine.pid)
+    await until(lambda: process.status() == psutil.STATUS_STOPPED)
+    channel = engine._child.channel._writer.get_extra_info("socket")
+    await until(lambda: not select.select([channel.fileno()], [], [], 0)[0])
+    for _ in range(3):  # from the stream to the queue, from the queue to who reads it
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
+            await asyncio.sleep(0)

@@ -1,0 +1,88 @@
+"""`python -m tests.soak`, `make soak`: thousands of mixed requests, and what they leave behind."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import Any
+
+from bench.report import RESULTS, plot, write
+from tests.soak.run import Report, soak
+
+GROWTH = 0.02
+"""Of memory, from the first measurement to the last."""
+
+
+def main() -> int:
+    """0 if nothing was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--warm", type=int, default=2_000, help="requests before the first measurement that counts")
+    parser.add_argument("--every", type=int, default=500, help="requests between two measurements")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--pictures", type=int, default=150, help="different ones")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", default="soak", help="name of the files under bench/results")
+    options = parser.parse_args()
+    say = partial(print, flush=True)
+    report = soak(options.requests, options.warm, options.every, options.clients, options.pictures, options.seed, say)
+    figures = report.figures()
+    write(options.results, figures)
+    plot(options.results, lambda axes: _draw(axes, report))
+    found = [name for name, bad in findings(figures).items() if bad]
+    text = _table(figures, found)
+    (RESULTS / f"{options.results}.md").write_text(text)
+    say(text)
+    return len(found)
+
+
+def findings(figures: dict[str, Any]) -> dict[str, bool]:
+    """What must not be, and whether it is."""
+    return {
+        "wrong_answers": figures["wrong_answers"] != 0,
+        "leaked_blocks": figures["leaked_blocks"] != 0,
+        "leaked_request_directories": figures["leaked_request_directories"] != 0,
+        "descriptors_gained": figures["descriptors_gained"] > 0,
+        "memory_growth": figures["memory_growth"] > GROWTH,
+        "exit_status": figures["exit_status"] != 0,
+    }
+
+
+def _table(figures: dict[str, Any], found: list[str]) -> str:
+    requests = figures["requests"]
+    rows = [f"| {kind} | {count} |" for kind, count in requests.items()]
+    measured = [f"| {name} | {figures[name]} |" for name in (*findings(figures), "threads_gained")]
+    return "\n".join(
+        [
+            f"{sum(requests.values())} mixed requests on two cores: "
+            + (f"**found: {', '.join(found)}**" if found else "nothing found")
+            + ".",
+            f"Growth and gains count from the measurement after {figures['measured_from']} requests.",
+            "",
+            "| requests | |",
+            "| --- | --- |",
+            *rows,
+            "",
+            "| found | |",
+            "| --- | --- |",
+            *measured,
+            "",
+        ]
+    )
+
+
+def _draw(axes: Any, report: Report) -> None:
+    requests = [one.requests for one in report.samples]
+    roles = dict.fromkeys(role for one in report.samples for role in one.processes)
+    axes.plot(requests, [one.memory_bytes / 1e6 for one in report.samples], label="all processes")
+    for role in roles:
+        axes.plot(requests, [one.processes.get(role, 0) / 1e6 for one in report.samples], label=role)
+    axes.set_ylim(0)
+    axes.set_xlabel("requests")
+    axes.set_ylabel("MB")
+    axes.legend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
