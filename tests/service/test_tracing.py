@@ -98,7 +98,7 @@ def traced(
     given = settings | {"spool": folder / "spool", "otlp_endpoint": collector.url}
     with running_service(given, folder / "log", environment=environment) as service:
         talk(service, red_square)
-        yield collector.wait_for(14)
+        yield collector.wait_for(16)
         assert service.stop() == 0
     assert "Ozymandias" not in (folder / "log").read_text()
 
