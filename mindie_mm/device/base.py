@@ -41,6 +41,9 @@ class Device(ABC):
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Does `work` and returns the most memory that it took at a time, beside what was taken before."""
 
+    def prepare(self, module: torch.nn.Module) -> None:
+        """Lays out the weights of a model that is loaded and placed as they are computed with fastest."""
+
     def set_num_threads(self, count: int) -> None:
         """Host threads for compute; 0 keeps torch's choice."""
         if count:

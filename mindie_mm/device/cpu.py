@@ -9,6 +9,7 @@ import torch
 
 from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
+from mindie_mm.device.packed_linear import pack
 
 
 class CPU(Device):
@@ -29,6 +30,9 @@ class CPU(Device):
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         del checkpoint_dtype  # bfloat16 is slower than float32 on most hosts, and less exact on all
         return torch.float32
+
+    def prepare(self, module: torch.nn.Module) -> None:
+        pack(module)
 
     def free_bytes(self) -> int:
         return host_memory.available_bytes()

@@ -127,6 +127,7 @@ def load_model(
     with reading(checkpoint, chosen):
         model = chosen.model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
     place(model, vision, projector)
+    opened.prepare(model.module)
     return model
 
 

@@ -344,7 +344,10 @@ class _LatentAttention(nn.Module):
         self.low_rank = rank is not None
         self.kv_a_proj_with_mqa = nn.Linear(width, self.latent + self.rotary_width, bias=False)
         self.kv_a_layernorm = RMSNorm(self.latent, _LATENT_EPS)
-        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.plain + value), bias=False)
+        self.kv_b_proj = nn.Module()  # a weight that is taken apart, and never multiplied with as a whole
+        self.kv_b_proj.register_parameter(
+            "weight", nn.Parameter(torch.empty(self.heads * (self.plain + value), self.latent))
+        )
         self.o_proj = nn.Linear(self.heads * value, width, bias=False)
 
     def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
@@ -352,7 +355,8 @@ class _LatentAttention(nn.Module):
         plain, rotated = split_heads(query, self.plain + self.rotary_width).split([self.plain, self.rotary_width], -1)
         latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent, self.rotary_width], -1)
         latent = self.kv_a_layernorm(latent).unsqueeze(0)
-        of_keys, of_values = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).tensor_split([self.plain], dim=1)
+        by_head = self.kv_b_proj.get_parameter("weight").unflatten(0, (self.heads, -1))
+        of_keys, of_values = by_head.tensor_split([self.plain], dim=1)
         query = torch.cat([rotate(_by_halves(rotated), *angles), plain @ of_keys], -1)
         key = torch.cat([rotate(_by_halves(shared.unsqueeze(0)), *angles), latent], -1)
         scaling = (self.plain + self.rotary_width) ** -0.5

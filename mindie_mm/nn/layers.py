@@ -21,22 +21,29 @@ class RMSNorm(nn.Module):
         return self.weight * values.to(hidden.dtype)
 
 
-class PatchProjection(nn.Linear):
+class PatchProjection(nn.Module):
     """A convolution over patches that lie apart, one output each, as what it is: a matrix product.
 
     As a convolution oneDNN takes several times as long (docs/decisions.md).
     """
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
+        super().__init__()
         weight, bias = convolution.weight, convolution.bias
-        super().__init__(weight[0].numel(), len(weight), bias=bias is not None, device="meta")
-        self.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=False)
+        self.linear = nn.Linear(weight[0].numel(), len(weight), bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=False)
         if bias is not None:
-            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+            self.linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """What transformers asks for its dtype."""
+        return self.linear.weight
 
     def forward(self, patches: Tensor) -> Tensor:
         """[n, channels, *kernel] -> [n, width]."""
-        return super().forward(patches.flatten(1))
+        projected: Tensor = self.linear(patches.flatten(1))
+        return projected
 
 
 def rotary_angles(positions: Tensor, width: int, base: float | Tensor) -> tuple[Tensor, Tensor]:

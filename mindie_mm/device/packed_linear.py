@@ -1,0 +1,82 @@
+"""Linear layers whose weights lie as oneDNN multiplies with them fastest.
+
+torch multiplies float32 on the CPU by MKL, which takes a slower path on processors that are not Intel's. Weights that
+were laid out for oneDNN once are up to 2.2 times as fast there, and on Intel's own as fast, less what the call costs:
+which it is here is tried (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+_LEAST_ELEMENTS = 2**17
+"""Of a weight; with fewer, the call costs more than it saves where few rows go in, as in decoding."""
+
+_TRIAL = (1536, 256, 1024)
+"""Rows, width and outputs of the product that is tried; a small tower's."""
+_TRIALS = 5
+_WORTH = 1.3
+"""How much faster it must be: between the 1.0 and the 2.2 that were seen, so that noise does not decide."""
+
+
+class PackedLinear(nn.Module):
+    """As the nn.Linear that it is made from, for inference alone. Its weight can be multiplied with, not read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())  # noqa: SLF001 - it has no other name
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., width] -> [..., outputs], of the weight's dtype."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")  # noqa: SLF001
+        return out
+
+
+@cache
+def pays(dtype: torch.dtype) -> bool:
+    """Whether packed weights are clearly faster on this processor: a trial of some 50 ms."""
+    if not torch.backends.mkldnn.is_available() or platform.machine() != "x86_64":  # on others it was never run
+        return False
+    if dtype != torch.float32 and not (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):  # noqa: SLF001
+        return False
+    num_rows, width, outputs = _TRIAL
+    rows, plain = torch.zeros(num_rows, width, dtype=dtype), nn.Linear(width, outputs, dtype=dtype)
+    packed = PackedLinear(plain)
+    with torch.inference_mode():
+        return _seconds(plain, rows) > _WORTH * _seconds(packed, rows)
+
+
+def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
+    """Replaces the linear layers in `module` that are on the host and gain by it, each judged by `pays`.
+
+    Those that share their weight stay: it would be there twice. So do subclasses, which know more of their weight,
+    and those with hooks (nn/placement.py), which a replacement would not have.
+    """
+    holders = Counter(id(weight) for one in module.modules() for weight in one.parameters(recurse=False))
+    for parent in [*module.modules()]:
+        for name, child in [*parent.named_children()]:
+            if type(child) is not nn.Linear or holders[id(child.weight)] > 1 or child._forward_pre_hooks:  # noqa: SLF001
+                continue
+            weight = child.weight
+            if weight.device.type == "cpu" and weight.numel() >= _LEAST_ELEMENTS and pays(weight.dtype):
+                setattr(parent, name, PackedLinear(child))
+
+
+def _seconds(layer: nn.Module, rows: Tensor) -> float:
+    layer(rows)
+    times = [time.perf_counter()]
+    for _ in range(_TRIALS):
+        layer(rows)
+        times.append(time.perf_counter())
+    return median(after - before for before, after in pairwise(times))

@@ -1,0 +1,82 @@
+"""Packed weights give what plain ones give; which layers are packed."""
+
+import pytest
+import torch
+from torch import nn
+
+from mindie_mm.device.cpu import CPU
+from mindie_mm.device.packed_linear import PackedLinear, pack, pays
+from mindie_mm.models import load_model
+from tools.random_checkpoint import write_checkpoint
+
+WIDTH = 512
+
+
+def always(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "given",
+    [
+        rows(7, WIDTH),
+        rows(1, 3, WIDTH),
+        rows(WIDTH),
+        rows(0, WIDTH),
+        rows(7, 2 * WIDTH)[:, ::2],
+        rows(7, WIDTH + 3)[:, 3:],
+        rows(WIDTH, 5).t(),
+        rows(1, WIDTH).expand(4, WIDTH),
+    ],
+    ids=["rows", "batch", "vector", "none", "strided", "unaligned", "transposed", "expanded"],
+)
+def test_a_packed_layer_is_the_same_layer(given, bias):
+    plain = nn.Linear(WIDTH, 300, bias=bias)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(plain)(given), plain(given), atol=1e-5, rtol=1e-5)
+
+
+class _Special(nn.Linear):
+    pass
+
+
+def test_what_stays():
+    module = nn.ModuleDict(
+        {
+            "large": nn.Linear(WIDTH, WIDTH),
+            "small": nn.Linear(8, 8),
+            "rounded": nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16),
+            "special": _Special(WIDTH, WIDTH),
+            "embedding": nn.Embedding(WIDTH, WIDTH),
+            "tied": nn.Linear(WIDTH, WIDTH, bias=False),
+            "moved": nn.Linear(WIDTH, WIDTH),
+        }
+    )
+    module["tied"].weight = module["embedding"].weight
+    module["moved"].register_forward_pre_hook(lambda *_: None)
+    pack(module, always)
+    assert [name for name, layer in module.items() if isinstance(layer, PackedLinear)] == ["large"]
+
+
+def test_a_model_with_packed_layers_gives_the_same_logits(tmp_path):
+    path = write_checkpoint(tmp_path / "small", "small")
+    plain, packed = load_model(path, device="cpu"), load_model(path, device="cpu")
+    pack(packed.module, always)
+    replaced = [name for name, layer in packed.module.named_modules() if isinstance(layer, PackedLinear)]
+    assert any("visual" in name for name in replaced)
+    assert any("language_model" in name for name in replaced)
+    ids = torch.arange(10, 60)
+    torch.testing.assert_close(packed.logits(ids), plain.logits(ids), atol=1e-4, rtol=0)
+
+
+def test_the_processor_decides():
+    """By a trial, whose outcome stands for the process."""
+    module = nn.ModuleDict({"layer": nn.Linear(WIDTH, WIDTH)})
+    CPU().prepare(module)
+    assert isinstance(module["layer"], PackedLinear) is pays(torch.float32)
+    assert not pays(torch.float64)
