@@ -22,7 +22,7 @@ python3-venv:
 
 # For tests/web, which are skipped where there is no browser and none can be had.
 browser:
-	@command -v chromium chromium-browser google-chrome >/dev/null || ! command -v apt-get >/dev/null \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium; } \
 	  || echo 'no Chromium: the tests of the web page will be skipped'
 

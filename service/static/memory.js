@@ -9,6 +9,8 @@ const LINE = 12;
 const LEAST = 4; // so that no block is invisible
 const FREED_MS = 2000; // how long a freed block is still drawn
 const MOST_TABLED = 100;
+const MOST_NAMED = 12;
+const OWNERS = 6; // colours; requests may share one
 
 export class Memory {
   #arenas = byId("arenas");
@@ -18,8 +20,11 @@ export class Memory {
   #freed = [];
   #last = [];
 
+  #colours = byId("colours");
+
   constructor() {
     byId("blocks").addEventListener("toggle", () => this.#tabulate());
+    this.#colours.addEventListener("change", () => this.#draw());
   }
 
   /** These blocks, by name, are those of the request that this page waits for. */
@@ -30,10 +35,27 @@ export class Memory {
   /** Takes /shm with its blocks. */
   update({ arenas }) {
     this.#notice(arenas);
-    this.#arenas.replaceChildren(...arenas.map((arena) => this.#arena(arena)));
-    if (!arenas.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
-    this.#last = arenas.flatMap((arena) => arena.map);
+    this.#last = arenas;
+    this.#draw();
     this.#tabulate();
+  }
+
+  get #blocks() {
+    return this.#last.flatMap((arena) => arena.map);
+  }
+
+  #draw() {
+    const byOwner = this.#colours.value === "owner";
+    byId("ages").hidden = byOwner;
+    byId("owners").hidden = !byOwner;
+    const owners = [...new Set(this.#blocks.map(({ request }) => request))].slice(0, MOST_NAMED);
+    byId("owners").replaceChildren(
+      ...owners.map((request) =>
+        element("li", {}, svg("svg", { class: `swatch ${owner(request)}`, "aria-hidden": "true" }), short(request)),
+      ),
+    );
+    this.#arenas.replaceChildren(...this.#last.map((arena) => this.#arena(arena)));
+    if (!this.#last.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
   }
 
   /** What was there at the last look and is not now has been freed. */
@@ -60,9 +82,10 @@ export class Memory {
     for (const rect of rects(0, room, room)) picture.append(svg("rect", { class: "room", ...rect }));
     for (const rect of rects(0, room * arena.populated, room)) picture.append(svg("rect", { class: "populated", ...rect }));
     for (const { arena: name, block } of this.#freed) {
-      if (name === arena.name) this.#draw(picture, block, room, "freed");
+      if (name === arena.name) this.#put(picture, block, room, "freed");
     }
-    for (const block of arena.map) this.#draw(picture, block, room, look(block));
+    const look = this.#colours.value === "owner" ? ownerLook : ageLook;
+    for (const block of arena.map) this.#put(picture, block, room, look(block));
     const facts = `${bytes(arena.bytes)} of ${bytes(room)} in ${count(arena.blocks)}; at most ${bytes(arena.peak_bytes ?? 0)}`;
     return element(
       "figure",
@@ -73,25 +96,25 @@ export class Memory {
     );
   }
 
-  #draw(picture, block, room, className) {
+  #put(picture, block, room, className) {
     const mine = this.#mine.has(block.name) && className !== "freed" ? " mine" : "";
     for (const [offset, size] of block.pieces) {
       for (const rect of rects(offset, size, room, LEAST)) {
-        const title = `${block.name}, ${block.state}, ${seconds(block.age_s)}, ${bytes(block.bytes)}`;
-        picture.append(svg("rect", { class: `block ${className}${mine}`, ...rect }, svg("title", {}, title)));
+        const facts = [block.name, block.state, `request ${short(block.request)}`, seconds(block.age_s), bytes(block.bytes)];
+        picture.append(svg("rect", { class: `block ${className}${mine}`, ...rect }, svg("title", {}, facts.join(", "))));
       }
     }
   }
 
   #tabulate() {
     if (!byId("blocks").open) return;
-    const blocks = this.#last;
+    const blocks = this.#blocks;
     const rows = blocks.slice(0, MOST_TABLED).map((block) => {
       const own = this.#mine.has(block.name) ? " (asked for here)" : "";
       const cells = [
         block.name + own,
         block.state,
-        (block.request ?? "none").slice(0, 8),
+        short(block.request),
         seconds(block.age_s),
         bytes(block.bytes),
         Object.entries(block.arrays).map(([name, { dtype, shape }]) => `${name} ${dtype} [${shape.join(", ")}]`).join("; "),
@@ -117,10 +140,17 @@ function rects(offset, size, room, least = 0) {
   return found;
 }
 
-function look({ state, age_s: age }) {
+function ageLook({ state, age_s: age }) {
   if (state === "filling") return "filling";
   return `published ${age < 1 ? "young" : age < 10 ? "" : "old"}`;
 }
+
+const ownerLook = ({ state, request }) => `${owner(request)} ${state === "filling" ? "faint" : ""}`;
+
+/** A request's colour, the same at each look: its name is random digits. */
+const owner = (request) => `owner-${request ? parseInt(request.slice(0, 6), 16) % OWNERS || 0 : 0}`;
+
+const short = (request) => (request ?? "none").slice(0, 8);
 
 function described(arena) {
   const filling = arena.map.filter(({ state }) => state === "filling").length;

@@ -58,8 +58,14 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
         place = block["pieces"][0][0]
         assert float(str(rect.get_attribute("x"))) == pytest.approx(place % line / line * 640, abs=0.1)
         assert float(str(rect.get_attribute("y"))) == place // line * 12
+    page.get_by_role("combobox", name="Colours").select_option("by request")
+    owners = [block["request"][:8] for block in arena["map"]]
+    expect(page.locator("#owners li")).to_have_text(owners)
+    looks = [rect.get_attribute("class") for rect in page.locator(".arena .block").all()]
+    assert looks == [f"block owner-{int(owner[:6], 16) % 6} " for owner in owners]
     busy.close()
     expect(rows).to_have_text(["No block."])
+    expect(page.locator("#owners li")).to_have_count(0)
     expect(page.locator(".arena .block.published")).to_have_count(0)
 
 
