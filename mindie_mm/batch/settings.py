@@ -12,6 +12,7 @@ from blake3 import blake3
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
 from mindie_mm.batch.source import Source, open_source
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint import Checkpoint
 
@@ -54,6 +55,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A shard ends with the row that brings its blocks to so many bytes."""
     shard_rows: int = 128
     """And with that many rows. What one process does at a time, and does again if it dies."""
+    media: MediaCaps = MediaCaps()
+    """What is above them is an error of its row; `max_decode_bytes` is left to the system."""
 
     def __post_init__(self) -> None:
         for name, least, most in (

@@ -36,7 +36,9 @@ class Stage:
         self._folder = folder
         self._sources = settings.sources(folder)
         self._wire = DiskWire()
-        self._tokenizer = Tokenizer.from_pretrained(settings.model or None, self._wire, family=settings.family or None)
+        self._tokenizer = Tokenizer.from_pretrained(
+            settings.model or None, self._wire, family=settings.family or None, caps=settings.media
+        )
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
         """Tokenises the rows of `chunk`, one after another; those in `doomed` are not tried, but have that error.

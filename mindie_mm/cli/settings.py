@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,8 +18,11 @@ from mindie_mm.sources import PARTS, Configuration, configuration
 Command = Callable[..., Any]
 
 
-def settings(*classes: type[Any]) -> Callable[[Command], Command]:
-    """One option for each field of the settings `classes`, with its docstring as help; and one for a file of them."""
+def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Command], Command]:
+    """One option for each field of the settings `classes`, with its docstring as help; and one for a file of them.
+
+    `without` names fields that mean nothing to the command.
+    """
 
     def decorate(command: Command) -> Command:
         command = click.option(
@@ -30,7 +33,7 @@ def settings(*classes: type[Any]) -> Callable[[Command], Command]:
         for cls in reversed(classes):
             helps = _field_docs(cls)
             for field in reversed(dataclasses.fields(cls)):
-                if field.name not in PARTS | {"model"}:
+                if field.name not in {*PARTS, "model", *without}:
                     command = _option(field, get_type_hints(cls)[field.name], helps[field.name])(command)
         return command
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
+
+from mindie_mm.cli.settings import configured, settings
+from mindie_mm.config import MediaCaps
 
 STDIN = "-"
 MiB = 2**20
@@ -35,6 +39,7 @@ MiB = 2**20
 @click.option("--json-progress", is_flag=True, help="Progress as a JSON object a second, on standard error.")
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="On a Ray cluster, each node into a folder of its own; a local one without an address.")  # fmt: skip
+@settings(MediaCaps, without={"max_decode_bytes"})
 def command(
     inputs: tuple[str, ...],
     *,
@@ -46,7 +51,8 @@ def command(
     resume: bool,
     json_progress: bool,
     ray_address: str | None,
-    **settings: Any,
+    config: Path | None,
+    **given: Any,
 ) -> None:
     """Token ids and preprocessed arrays of the rows in INPUT, in shards that a worker runs or a trainer reads.
 
@@ -61,13 +67,16 @@ def command(
     max_errors = _max_errors(on_error)
     if not resume and output.is_dir() and any(output.iterdir()):
         raise click.UsageError(f"{output} is not empty, and --no-resume was given")
+    caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
+    media = configured(None, caps | {"config": config}).worker.media
     columns = tuple(column for column in select_columns.split(",") if column)
     made = Settings(
         model="" if model is None else str(model.absolute()),
         inputs=tuple(given if given == STDIN else str(Path(given).absolute()) for given in inputs),
         stdin_folder=str(Path.cwd()) if STDIN in inputs else "",
         columns=columns,
-        **settings,
+        media=replace(media, max_decode_bytes=MediaCaps().max_decode_bytes),
+        **given,
     )
     with shown("json" if json_progress else "auto") as show:
         run = BatchRun(made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address)

@@ -109,6 +109,20 @@ def test_what_on_error_does_not_take(given, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_caps_are_part_of_what_decides_the_bytes(media, tmp_path):
+    """What is above one is an error of its row; another one is another run."""
+    rows = written(media / "capped.jsonl", [{"images": ["0.jpg"], "text": "What?"}, {"text": "Just words."}])
+    (tmp_path / "settings.toml").write_text("max_image_pixels = 1000")
+    done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, "--config", tmp_path / "settings.toml")
+    assert done.returncode == 1, done.stderr
+    (error,) = [json.loads(line) for line in (tmp_path / "run/errors.jsonl").read_text().splitlines()]
+    assert error["row"] == 0
+    assert "the limit is 1000" in error["error"]
+    other = tokenize(rows, "--output", tmp_path / "run", "--max-image-pixels", 2000)
+    assert other.returncode == 2
+    assert "media was " in other.stderr
+
+
 def test_no_resume_wants_an_empty_folder(lines, tmp_path):
     made(settings(lines, limit=1), tmp_path / "run")
     before = content(tmp_path / "run")
