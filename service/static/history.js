@@ -15,12 +15,14 @@ export async function historyText(turns) {
 
 /** A picture as a tag; the form has no other media, which are named. */
 async function itemText(item) {
-  if (item.kind !== "image") return `[${item.kind}: ${item.name}]`;
-  return `<img src="${item.file.type === "image/jpeg" ? await dataURL(item.file) : await jpegURL(item.file)}">`;
+  const named = `[${item.kind}: ${item.name}]`;
+  if (item.kind !== "image") return named;
+  if (item.file.type === "image/jpeg") return `<img src="${await dataURL(item.file)}">`;
+  const picture = await createImageBitmap(item.file).catch(() => null); // a TIFF, say, which browsers do not read
+  return picture ? `<img src="${jpegURL(picture)}">` : named;
 }
 
-async function jpegURL(file) {
-  const picture = await createImageBitmap(file);
+function jpegURL(picture) {
   const canvas = document.createElement("canvas");
   canvas.width = picture.width;
   canvas.height = picture.height;

@@ -35,8 +35,8 @@ def attach(page: Page, *paths: Path) -> None:
     expect(page.locator("#items li")).to_have_count(len(paths))
 
 
-def drop(page: Page, path: Path, kind: str) -> None:
-    """Lets go of a file over the page, as a mouse would."""
+def hand(page: Page, path: Path, kind: str, way: str) -> None:
+    """Lets go of a file over the page, as a mouse would, or pastes it."""
     data = page.evaluate_handle(
         """([name, type, text]) => {
             const transfer = new DataTransfer();
@@ -46,8 +46,14 @@ def drop(page: Page, path: Path, kind: str) -> None:
         }""",
         [path.name, kind, base64.b64encode(path.read_bytes()).decode()],
     )
-    for event in ("dragover", "drop"):
-        page.locator("main").dispatch_event(event, {"dataTransfer": data})
+    if way == "drop":
+        page.locator("main").dispatch_event("dragover", {"dataTransfer": data})
+        page.locator("main").dispatch_event("drop", {"dataTransfer": data})
+    else:
+        pasted = (
+            "(data) => document.body.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, bubbles: true}))"
+        )
+        page.evaluate(pasted, data)
     expect(page.locator("#items li")).to_have_count(1)
 
 
@@ -65,8 +71,9 @@ def test_a_text_is_answered_and_streamed(page: Page) -> None:
     assert max(lengths) == len(CHAT_ANSWERS["hello"])
 
 
-def test_a_dropped_picture(page: Page, files: Path) -> None:
-    drop(page, files / "scene.png", "image/png")
+@pytest.mark.parametrize("way", ["drop", "paste"])
+def test_a_picture_dropped_or_pasted(page: Page, files: Path, way: str) -> None:
+    hand(page, files / "scene.png", "image/png", way)
     turn = ask(page, WHAT)
     expect(turn.locator(".answer")).to_have_text("red square")
     expect(turn.get_by_role("img", name="scene.png")).to_be_visible()
@@ -151,6 +158,19 @@ def test_the_history_comes_back_through_the_interface(page: Page, service: Runni
         assert made.getpixel((64, 64)) == pytest.approx((220, 40, 40), abs=12)
     answer = httpx2.post(f"{service.url}/v1/completions", json={"prompt": text, "max_tokens": 4}).json()
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 24
+
+
+def test_where_the_clipboard_is_barred_the_history_is_shown(page: Page) -> None:
+    """As on http:// pages of other machines."""
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    ask(page, "Hello!")
+    page.get_by_role("button", name="Copy history").click()
+    expect(page.get_by_role("dialog", name="The history")).to_be_visible()
+    shown = page.locator("#copy-text")
+    expect(shown).to_have_value(f"### Human: Hello!\n### Assistant: {CHAT_ANSWERS['hello']}\n")
+    expect(shown).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(shown).to_be_hidden()
 
 
 def test_the_conversation_so_far_is_sent_where_asked(page: Page) -> None:
