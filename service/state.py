@@ -43,19 +43,19 @@ class Service:
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is")
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-def _arrived(request: Request) -> float:
+async def _arrived(request: Request) -> float:
     arrived = request.state.arrived
     assert isinstance(arrived, float)
     return arrived
 
 
-def _request_id(request: Request) -> str:
+async def _request_id(request: Request) -> str:
     request_id = request.state.request_id
     assert isinstance(request_id, str)
     return request_id

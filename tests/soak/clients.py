@@ -20,7 +20,7 @@ VOLATILE = frozenset(
     {"id", "created", "timings", "prompt_tokens_details", "prefill_time", "decode_time", "seed", "top_logprobs"}
 )
 """What differs between two equal answers; of unlikely tokens the order does."""
-RECEIVE_BYTES = 2048
+RECEIVE_BYTES = 16384
 """Of a slow reader's socket."""
 
 

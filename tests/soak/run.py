@@ -23,7 +23,7 @@ from tools.demo import image
 from tools.serving import RunningService, running_service
 
 SHARES = {"right": 66, "wrong": 12, "cancelled": 12, "cancelled while sending": 2, "oversized": 4, "slow": 3, "late": 1}
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 KEPT = 20
 """Wrong answers that are told in full."""
 
