@@ -32,6 +32,7 @@ class CPU(Device):
         return torch.float32
 
     def prepare(self, module: torch.nn.Module) -> None:
+        host_memory.keep_freed()
         pack(module)
 
     def free_bytes(self) -> int:

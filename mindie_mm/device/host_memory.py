@@ -12,6 +12,9 @@ from pathlib import Path, PurePosixPath
 import psutil
 import torch
 
+_MiB, _GiB = 2**20, 2**30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
 _MOUNT = Path("/sys/fs/cgroup")
 # Version 2 first, then 1: below which folder, and the files with the limit, the usage, and what of it can be dropped.
 _FILES = (
@@ -71,6 +74,18 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeroes, whose pages take no memory until they are written."""
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def keep_freed() -> None:
+    """Has the allocator keep what is freed for what comes next, up to a GiB, until it is asked to give it back.
+
+    Else each activation of more than 128 KiB is a mapping of its own, or the end of the heap that is given back: a
+    tower's call on a picture of 640x480 spent a tenth of its processor time on faulting in the same pages again.
+    """
+    with suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the most that glibc takes
+        library.mallopt(_M_TRIM_THRESHOLD, _GiB)
 
 
 def _trim() -> None:

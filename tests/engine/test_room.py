@@ -72,8 +72,9 @@ def test_an_item_is_as_large_as_a_prompt_can_hold(random_checkpoint):
 
 
 def test_fewer_trials_come_near_the_whole(random_checkpoint):
-    whole, reckoned = (room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (60, 0.01))
-    assert abs(whole - reckoned) < 0.75 * (room(random_checkpoint, measure_s=0) - whole)
+    """Or above it: from small work more is reckoned, since the allocator keeps what the work has freed."""
+    none, whole, reckoned = (room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (0, 60, 0.01))
+    assert 0.6 * (none - whole) < none - reckoned < 2 * (none - whole)
 
 
 def test_trials_begin_with_little_of_a_large_picture(random_checkpoint):
