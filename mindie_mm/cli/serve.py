@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from mindie_mm import logs
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
@@ -24,6 +23,8 @@ def command(path: Path | None, **flags: Any) -> None:
     Each option can also be set by the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log begins
     with all of them, and where each came from.
     """
+    from mindie_mm import logs  # late, as the server: `mindie-mm --help` imports every command
+
     found = configured(path, flags)
     logs.configure(logs.LogSettings(found.service.log_format, found.service.log_level), "api")
     for one in found.settings():
