@@ -29,7 +29,9 @@ FLAGS = (
     "--use-fake-device-for-media-stream",
     "--use-fake-ui-for-media-stream",
 )
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
+START_TIMEOUT_S = 110.0
+"""These bound what hangs; a busy machine takes tens of seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +42,9 @@ def settings() -> dict[str, object]:
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("web")
-    with running_service(settings | {"spool": folder / "spool"}, folder / "log", TINY) as running:
+    with running_service(
+        settings | {"spool": folder / "spool"}, folder / "log", TINY, start_timeout_s=START_TIMEOUT_S
+    ) as running:
         yield running
         assert running.wait_until_free()["blocks"] == 0
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from service import page
-from tests.web.conftest import TINY
+from tests.web.conftest import START_TIMEOUT_S, TINY
 from tools.serving import RunningService, running_service
 
 MOST_BYTES = 100_000
@@ -60,7 +60,7 @@ def test_there_is_no_other(service: RunningService, path: str) -> None:
 
 def test_off(tmp_path: Path, settings: dict[str, object]) -> None:
     off = settings | {"spool": tmp_path / "spool", "web_page": False}
-    with running_service(off, tmp_path / "log", TINY) as running:
+    with running_service(off, tmp_path / "log", TINY, start_timeout_s=START_TIMEOUT_S) as running:
         for path in ("/", "/static/main.js"):
             assert httpx2.get(running.url + path).status_code == 404
         assert httpx2.get(f"{running.url}/v1/models").status_code == 200

@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from tests.web.conftest import TINY, Noted, opened
+from tests.web.conftest import START_TIMEOUT_S, TINY, Noted, opened
 from tools.demo import data_url, picture
 from tools.serving import RunningService, running_service
 
@@ -135,7 +135,11 @@ def guarded(
     folder = tmp_path_factory.mktemp("guarded")
     environment = {"MINDIE_MM_API_KEY": KEY}
     with running_service(
-        settings | {"spool": folder / "spool"}, folder / "log", TINY, environment=environment
+        settings | {"spool": folder / "spool"},
+        folder / "log",
+        TINY,
+        start_timeout_s=START_TIMEOUT_S,
+        environment=environment,
     ) as running:
         yield running
         assert running.stop() == 0
