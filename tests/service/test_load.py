@@ -51,6 +51,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
         "num_threads": 1,
+        "measure_s": 0,
         "spool": folder / "spool",
     }
     with running_service(settings, folder / "log") as running:
@@ -71,6 +72,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
         "num_threads": 1,
+        "measure_s": 0,
         "spool": folder / "spool",
     }
     with running_service(settings, folder / "log") as running:

@@ -27,6 +27,7 @@ SETTINGS: dict[str, object] = {
     "max_media_items": 6,
     "num_tokenizers": 2,
     "num_threads": 1,
+    "measure_s": 0,
     "reclaim_interval_s": 5.0,
 }
 
