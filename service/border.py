@@ -76,7 +76,9 @@ class Border:
             fields = {"method": scope["method"], "route": path, "status": status, "duration_s": round(duration_s, 6)}
             named = f" as {given}" if given else ""
             extra = {"fields": fields | ({"client_request_id": given} if given else {})}
-            _log.info("%s %s %d %.3f s%s", scope["method"], path, status, duration_s, named, extra=extra)
+            # Probes, scrapers and the page ask how the service is, several times a second.
+            level = logging.DEBUG if scope["method"] == "GET" and status < 400 else logging.INFO
+            _log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, duration_s, named, extra=extra)
             if trace is not None and self._tracer is not None:
                 self._tracer.record(trace, self._metrics.model_name, scope["method"], path, status)
 

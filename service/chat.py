@@ -28,6 +28,9 @@ from service.token_text import chat_logprobs
 
 router = APIRouter()
 
+_ROLE = {"role": "assistant", "content": ""}
+"""The first chunk's delta."""
+
 
 @router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(
@@ -91,7 +94,9 @@ class _Chat:
             spans = self._spans(source.prompt)
             async for index, delta in deltas:
                 if not choices[index].texts:
-                    yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}}]) | spans
+                    yield (
+                        self._chunk([{"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}]) | spans
+                    )
                     spans = {}  # the first chunk alone has them
                 choices[index].add(delta)
                 if delta.text or delta.logprobs or delta.finish_reason:

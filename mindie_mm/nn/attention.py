@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -127,14 +129,14 @@ class PagedBatch:
         """The batch of `chunks`, whose tokens lie one behind another in the flat row."""
         prefills: list[_Prefill] = []
         decodes: dict[int, list[tuple[int, Chunk]]] = {}
-        slots: list[Tensor] = []
+        slots: list[NDArray[np.int64]] = []
         row = 0
         for chunk in chunks:
             size = chunk.stop - chunk.start
-            blocks = torch.tensor(chunk.blocks, dtype=torch.int64)
             if cache is not None:
-                positions = torch.arange(chunk.start, chunk.stop)
-                slots.append(blocks[positions // cache.block_size] * cache.block_size + positions % cache.block_size)
+                positions = np.arange(chunk.start, chunk.stop)
+                block, within = np.divmod(positions, cache.block_size)
+                slots.append(np.asarray(chunk.blocks, np.int64)[block] * cache.block_size + within)
             if cache is not None and size == 1 and chunk.start > 0:
                 # Powers of two bound what padding to the longest of a group costs to a factor of two.
                 decodes.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
@@ -143,14 +145,14 @@ class PagedBatch:
                     _Prefill(
                         slice(row, row + size),
                         chunk.start,
-                        blocks.to(device) if chunk.start else None,
+                        torch.tensor(chunk.blocks, device=device) if chunk.start else None,
                         _groups(chunk, device),
                     )
                 )
             row += size
         return cls(
             cache,
-            torch.cat(slots).to(device) if slots else None,
+            torch.from_numpy(np.concatenate(slots)).to(device) if slots else None,
             tuple(prefills),
             tuple(_decode_group(group, cache.padding, device) for group in decodes.values()) if cache else (),
         )

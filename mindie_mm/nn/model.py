@@ -77,7 +77,9 @@ class Positions:
         known = self.prompt[:, start : min(stop, length)]
         if stop <= length:
             return known
-        later = (torch.arange(max(start, length), stop) + self.delta).expand(axes - self.held_axes, -1)
+        later = torch.arange(max(start, length) + self.delta, stop + self.delta).expand(axes - self.held_axes, -1)
+        if start >= length and not self.held_axes:  # a token being decoded: every step comes here for every sequence
+            return later
         held = self.prompt[axes - self.held_axes :, -1:].expand(-1, later.shape[1])
         return torch.cat([known, torch.cat([later, held])], dim=1)
 
