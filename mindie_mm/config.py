@@ -186,6 +186,9 @@ class ServiceConfig:
     """URL that takes OpenTelemetry spans, as http://localhost:4318/v1/traces: one a request. Needs the extra otel."""
     max_request_bytes: int = 64 * MiB
     """Longest request body."""
+    max_request_values: int = 2**18
+    """Most values in a request body: brackets, braces and commas are counted, in texts too. Each takes memory and time
+    before anything else is known of the request."""
     max_held_bytes: int = 1 * GiB
     """Longest sum of the bodies of the requests being read and answered; further ones are refused."""
     max_item_bytes: int = 64 * MiB
@@ -218,7 +221,13 @@ class ServiceConfig:
     """Fetch from addresses that are not public, too."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("max_concurrent_requests", "max_request_bytes", "max_held_bytes", "max_concurrent_fetches")
+        at_least_one = (
+            "max_concurrent_requests",
+            "max_request_bytes",
+            "max_request_values",
+            "max_held_bytes",
+            "max_concurrent_fetches",
+        )
         counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
         _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

@@ -14,9 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mindie_mm import logs
 from mindie_mm.config import ServiceConfig
 from service import tracing
+from service.errors import error_response
 from service.metrics import Metrics
 
 _log = logging.getLogger("service.access")
+
+_BETWEEN_VALUES = (b",", b"[", b"{")
+"""One of them stands before each value in JSON but the first; those in texts count too, media have none."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -53,20 +57,23 @@ class Border:
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
         given = _given_id(scope)
         body = _Body(scope, receive, self, self._config)
-        status = 499
+        status, begun = 499, False
 
         async def sending(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
                 message["headers"] = [*message["headers"], (b"x-request-id", (given or request_id).encode())]
             await send(message)
 
         try:
             await self._app(scope, body.receive, sending)
-        except Exception:
-            status = 500  # answered further out
-            raise
+        except Exception as error:
+            if begun or isinstance(error, HTTPException):  # which the application answers itself
+                status = 500
+                raise
+            _log.exception("the request failed")
+            await error_response(error)(scope, receive, sending)
         finally:
             self.held_bytes -= body.num_bytes
             route = scope.get("route")
@@ -108,6 +115,7 @@ class _Body:
         self._whole = False
         self.num_bytes = 0
         """What has come."""
+        self._num_values = 0
 
     async def receive(self) -> Message:
         """The next message; HTTPException for a body that is longer than its cap, at once where that is announced."""
@@ -123,6 +131,9 @@ class _Body:
         self._whole = not message.get("more_body", False)
         num_bytes = len(message.get("body", b""))
         self.num_bytes += num_bytes
+        self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
+        if self._num_values > (most := self._config.max_request_values):
+            raise HTTPException(413, f"the request's body holds more than the limit of {most} JSON values")
         self._border.held_bytes += num_bytes
         self._check(self.num_bytes)
         return message

@@ -19,6 +19,7 @@ from service.json_response import JSONResponse
 _log = logging.getLogger(__name__)
 
 _MAX_DETAILS = 5
+_MAX_MESSAGE = 800
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,20 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(errors.MindieMMError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_error)
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+def error_response(error: Exception) -> Response:
+    """The answer that tells `error`, whatever it is."""
     status = outcome(error).status
     if status == 500:
         # A message of another's may quote what the client sent.
         _log.error("request failed: %s: %s", type(error).__name__, error_object(error)["error"]["message"])
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(error_object(error), status_code=status, headers=headers)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
 
 
 async def _on_invalid_body(_: Request, error: Exception) -> Response:
@@ -140,4 +145,6 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 def _object(message: str, kind: str, param: str | None, status: int) -> dict[str, Any]:
+    if len(message) > _MAX_MESSAGE:  # it quotes what the client sent
+        message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -18,7 +18,7 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 from service.choices import Choice, Clock, collect, timings
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
-from service.openai_types import Body
+from service.openai_types import Array, Body
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 
@@ -40,7 +40,7 @@ class InferParameters(BaseModel):
     """None: sampled if temperature, top_k or top_p is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Array[str] | None = None
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
     """Seconds."""
@@ -71,7 +71,7 @@ class InferParameters(BaseModel):
 class InputsBody(Body):
     """What MindIE's forms share."""
 
-    inputs: str | list[dict[str, Any]]
+    inputs: str | Array[dict[str, Any]]
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
     chat_template: bool = True
     """False: the items of a list follow one another with no template around them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,11 @@ from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 
 MAX_CHOICES = 64
+
+T = TypeVar("T")
+
+Array = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
 
 
 class Body(BaseModel):
@@ -49,8 +54,8 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     """By token id, written as a string."""
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Array[str] | None = None
+    stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
     timings: bool | None = None
     """Say where the request's time went, in the answer's `timings`."""
@@ -118,7 +123,7 @@ class ResponseFormat(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Array[dict[str, Any]]
     """Chat messages, checked by mindie_mm.inputs."""
     media_spans: bool | None = None
     """Say where the tokens of each media item lie, in the answer's `media_spans`."""
@@ -128,7 +133,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Array[dict[str, Any]] | None = None
     """Handed to the chat template, where it has them; the answer is text as the model writes it."""
     tool_choice: Any = None
 
@@ -157,7 +162,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Array[str] | Array[int] | Array[Array[int]]
     """Texts or token ids, one prompt or several."""
     echo: bool | None = None
     logprobs: int | None = None
@@ -191,8 +196,8 @@ class TokenizeBody(Body):
     """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    inputs: list[dict[str, Any]] | None = None
+    messages: Array[dict[str, Any]] | None = None
+    inputs: Array[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -201,7 +206,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Array[int]
 
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:

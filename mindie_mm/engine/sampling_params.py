@@ -68,6 +68,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("top_p and repetition_penalty must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}")
+        try:
+            msgspec.msgpack.encode(self)  # as it goes to the engine
+        except UnicodeEncodeError as error:
+            raise InputError("a stop string or the JSON schema holds a lone surrogate") from error
         self._check_stop()
         self._check_ids(vocab_size)
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):

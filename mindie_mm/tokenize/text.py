@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from typing import Any, Protocol
 
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Item, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.placeholders import check_order
 
 _FIRST_PRIVATE_USE = 0xE000
+_LEAST_TOKEN_CHARACTERS = 64
+"""Longest token that is reckoned with at the least, so that a vocabulary of short ones can still cut a long text."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -106,6 +108,7 @@ class TextEncoder:
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._spelling = _spelling_pattern(longest_first)
+        self._token_characters = max(_LEAST_TOKEN_CHARACTERS, *map(len, tokenizer.get_vocab()))
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
         bos = [] if self._bos is None else [tokenizer.bos_token_id]
@@ -116,6 +119,23 @@ class TextEncoder:
     def has_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return self._template is not None
+
+    def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
+        """ContextLengthExceeded for texts that are longer than `max_tokens` of the longest tokens.
+
+        Encoding takes time and memory by the character, so this comes before it, and also where a prompt is cut.
+        """
+        self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
+
+    def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
+        """The same of messages, and of what else their template puts into the prompt."""
+        self._check_size(_strings([*map(_as_dict, messages), template_kwargs]), max_tokens)
+
+    def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
+        if (size := sum(map(len, texts))) > (most := max_tokens * self._token_characters):
+            raise ContextLengthExceeded(
+                f"the prompt has {size} characters; within the limit of {max_tokens} tokens it has {most} at most"
+            )
 
     def spell(self, ids: Sequence[int]) -> str:
         """Control tokens as they stand in a rendered prompt."""

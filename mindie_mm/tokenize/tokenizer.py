@@ -176,6 +176,8 @@ class Tokenizer:
         self, items: Sequence[Item], path_file: Path | None, *, max_tokens: int = 0, truncating: bool = False
     ) -> Prompt:
         """The prompt of `items`, one after another. `max_tokens` 0 is no limit; ContextLengthExceeded above it."""
+        if max_tokens:
+            self._text.check_items(items, max_tokens)
         planned = self._plan_all(media_of(items))
         spelled = self._spell(planned)
         pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
@@ -193,8 +195,11 @@ class Tokenizer:
         truncating: bool = False,
     ) -> Prompt:
         """The prompt of chat messages, through the chat template."""
+        template_kwargs = template_kwargs or {}
+        if max_tokens:
+            self._text.check_messages(messages, template_kwargs, max_tokens)
         planned = self._plan_all(media_of_messages(messages))
-        rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs or {})
+        rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
         return self._prompt(self._encode(rendered, planned), planned, path_file, max_tokens, truncating)
 
     def prompt_from_ids(

@@ -24,6 +24,7 @@ SERVICE = (
     "max_concurrent_fetches",
     "allowed_media_dir",
     "max_request_bytes",
+    "max_request_values",
     "max_item_bytes",
     "max_media_bytes",
     "max_media_items",
