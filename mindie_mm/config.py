@@ -227,6 +227,8 @@ class ServiceConfig:
             "max_request_values",
             "max_held_bytes",
             "max_concurrent_fetches",
+            "max_item_bytes",
+            "max_media_bytes",
         )
         counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
         _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
@@ -234,9 +236,12 @@ class ServiceConfig:
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
         if not 0.001 <= self.send_timeout_s <= _MAX_SEND_TIMEOUT_S:
             raise InputError(f"send_timeout_s is {self.send_timeout_s}, it must be from 0.001 to {_MAX_SEND_TIMEOUT_S}")
-        for name in ("request_timeout_s", "fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s"):
+        positive = ("request_timeout_s", "fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s")
+        for name in (*positive, "reclaim_interval_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
+        if self.served_model_name == "":
+            raise InputError("served_model_name is empty; leave it out for the checkpoint's own")
         if not self.grace_s >= 0:
             raise InputError(f"grace_s is {self.grace_s}, it must be at least 0")
         for name, known in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
@@ -252,8 +257,8 @@ def _require_url(name: str, url: str) -> None:
         parts = urlsplit(url)
     except ValueError as error:
         raise InputError(f"{name} is no URL: {error}") from error
-    if parts.username is not None or parts.password is not None:
-        raise InputError(f"{name} holds a user name, which does not belong into a setting")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise InputError(f"{name} holds a user name or a query, which may be secret, and settings are logged")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InputError(f"{name} is {url!r}, it must be a URL of http or https")
 

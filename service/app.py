@@ -51,7 +51,13 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             yield
             await service.admission.stop(grace_s=0)
 
-    app = FastAPI(title="mindie_mm", version=version("mindie_mm"), lifespan=lifespan)
+    app = FastAPI(
+        title="mindie_mm",
+        version=version("mindie_mm"),
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load their scripts from another host
+        redoc_url=None,
+    )
     # The last one added is the outermost: a browser's preflight bears no key.
     if config.api_key:
         app.add_middleware(Access, keys=config.api_key)

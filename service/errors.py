@@ -140,7 +140,10 @@ def _detail(detail: Mapping[str, Any]) -> str:
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _KINDS.get(error.status_code, "BadRequestError")
-    body = _object(str(error.detail), kind, None, error.status_code)
+    said = str(error.detail)
+    if error.status_code == 400 and "parsing the body" in said:  # FastAPI's words for JSON that the decoder gives up
+        said = "the body is not valid JSON, or is nested too deeply"
+    body = _object(said, kind, None, error.status_code)
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

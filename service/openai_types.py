@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,8 @@ from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 
 MAX_CHOICES = 64
+
+_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 T = TypeVar("T")
 
@@ -210,7 +213,6 @@ class DetokenizeBody(Body):
 
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError as error:
-        raise InputError("logit_bias must map token ids to numbers") from error
+    if not all(_ID.fullmatch(token) for token in biases):
+        raise InputError("logit_bias must map token ids, written as digits, to numbers")
+    return {int(token): bias for token, bias in biases.items()}

@@ -21,6 +21,7 @@ from mindie_mm.config import ServiceConfig, WorkerConfig, fault_folder
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import WorldError
 from service.app import create_app
+from service.connection import Connection
 from service.state import Service
 from service.tracing import Tracer
 
@@ -109,6 +110,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,

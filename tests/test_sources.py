@@ -122,7 +122,7 @@ def test_names_of_settings_are_one_of_a_kind():
         ("localhost:4318", "it must be a URL of http or https"),
         ("grpc://collector:4317", "it must be a URL of http or https"),
         ("http://", "it must be a URL of http or https"),
-        ("http://user:word@collector/v1/traces", "holds a user name, which does not belong into a setting$"),
+        ("http://user:word@collector/v1/traces", "holds a user name or a query, which may be secret"),
     ],
 )
 def test_an_endpoint_for_spans_that_is_none(url, message):
