@@ -32,7 +32,8 @@ demo: install
 test: install browser
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# With those that take longest: kills on a Ray cluster, schemathesis over the whole interface.
+# With those that take longest: kills on a Ray cluster, schemathesis over the whole interface, restarts with their pauses, a slice
+# of the soak.
 test-all: install browser
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
 

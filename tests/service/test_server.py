@@ -151,6 +151,7 @@ def test_an_answer_that_has_not_begun_when_the_grace_is_over_is_a_503(
     assert error["type"] == "ServiceUnavailableError"
 
 
+@pytest.mark.slow
 def test_clients_that_write_and_read_slowly_do_not_keep_it_from_stopping(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
@@ -206,6 +207,7 @@ def metrics(service: RunningService) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "module"), [("tokenizer", "mindie_mm.tokenize.process"), ("engine", ENGINE)])
 def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readiness_says_so(
     settings: dict[str, object], tmp_path: Path, role: str, module: str

@@ -174,6 +174,7 @@ def test_no_text_is_in_a_span(traced: list[Any]) -> None:
     assert "base64" not in said
 
 
+@pytest.mark.slow
 def test_a_request_that_breaks_off_says_with_what(settings: dict[str, object], tmp_path: Path, red_square: str) -> None:
     given = settings | {"spool": tmp_path / "spool", "request_timeout_s": 1}
     with collecting() as own, running_service(given | {"otlp_endpoint": own.url}, tmp_path / "log") as service:
@@ -187,6 +188,7 @@ def test_a_request_that_breaks_off_says_with_what(settings: dict[str, object], t
     assert attributes(root)["error.type"] == "RequestTimeout"
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_costs_nothing(settings: dict[str, object], tmp_path: Path) -> None:
     given = settings | {"spool": tmp_path / "spool", "otlp_endpoint": "http://127.0.0.1:9/v1/traces"}
     with running_service(given, tmp_path / "log") as service:
