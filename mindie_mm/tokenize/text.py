@@ -23,8 +23,8 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.placeholders import check_order
 
 _FIRST_PRIVATE_USE = 0xE000
-_LEAST_TOKEN_CHARACTERS = 64
-"""Longest token that is reckoned with at the least, so that a vocabulary of short ones can still cut a long text."""
+_ALWAYS_ENCODED = 2**18
+"""Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -108,7 +108,7 @@ class TextEncoder:
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._spelling = _spelling_pattern(longest_first)
-        self._token_characters = max(_LEAST_TOKEN_CHARACTERS, *map(len, tokenizer.get_vocab()))
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
         bos = [] if self._bos is None else [tokenizer.bos_token_id]
@@ -132,9 +132,9 @@ class TextEncoder:
         self._check_size(_strings([*map(_as_dict, messages), template_kwargs]), max_tokens)
 
     def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
-        if (size := sum(map(len, texts))) > (most := max_tokens * self._token_characters):
+        if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):
             raise ContextLengthExceeded(
-                f"the prompt has {size} characters; within the limit of {max_tokens} tokens it has {most} at most"
+                f"the prompt has {size} characters; with a limit of {max_tokens} tokens at most {most} are encoded"
             )
 
     def spell(self, ids: Sequence[int]) -> str:

@@ -96,7 +96,7 @@ def test_without_the_setting_no_page_may(http: Any) -> None:
 
 
 def test_a_requests_own_id(service: RunningService, http: Any) -> None:
-    answer = http.get("/v1/models", headers={"X-Request-Id": "trace-17:a.b_c"})
+    answer = http.post("/tokenize", json={"prompt": "a"}, headers={"X-Request-Id": "trace-17:a.b_c"})
     assert answer.headers.get_list("x-request-id") == ["trace-17:a.b_c"]
     http.get("/health")  # a line is written behind its answer
     assert "trace-17:a.b_c" in service.log.read_text()
