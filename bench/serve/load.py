@@ -74,7 +74,8 @@ class Outcome:
     def figures(self) -> dict[str, Any]:
         """Requests a second; milliseconds of the rest. Latencies are those of whole answers."""
         whole = [answer for answer in self.answers if answer.fault is None]
-        first = [answer.shown[0] - answer.begun for answer in whole]
+        # Random weights can answer with tokens that have no text: such an answer is whole, its first token is not seen.
+        first = [answer.shown[0] - answer.begun for answer in whole if answer.shown]
         between = [later - earlier for answer in whole for earlier, later in pairwise(answer.shown)]
         faults = [answer.fault for answer in self.answers if answer.fault is not None]
         return {
@@ -166,6 +167,6 @@ async def ask(
         answer.fault = f"{type(error).__name__}: {error}"
         return answer
     answer.ended = time.perf_counter()
-    if not (done and reason == "length" and tokens == max_tokens and answer.shown):
-        answer.fault = f"[DONE] {done}, finish_reason {reason}, {tokens} tokens, {len(answer.shown)} pieces of text"
+    if not (done and reason == "length" and tokens == max_tokens):
+        answer.fault = f"[DONE] {done}, finish_reason {reason}, {tokens} tokens"
     return answer
