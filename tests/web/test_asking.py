@@ -258,7 +258,7 @@ def test_an_answer_is_stopped(page: Page, service: RunningService, files: Path) 
     page.get_by_label("Question", exact=True).fill(WHAT)
     page.get_by_role("button", name="Ask").click()
     expect(page.locator(".answer")).not_to_be_empty()
-    # By its key: a click waits for two frames in which nothing moves, and on a busy machine the answer is through first.
+    # By its key: a click waits for two frames without a move, and on a busy machine the answer is through by then.
     page.get_by_role("button", name="Stop", exact=True).press("Enter")
     expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator("article")).to_contain_text("Stopped.")
