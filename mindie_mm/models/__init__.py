@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -28,18 +28,27 @@ GROUP = "mindie_mm.models"
 
 def family_names() -> list[str]:
     """Every family's name, sorted; imports none of them."""
-    return sorted(_own_names() | {entry.name for entry in entry_points(group=GROUP)})
+    return sorted({*_own_names(), *_entries()})
 
 
 def _own_names() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(__path__)}
 
 
+def _entries() -> Mapping[str, EntryPoint]:
+    """Other packages' families by name; reads the metadata of every package there is, which takes a while."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
 def family_named(name: str) -> type[Family]:
     """The family `name`: the one Family class that its module defines, or what its entry point loads."""
-    for entry in entry_points(group=GROUP, name=name):
-        return _loaded(entry)
-    if name not in family_names():
+    return _named_of(name, _entries())
+
+
+def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
+    if name in entries:
+        return _loaded(entries[name])
+    if name not in _own_names():
         raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
     (family,) = (
@@ -55,13 +64,14 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
 
     UnsupportedCheckpoint names the checkpoint's model_type and what there is; InputError an unknown `name`.
     """
+    entries = _entries()
     if name is not None:
-        return family_named(name)
+        return _named_of(name, entries)
     model_type = checkpoint.config.get("model_type")
     broken: InputError | None = None
-    for candidate in _candidates(str(model_type)):
+    for candidate in _candidates(str(model_type), entries):
         try:
-            family = family_named(candidate)
+            family = _named_of(candidate, entries)
         except InputError as error:  # another package's: no reason to refuse what others serve
             broken = broken or error
             continue
@@ -76,10 +86,13 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     )
 
 
-def _candidates(model_type: str) -> list[str]:
-    """The family of that very name, then those of this package, then other packages'."""
+def _candidates(model_type: str, entries: Collection[str]) -> list[str]:
+    """The family of that very name, then this package's, those first whose name begins the type, then others'."""
     own = _own_names()
-    return sorted(family_names(), key=lambda name: (name != model_type, name not in own, name))
+    return sorted(
+        {*own, *entries},
+        key=lambda name: (name != model_type, name not in own, not model_type.startswith(name), name),
+    )
 
 
 def _loaded(entry: EntryPoint) -> type[Family]:
