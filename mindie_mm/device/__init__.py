@@ -9,6 +9,7 @@ from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.npu import NPU
+from mindie_mm.device.transfer import download, upload
 from mindie_mm.errors import DeviceError, InputError
 
 KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
@@ -37,4 +38,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-__all__ = ["KINDS", "Device", "open_device", "zeros"]
+__all__ = ["KINDS", "Device", "download", "open_device", "upload", "zeros"]

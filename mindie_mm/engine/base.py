@@ -16,10 +16,11 @@ from torch import Tensor
 
 from mindie_mm import faults
 from mindie_mm.config import EngineConfig
+from mindie_mm.device import download, upload
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.grammar import Constraint, Grammars
 from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
-from mindie_mm.engine.sampler import sample, token_logprobs
+from mindie_mm.engine.sampler import logprobs_of, sample, score
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
@@ -146,13 +147,16 @@ class BaseEngine(ABC):
         for row, sequence in zip(logits, sequences, strict=True):
             self._constrain(row, sequence)
             if sequence.constraint is not None:
-                refused = torch.from_numpy(sequence.constraint.refused(len(row)))
-                row.masked_fill_(refused.to(row.device), -torch.inf)
+                row.masked_fill_(upload(sequence.constraint.refused(len(row)), row.device), -torch.inf)
         tokens = sample(logits, sequences, self._spec.eos_token_ids)
-        logprobs = {i: token_logprobs(row, [tokens[i]], sequences[i].params.logprobs or 0) for i, row in raw.items()}
+        scores = [score(row, tokens[i : i + 1], sequences[i].params.logprobs or 0) for i, row in raw.items()]
+        # All of it at once: the host waits for the device here, and nowhere else in a step without media.
+        on_host = download(senseless, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
+        drawn: list[int] = on_host[1].tolist()
+        logprobs = {i: logprobs_of([drawn[i]], *on_host[2 + 3 * n : 5 + 3 * n]) for n, i in enumerate(raw)}
         return [
             None if bad else (token, logprobs.get(i))
-            for i, (token, bad) in enumerate(zip(tokens, senseless.tolist(), strict=True))
+            for i, (token, bad) in enumerate(zip(drawn, on_host[0].tolist(), strict=True))
         ]
 
     def _constrain(self, row: Tensor, sequence: Sequence) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindie_mm.device import upload
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.towers import Features
@@ -68,13 +69,13 @@ class Runner:
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
         self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
         logits = self._model.forward(
-            torch.from_numpy(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step])).to(device),
-            torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1).to(device),
+            upload(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step]), device),
+            upload(torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1), device),
             splices,
             PagedBatch.build(
                 [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.groups) for s in step], self._cache, device
             ),
-            torch.tensor(wanted, dtype=torch.int64, device=device),
+            upload(torch.tensor(wanted, dtype=torch.int64), device),
         )
         parts = logits.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
         return StepLogits(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import KINDS, Kind
 from mindie_mm.nn.mindie import Layout, attach_words
@@ -167,6 +167,6 @@ def splice(hidden: Tensor, splices: Sequence[Splice], *, add: bool = False) -> T
             target = hidden[first:last]
             target.add_(features) if add else target.copy_(features)
             continue
-        rows = torch.from_numpy(piece.rows).to(hidden.device)
+        rows = upload(piece.rows, hidden.device)
         hidden.index_add_(0, rows, features) if add else hidden.index_copy_(0, rows, features)
     return hidden
