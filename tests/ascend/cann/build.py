@@ -1,0 +1,119 @@
+"""Builds the stand-in for CANN's shared libraries, so that the torch_npu of PyPI runs on a machine without an Ascend device.
+
+All of it is in libhccl.so: the C files of this folder, and for each symbol of CANN that torch_npu links or looks up by name and
+that they do not define, a function that is counted and returns 0. The other libraries are empty and need that one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_CACHE = _HERE.parents[2] / "build" / "ascend"
+_EMPTY_LIBRARIES = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
+_SYSTEM_LIBRARIES = "libc.so.6 libm.so.6 libstdc++.so.6 libgcc_s.so.1 libpthread.so.0 libdl.so.2 librt.so.1".split()
+_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread")
+_NAMED = re.compile(rb"acl(?:rt)?[A-Z][A-Za-z0-9]+")
+
+
+def build() -> Path:
+    """The folder of the libraries, built before or now. FileNotFoundError without torch_npu, CalledProcessError of gcc."""
+    sources = sorted(_HERE.glob("*.[ch]"))
+    digest = hashlib.sha256(importlib.metadata.version("torch_npu").encode())
+    for source in (*sources, Path(__file__)):
+        digest.update(source.read_bytes())
+    folder = _CACHE / digest.hexdigest()[:16]
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with (_CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            scratch = Path(tempfile.mkdtemp(dir=_CACHE))
+            try:
+                _compile([source for source in sources if source.suffix == ".c"], scratch)
+                scratch.rename(folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _compile(sources: list[Path], folder: Path) -> None:
+    package = _package("torch_npu")
+    headers = package / "include"
+    includes = (f"-I{headers / 'third_party' / 'acl' / 'inc'}", f"-I{_HERE}")
+    objects = []
+    for source in sources:
+        target = folder / f"{source.stem}.o"
+        _gcc(*_FLAGS, *includes, "-c", str(source), "-o", str(target))
+        objects.append(target)
+    written = {name for target in objects for name in _symbols(target, "--defined-only")}
+    (folder / "symbols.c").write_text(_stubs(sorted(_wanted(package) - written)))
+    _gcc(*_FLAGS, *includes, "-c", str(folder / "symbols.c"), "-o", str(folder / "symbols.o"))
+    objects.append(folder / "symbols.o")
+    _gcc("-shared", "-pthread", "-o", str(folder / "libhccl.so"), *map(str, objects), "-Wl,-soname,libhccl.so")
+    empty = folder / "empty.c"
+    empty.write_text("int sim_empty;\n")
+    for name in _EMPTY_LIBRARIES:
+        library = f"lib{name}.so"
+        needs = (f"-L{folder}", "-Wl,--no-as-needed", "-lhccl", f"-Wl,-soname,{library}")
+        _gcc("-shared", "-fPIC", "-o", str(folder / library), str(empty), *needs)
+    for name in ("opp", "runtime", "compiler"):  # torch_npu looks for these folders of CANN
+        (folder / name).mkdir()
+
+
+def _wanted(package: Path) -> set[str]:
+    """Symbols of CANN: what torch_npu links and nobody else defines, and what it looks up by name."""
+    modules = [*package.glob("_C*.so"), *(package / "lib").glob("*.so")]
+    linked = {name for module in modules for name in _symbols(module, "--undefined-only", kind="U")}
+    system = [Path(_gcc(f"-print-file-name={name}").strip()) for name in _SYSTEM_LIBRARIES]
+    loaders = [*Path("/lib64").glob("ld-linux-*.so*"), *Path("/lib").glob("ld-linux-*.so*")]
+    others = (*modules, *(_package("torch") / "lib").glob("*.so*"), *system, *loaders)
+    linked -= {name for library in others for name in _symbols(library, "--defined-only")}
+    named = {
+        text.decode()
+        for text in (package / "lib" / "libtorch_npu.so").read_bytes().split(b"\0")
+        if _NAMED.fullmatch(text)
+    }
+    return {name for name in linked if not name.lstrip("_").startswith("Py")} | named
+
+
+def _stubs(names: list[str]) -> str:
+    lines = [
+        '#include "sim.h"',
+        # By a label: many of these names are declared in the headers, with arguments that nobody reads here.
+        "#define STUB(number, symbol) long stub_##number(void) __asm__(#symbol); long stub_##number(void) { "
+        'static struct sim_function function = {.name = #symbol}; return sim_enter(&function, "%s", ""); }',
+    ]
+    lines += [f"STUB({number}, {name})" for number, name in enumerate(names)]
+    return "\n".join(lines) + "\n"
+
+
+def _symbols(path: Path, flag: str, kind: str | None = None) -> Iterator[str]:
+    dynamic = () if path.suffix == ".o" else ("-D",)
+    listing = subprocess.run(["nm", *dynamic, flag, str(path)], capture_output=True, text=True, check=False).stdout
+    for row in map(str.split, listing.splitlines()):
+        if len(row) > 1 and kind in (None, row[-2]):
+            yield row[-1].split("@")[0]
+
+
+def _package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(f"{name} is not installed")
+    return Path(spec.origin).parent
+
+
+def _gcc(*arguments: str) -> str:
+    return subprocess.run(["gcc", *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    print(build())

@@ -1,0 +1,114 @@
+/* Devices: how many, which one is this thread's, what it is called. */
+#include "sim.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static _Thread_local int current = -1;
+static char contexts[SIM_MAX_DEVICES]; /* a context is the address of its device's entry here */
+
+int sim_device_count(void) { return (int)sim_setting("ASCEND_SIM_DEVICES", 1, 0, SIM_MAX_DEVICES); }
+
+int sim_current_device(void) { return current; }
+
+aclError aclInit(const char *path) {
+    CALLED("path=%s", path ? path : "");
+    return 0;
+}
+
+aclError aclrtGetDeviceCount(uint32_t *count) {
+    CALLED("%s", "");
+    *count = (uint32_t)sim_device_count();
+    return *count ? 0 : sim_error(ACL_ERROR_RT_NO_DEVICE, "no device");
+}
+
+aclError aclrtSetDevice(int32_t device) {
+    CALLED("device=%d", device);
+    if (device < 0 || device >= sim_device_count())
+        return sim_error(ACL_ERROR_RT_INVALID_DEVICEID, "device %d: there are %d", device, sim_device_count());
+    current = device;
+    return 0;
+}
+
+aclError aclrtResetDevice(int32_t device) {
+    CALLED("device=%d", device);
+    if (device == current) current = -1;
+    return 0;
+}
+
+aclError aclrtGetDevice(int32_t *device) {
+    CALLED("%s", "");
+    if (current < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
+    *device = current;
+    return 0;
+}
+
+aclError aclrtGetCurrentContext(aclrtContext *context) {
+    CALLED("%s", "");
+    if (current < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
+    *context = &contexts[current];
+    return 0;
+}
+
+aclError aclrtSetCurrentContext(aclrtContext context) {
+    CALLED("context=%p", context);
+    char *entry = context;
+    if (entry < contexts || entry >= contexts + SIM_MAX_DEVICES)
+        return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "%p is no context", context);
+    current = (int)(entry - contexts);
+    return 0;
+}
+
+aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) {
+    CALLED("device=%d", device);
+    if (flags) *flags = 0;
+    if (active) *active = device == current;
+    return 0;
+}
+
+const char *aclrtGetSocName(void) {
+    static struct sim_function function = {.name = "aclrtGetSocName"};
+    sim_enter(&function, "%s", "");
+    const char *name = getenv("ASCEND_SIM_SOC");
+    return name && *name ? name : "Ascend910B1";
+}
+
+aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
+    CALLED("device=%d peer=%d", device, peer);
+    *can = device != peer;
+    return 0;
+}
+
+aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *value) {
+    CALLED("device=%u attribute=%d", device, (int)attribute);
+    switch ((int)attribute) { /* an Ascend 910B1: 24 cube and 48 vector cores, 192 MiB of L2 */
+    case ACL_DEV_ATTR_AICPU_CORE_NUM: *value = 6; break;
+    case ACL_DEV_ATTR_AICORE_CORE_NUM:
+    case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = 24; break;
+    case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = 48; break;
+    case ACL_DEV_ATTR_L2_CACHE_SIZE: *value = 192L << 20; break;
+    case ACL_DEV_ATTR_TOTAL_GLOBAL_MEM_SIZE: *value = sim_setting("ASCEND_SIM_MEMORY_BYTES", 8L << 30, 1, 1L << 46); break;
+    default: return sim_error(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "attribute %d", (int)attribute);
+    }
+    return 0;
+}
+
+aclError aclrtDeviceGetUuid(int32_t device, aclrtUuid *uuid) {
+    CALLED("device=%d", device);
+    memset(uuid, 0, sizeof *uuid);
+    uuid->bytes[15] = (char)device;
+    return 0;
+}
+
+/* What the compiler of operators is asked for: the length of an option's value, and the value. */
+size_t aclGetCompileoptSize(aclCompileOpt option) {
+    (void)option;
+    return 16;
+}
+
+aclError aclGetCompileopt(aclCompileOpt option, char *value, size_t length) {
+    CALLED("option=%d", (int)option);
+    snprintf(value, length, "enable");
+    return 0;
+}

@@ -1,0 +1,161 @@
+/* Events: the place in a stream where they were recorded last, and when that place was reached. */
+#include "sim.h"
+
+#include <stdlib.h>
+
+struct sim_event {
+    atomic_int references; /* of whoever created it, and of each record that has not run */
+    struct sim_stream *stream; /* null: never recorded */
+    uint64_t seq;
+    uint64_t reached_ns; /* 0: not yet */
+};
+
+static void let_go(struct sim_event *event) {
+    if (atomic_fetch_sub(&event->references, 1) == 1) free(event);
+}
+
+static int create(aclrtEvent *event) {
+    struct sim_event *created = calloc(1, sizeof *created);
+    if (!created) abort();
+    atomic_store(&created->references, 1);
+    *event = created;
+    return 0;
+}
+
+aclError aclrtCreateEvent(aclrtEvent *event) {
+    CALLED("%s", "");
+    return create(event);
+}
+
+aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t flags) {
+    CALLED("flags=0x%x", flags);
+    return create(event);
+}
+
+aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t flags) {
+    CALLED("flags=0x%x", flags);
+    return create(event);
+}
+
+aclError aclrtDestroyEvent(aclrtEvent event) {
+    CALLED("event=%p", event);
+    let_go(event);
+    return 0;
+}
+
+struct record {
+    struct sim_task task;
+    struct sim_event *event;
+};
+
+static int run_record(struct sim_task *task) {
+    struct sim_event *event = ((struct record *)task)->event;
+    pthread_mutex_lock(&sim_lock);
+    if (event->seq == task->seq) event->reached_ns = sim_now_ns(); /* else it was recorded again meanwhile */
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+static void drop_record(struct sim_task *task) {
+    let_go(((struct record *)task)->event);
+    free(task);
+}
+
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
+    CALLED("event=%p stream=%p", event, stream);
+    struct sim_event *place = event;
+    struct record *record = sim_new_task(sizeof *record, run_record, drop_record);
+    record->event = place;
+    atomic_fetch_add(&place->references, 1);
+    pthread_mutex_lock(&sim_lock);
+    place->stream = sim_stream_of(stream);
+    place->reached_ns = 0;
+    place->seq = sim_queue(place->stream, &record->task);
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) {
+    CALLED("event=%p stream=%p", event, stream);
+    return 0;
+}
+
+static int run_wait(struct sim_task *task) {
+    (void)task;
+    return 0;
+}
+
+static void drop_wait(struct sim_task *task) { free(task); }
+
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+    CALLED("stream=%p event=%p", stream, event);
+    struct sim_event *place = event;
+    pthread_mutex_lock(&sim_lock);
+    struct sim_stream *waiter = sim_stream_of(stream);
+    if (place->stream && place->stream != waiter) {
+        struct sim_task *task = sim_new_task(sizeof *task, run_wait, drop_wait);
+        task->other = place->stream;
+        task->other_seq = place->seq;
+        sim_queue(waiter, task);
+    }
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+static int synchronize(struct sim_event *event) {
+    sim_count_sync();
+    pthread_mutex_lock(&sim_lock);
+    int code = event->stream ? sim_run(event->stream, event->seq) : 0;
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
+
+aclError aclrtSynchronizeEvent(aclrtEvent event) {
+    CALLED("event=%p", event);
+    return synchronize(event);
+}
+
+aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t ms) {
+    CALLED("event=%p ms=%d", event, ms);
+    return synchronize(event);
+}
+
+/* A query makes the device get on by one task, so that whoever polls comes to an end. */
+static bool is_reached(struct sim_event *event) {
+    pthread_mutex_lock(&sim_lock);
+    if (event->stream && !sim_has_run(event->stream, event->seq)) sim_run_one(event->stream);
+    bool reached = !event->stream || sim_has_run(event->stream, event->seq);
+    pthread_mutex_unlock(&sim_lock);
+    return reached;
+}
+
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
+    CALLED("event=%p", event);
+    *status = is_reached(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+    return 0;
+}
+
+aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus *status) {
+    CALLED("event=%p", event);
+    *status = is_reached(event) ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+    return 0;
+}
+
+aclError aclrtEventElapsedTime(float *ms, aclrtEvent start, aclrtEvent stop) {
+    CALLED("start=%p stop=%p", start, stop);
+    struct sim_event *first = start, *second = stop;
+    pthread_mutex_lock(&sim_lock);
+    uint64_t from = first->reached_ns, to = second->reached_ns;
+    pthread_mutex_unlock(&sim_lock);
+    if (!from || !to) return sim_error(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "an event was not recorded, or not reached");
+    if (from > to) return sim_error(ACL_ERROR_RT_EVENT_TIMESTAMP_REVERSAL, "the first event was reached last");
+    *ms = (float)(to - from) / 1e6f;
+    return 0;
+}
+
+aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *microseconds) {
+    CALLED("event=%p", event);
+    struct sim_event *place = event;
+    *microseconds = place->reached_ns / 1000;
+    return place->reached_ns ? 0 : sim_error(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event was not reached");
+}

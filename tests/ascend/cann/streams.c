@@ -1,0 +1,345 @@
+/* Streams: queues of tasks that run when the host synchronises, drains or queries them, or another stream waits for them.
+ * The device runs as late as it may, so that a missing synchronise shows every time. Only what other processes wait for
+ * (a collective) the device gets on with by itself, after ASCEND_SIM_PATIENCE_MS. */
+#include "sim.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+struct sim_stream {
+    int id, device;
+    struct sim_task *head, **tail;
+    uint64_t queued, done; /* numbers of the task queued last, and of the one that ran last */
+    int error;             /* of the first task that failed: what follows does not run */
+    bool running, gets_on;
+    pthread_cond_t changed;
+    struct sim_stream *next;
+};
+
+static struct sim_stream *streams; /* newest first; a stream outlives its destruction, since events may name it */
+static struct sim_stream *defaults[SIM_MAX_DEVICES];
+static int stream_count;
+
+static struct sim_stream *create(int device) {
+    struct sim_stream *stream = calloc(1, sizeof *stream);
+    if (!stream) abort();
+    stream->id = stream_count++;
+    stream->device = device;
+    stream->tail = &stream->head;
+    pthread_cond_init(&stream->changed, NULL);
+    stream->next = streams;
+    return streams = stream;
+}
+
+struct sim_stream *sim_stream_of(aclrtStream stream) {
+    if (stream) return stream;
+    int device = sim_current_device() < 0 ? 0 : sim_current_device();
+    if (!defaults[device]) defaults[device] = create(device);
+    return defaults[device];
+}
+
+int sim_stream_device(const struct sim_stream *stream) { return stream->device; }
+
+void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(struct sim_task *)) {
+    struct sim_task *task = calloc(1, size);
+    if (!task) abort();
+    task->run = run;
+    task->drop = drop;
+    return task;
+}
+
+static void free_task(struct sim_task *task) { free(task); }
+
+/* Thread of a stream with collectives in it: runs up to the last of them once they have waited for a while. */
+static void *get_on(void *argument) {
+    struct sim_stream *stream = argument;
+    long patience_ms = sim_setting("ASCEND_SIM_PATIENCE_MS", 20, 0, 60000);
+    pthread_mutex_lock(&sim_lock);
+    for (;;) {
+        uint64_t last = 0;
+        for (struct sim_task *task = stream->head; task; task = task->next)
+            if (task->impatient) last = task->seq;
+        if (!last) {
+            pthread_cond_wait(&stream->changed, &sim_lock);
+            continue;
+        }
+        pthread_mutex_unlock(&sim_lock);
+        struct timespec pause = {patience_ms / 1000, patience_ms % 1000 * 1000000};
+        nanosleep(&pause, NULL);
+        pthread_mutex_lock(&sim_lock);
+        sim_run(stream, last);
+    }
+    return NULL;
+}
+
+uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task) {
+    sim_work();
+    task->seq = ++stream->queued;
+    *stream->tail = task;
+    stream->tail = &task->next;
+    if (task->impatient && !stream->gets_on) {
+        pthread_t thread;
+        stream->gets_on = !pthread_create(&thread, NULL, get_on, stream);
+        if (stream->gets_on) pthread_detach(thread);
+    }
+    if (task->impatient) pthread_cond_broadcast(&stream->changed);
+    return task->seq;
+}
+
+bool sim_has_run(const struct sim_stream *stream, uint64_t seq) { return stream->done >= seq; }
+
+static void step(struct sim_stream *stream) {
+    struct sim_task *task = stream->head;
+    stream->running = true;
+    if (task->other) sim_run(task->other, task->other_seq);
+    int code = 0;
+    if (!stream->error) {
+        pthread_mutex_unlock(&sim_lock);
+        code = task->run(task);
+        pthread_mutex_lock(&sim_lock);
+    }
+    if (code && !stream->error) stream->error = code;
+    stream->head = task->next;
+    if (!stream->head) stream->tail = &stream->head;
+    stream->done = task->seq;
+    stream->running = false;
+    task->drop(task);
+    pthread_cond_broadcast(&stream->changed);
+}
+
+int sim_run(struct sim_stream *stream, uint64_t seq) {
+    while (stream->done < seq) {
+        if (stream->running) pthread_cond_wait(&stream->changed, &sim_lock);
+        else step(stream);
+    }
+    return stream->error;
+}
+
+void sim_run_one(struct sim_stream *stream) {
+    if (stream->head && !stream->running && !stream->head->impatient) step(stream);
+}
+
+/* ---- CANN's functions ---- */
+
+static int new_stream(aclrtStream *stream) {
+    int device = sim_current_device();
+    if (device < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
+    pthread_mutex_lock(&sim_lock);
+    *stream = create(device);
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+aclError aclrtCreateStream(aclrtStream *stream) {
+    CALLED("%s", "");
+    return new_stream(stream);
+}
+
+aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t priority, uint32_t flags) {
+    CALLED("priority=%u flags=0x%x", priority, flags);
+    return new_stream(stream);
+}
+
+aclError aclrtDestroyStream(aclrtStream stream) {
+    CALLED("stream=%p", stream);
+    struct sim_stream *queue = stream;
+    pthread_mutex_lock(&sim_lock);
+    sim_run(queue, queue->queued);
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+aclError aclrtDestroyStreamForce(aclrtStream stream) {
+    CALLED("stream=%p", stream);
+    struct sim_stream *queue = stream;
+    pthread_mutex_lock(&sim_lock);
+    while (queue->running) pthread_cond_wait(&queue->changed, &sim_lock);
+    while (queue->head) {
+        struct sim_task *task = queue->head;
+        queue->head = task->next;
+        task->drop(task);
+    }
+    queue->tail = &queue->head;
+    queue->done = queue->queued;
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+/* The host waits until all that is queued on the stream has run; ms is not kept: only a collective takes time, and has its own limit. */
+static int synchronize(aclrtStream stream) {
+    sim_count_sync();
+    pthread_mutex_lock(&sim_lock);
+    struct sim_stream *queue = sim_stream_of(stream);
+    int code = sim_run(queue, queue->queued);
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
+
+aclError aclrtSynchronizeStream(aclrtStream stream) {
+    CALLED("stream=%p", stream);
+    return synchronize(stream);
+}
+
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t ms) {
+    CALLED("stream=%p ms=%d", stream, ms);
+    return synchronize(stream);
+}
+
+static int synchronize_device(void) {
+    int device = sim_current_device(), first = 0;
+    if (device < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
+    sim_count_sync();
+    pthread_mutex_lock(&sim_lock);
+    for (struct sim_stream *stream = streams; stream; stream = stream->next) {
+        int code = stream->device == device ? sim_run(stream, stream->queued) : 0;
+        if (!first) first = code;
+    }
+    pthread_mutex_unlock(&sim_lock);
+    return first;
+}
+
+aclError aclrtSynchronizeDevice(void) {
+    CALLED("device=%d", sim_current_device());
+    return synchronize_device();
+}
+
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t ms) {
+    CALLED("device=%d ms=%d", sim_current_device(), ms);
+    return synchronize_device();
+}
+
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
+    CALLED("stream=%p", stream);
+    pthread_mutex_lock(&sim_lock);
+    struct sim_stream *queue = sim_stream_of(stream);
+    sim_run_one(queue); /* asking makes the device get on by one task, so that whoever polls comes to an end */
+    *status = queue->head ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
+    int code = queue->error;
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
+
+aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) {
+    CALLED("stream=%p", stream);
+    pthread_mutex_lock(&sim_lock);
+    *id = sim_stream_of(stream)->id;
+    pthread_mutex_unlock(&sim_lock);
+    return 0;
+}
+
+aclError aclrtGetStreamId(aclrtStream stream, int32_t *id) { return aclrtStreamGetId(stream, id); }
+
+static int launch(aclrtStream stream, struct sim_task *task) {
+    pthread_mutex_lock(&sim_lock);
+    struct sim_stream *queue = sim_stream_of(stream);
+    sim_queue(queue, task);
+    int code = queue->error;
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
+
+/* ---- tasks ---- */
+
+struct copy {
+    struct sim_task task;
+    void *dst;
+    const void *src;
+    size_t n;
+    enum sim_kind dst_kind, src_kind;
+    char owned[]; /* the bytes themselves, of a write */
+};
+
+static int run_copy(struct sim_task *task) {
+    struct copy *copy = (struct copy *)task;
+    return sim_move(copy->dst, copy->dst_kind, copy->src, copy->src_kind, copy->n);
+}
+
+static struct copy *new_copy(void *dst, const void *src, size_t n, bool owned) {
+    struct copy *copy = sim_new_task(sizeof *copy + (owned ? n : 0), run_copy, free_task);
+    copy->dst = dst;
+    copy->src = owned ? memcpy(copy->owned, src, n) : src;
+    copy->n = n;
+    copy->dst_kind = sim_kind_of(dst, n);
+    copy->src_kind = sim_kind_of(copy->src, n);
+    return copy;
+}
+
+aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind, aclrtStream stream) {
+    CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
+    int code = sim_check_copy(dst, room, src, n, kind);
+    if (code || !n) return code;
+    return launch(stream, &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task);
+}
+
+struct fill {
+    struct sim_task task;
+    void *p;
+    int value;
+    size_t n;
+    enum sim_kind kind;
+};
+
+static int run_fill(struct sim_task *task) {
+    struct fill *fill = (struct fill *)task;
+    if (sim_kind_of(fill->p, fill->n) != fill->kind)
+        return sim_error(ACL_ERROR_RT_SYS_DMA, "%zu bytes at %p were freed before they were set", fill->n, fill->p);
+    memset(fill->p, fill->value, fill->n);
+    return 0;
+}
+
+aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtStream stream) {
+    CALLED("p=%p value=%d n=%zu stream=%p", p, value, n, stream);
+    if (n > room) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes of %zu", n, room);
+    struct fill *fill = sim_new_task(sizeof *fill, run_fill, free_task);
+    fill->p = p;
+    fill->value = value;
+    fill->n = n;
+    fill->kind = sim_kind_of(p, n);
+    return launch(stream, &fill->task);
+}
+
+struct host_call {
+    struct sim_task task;
+    void (*function)(void *);
+    void *argument;
+};
+
+static int run_host_call(struct sim_task *task) {
+    struct host_call *call = (struct host_call *)task;
+    call->function(call->argument);
+    return 0;
+}
+
+static int launch_host_call(aclrtStream stream, void (*function)(void *), void *argument) {
+    struct host_call *call = sim_new_task(sizeof *call, run_host_call, free_task);
+    call->function = function;
+    call->argument = argument;
+    call->task.impatient = true; /* somebody may wait for what it says */
+    return launch(stream, &call->task);
+}
+
+aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *argument) {
+    CALLED("stream=%p", stream);
+    return launch_host_call(stream, function, argument);
+}
+
+aclError aclrtLaunchCallback(aclrtCallback function, void *argument, aclrtCallbackBlockType block, aclrtStream stream) {
+    CALLED("stream=%p block=%d", stream, (int)block);
+    return launch_host_call(stream, function, argument);
+}
+
+/* ---- for operators in Python, which compute on the host: neither counts as a synchronisation ---- */
+
+SIM_EXPORT int sim_drain(void *stream) {
+    sim_work();
+    pthread_mutex_lock(&sim_lock);
+    struct sim_stream *queue = sim_stream_of(stream);
+    int code = sim_run(queue, queue->queued);
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
+
+SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_t n) {
+    return launch(stream, &new_copy(dst, src, n, true)->task);
+}

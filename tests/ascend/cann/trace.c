@@ -1,0 +1,144 @@
+/* Calls of CANN functions: counted, written to ASCEND_SIM_TRACE, failing as ASCEND_SIM_FAIL says. */
+#include "sim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct sim_function *functions;
+static atomic_long syncs;
+static int trace_file = -1;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static char *rules; /* "name=code", "name=code@N" (the Nth call only) or "name=code@N+" (from the Nth on), by comma */
+static _Thread_local char message[512];
+
+static void read_settings(void) {
+    const char *path = getenv("ASCEND_SIM_TRACE");
+    if (path && *path) trace_file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    const char *fail = getenv("ASCEND_SIM_FAIL");
+    if (fail && *fail) rules = strdup(fail);
+}
+
+long sim_setting(const char *name, long fallback, long least, long most) {
+    const char *text = getenv(name);
+    if (!text || !*text) return fallback;
+    char *end;
+    errno = 0;
+    long value = strtol(text, &end, 10);
+    if (errno || *end || value < least || value > most) {
+        fprintf(stderr, "%s=%s: a whole number from %ld to %ld is wanted\n", name, text, least, most);
+        abort();
+    }
+    return value;
+}
+
+uint64_t sim_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* The code of the rule that fits call number `call` of `name`; list_lock is held. */
+static int injected(const char *name, long call) {
+    size_t length = strlen(name);
+    for (const char *rule = rules; rule && *rule;) {
+        if (!strncmp(rule, name, length) && rule[length] == '=') {
+            char *end;
+            int code = (int)strtol(rule + length + 1, &end, 10);
+            if (*end != '@') return code;
+            long wanted = strtol(end + 1, &end, 10);
+            if (call == wanted || (*end == '+' && call > wanted)) return code;
+        }
+        rule = strchr(rule, ',');
+        if (rule) rule++;
+    }
+    return 0;
+}
+
+int sim_enter(struct sim_function *function, const char *format, ...) {
+    pthread_once(&once, read_settings);
+    long call = atomic_fetch_add(&function->calls, 1) + 1;
+    if (!atomic_exchange(&function->listed, true)) {
+        pthread_mutex_lock(&list_lock);
+        function->next = functions;
+        functions = function;
+        pthread_mutex_unlock(&list_lock);
+    }
+    int code = 0;
+    if (rules) {
+        pthread_mutex_lock(&list_lock);
+        code = injected(function->name, call);
+        pthread_mutex_unlock(&list_lock);
+    }
+    if (trace_file >= 0) {
+        char line[400];
+        uint64_t now = sim_now_ns();
+        int n = snprintf(line, sizeof line, "%llu.%09llu %d %ld %s ", (unsigned long long)(now / 1000000000u),
+                         (unsigned long long)(now % 1000000000u), getpid(), syscall(SYS_gettid), function->name);
+        va_list arguments;
+        va_start(arguments, format);
+        n += vsnprintf(line + n, sizeof line - (size_t)n - 40, format, arguments);
+        va_end(arguments);
+        if (n > (int)sizeof line - 40) n = (int)sizeof line - 40;
+        n += code ? snprintf(line + n, sizeof line - (size_t)n, " injected=%d\n", code) : snprintf(line + n, 2, "\n");
+        if (write(trace_file, line, (size_t)n) < 0) trace_file = -1;
+    }
+    return code ? sim_error(code, "%s: failure injected, code %d", function->name, code) : 0;
+}
+
+int sim_error(int code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    return code;
+}
+
+const char *aclGetRecentErrMsg(void) {
+    static struct sim_function function = {.name = "aclGetRecentErrMsg"};
+    sim_enter(&function, "%s", "");
+    return message;
+}
+
+static _Thread_local bool just_synced; /* and nothing was queued since */
+
+void sim_count_sync(void) {
+    atomic_fetch_add(&syncs, 1);
+    just_synced = true;
+}
+
+void sim_count_copy_to_host(void) {
+    if (!just_synced) atomic_fetch_add(&syncs, 1);
+    just_synced = false;
+}
+
+void sim_work(void) { just_synced = false; }
+
+SIM_EXPORT long sim_syncs(void) { return atomic_load(&syncs); }
+
+SIM_EXPORT void sim_syncs_reset(void) { atomic_store(&syncs, 0); }
+
+SIM_EXPORT long sim_calls(const char *name) {
+    long calls = 0;
+    pthread_mutex_lock(&list_lock);
+    for (struct sim_function *function = functions; function; function = function->next)
+        if (!strcmp(function->name, name)) calls += atomic_load(&function->calls);
+    pthread_mutex_unlock(&list_lock);
+    return calls;
+}
+
+/* Replaces the rules of ASCEND_SIM_FAIL; an empty text takes all away. Calls are counted on from where they are. */
+SIM_EXPORT void sim_fail(const char *text) {
+    pthread_once(&once, read_settings);
+    pthread_mutex_lock(&list_lock);
+    free(rules);
+    rules = text && *text ? strdup(text) : NULL;
+    pthread_mutex_unlock(&list_lock);
+}
