@@ -1,0 +1,67 @@
+"""torch's own operators: each that torch_npu has a kernel for is answered by the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ascend.operators import copies, limits
+from tests.ascend.operators.launch import kernel
+
+KEYS = ("PrivateUse1", "AutogradPrivateUse1")
+
+_TORCH_NPUS = {
+    *("empty.memory_format", "empty_strided", "empty_like", "resize_", "_local_scalar_dense"),
+    *("is_pinned", "_pin_memory", "record_stream", "is_set_to"),
+    *("set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),
+}
+"""Of memory and streams: these stay torch_npu's own code over the simulated CANN."""
+
+
+def install(library: torch.library.Library) -> None:
+    moves = copies.Copies()
+    ours = {
+        "copy_": moves.copy_,
+        "_to_copy": moves.to_copy,
+        "contiguous": copies.contiguous,
+        "zeros": _zeros,
+        "_fused_sdp_choice": lambda *_, **__: 0,  # 0 is plain mathematics
+    }
+    for key in KEYS:
+        for name, op in _registered(key):
+            replacement = ours.get(name) or kernel(op, check=limits.of(f"aten::{op._schema.name[6:]}"))
+            library.impl(name, replacement, key, allow_override=True)
+
+
+def _registered(key: str) -> Iterator[tuple[str, Any]]:
+    """torch's operators with a kernel of torch_npu's that computes."""
+    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        namespace, _, name = qualified.partition("::")
+        base, _, overload = name.partition(".")
+        if namespace != "aten" or name in _TORCH_NPUS or not hasattr(torch.ops.aten, base):
+            continue
+        if not hasattr(getattr(torch.ops.aten, base), overload or "default"):
+            continue  # torch_npu's own, registered under torch's name space as well
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if name == "contiguous" or not any(_is_view(argument) for argument in op._schema.arguments):
+            yield name, op
+
+
+def _is_view(argument: Any) -> bool:
+    return argument.alias_info is not None and not argument.alias_info.is_write
+
+
+def _zeros(
+    size: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Tensor:
+    """In place: a cache of pages is not put together on the host first."""
+    del layout, pin_memory
+    return torch.empty(size, dtype=dtype, device=device).zero_()

@@ -1,0 +1,89 @@
+"""The attention that the fused operators stand for: one sequence at a time, in float32, masks as their documents say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COMPRESSED = 2048
+"""Side of the mask that sparse modes 2 to 4 (and 6 to 8 of npu_fusion_attention) take: ones above the diagonal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Which keys a query sees. Positions are counted from the upper left corner, or from the lower right one."""
+
+    mode: int
+    mask: Tensor | None
+    """bool, True: hidden; [B or 1, ..., Sq, Skv], or any of its tails."""
+    before: int
+    after: int
+
+    def seen(self, item: int, queries: int, keys: int) -> Tensor | None:
+        """bool [heads or 1, queries, keys] of the sequence `item`; None: all."""
+        if self.mask is None and self.mode != 4:
+            return None
+        at = torch.arange(queries).unsqueeze(1)
+        to = torch.arange(keys).unsqueeze(0)
+        if self.mode in {0, 1}:
+            assert self.mask is not None
+            hidden = self.mask
+            if hidden.dim() == 4:
+                hidden = hidden[min(item, len(hidden) - 1)]
+            elif hidden.dim() == 3:  # (B or 1, Sq, Skv)
+                hidden = hidden[min(item, len(hidden) - 1)].unsqueeze(0)
+            else:
+                hidden = hidden.unsqueeze(0)
+            seen = ~hidden[:, :queries, :keys].bool()
+            if self.mode == 0:
+                seen = seen & (to - at <= self.after) & (at - to <= self.before)
+            return seen
+        if self.mode == 2:
+            return (to <= at).unsqueeze(0)
+        at = at + keys - queries  # the last query stands beside the last key
+        if self.mode == 3:
+            return (to <= at).unsqueeze(0)
+        return ((to - at <= self.after) & (at - to <= self.before)).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What comes out for one sequence."""
+
+    out: Tensor
+    """float32 [heads, queries, value_dim]."""
+    largest: Tensor
+    """float32 [heads, queries]: of the scaled scores."""
+    total: Tensor
+    """float32 [heads, queries]: of exp(score - largest)."""
+
+    @property
+    def lse(self) -> Tensor:
+        return self.total.log() + self.largest
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None, shift: Tensor | None) -> Attended:
+    """query [heads, queries, dim] over key [kv_heads, keys, dim] and value [kv_heads, keys, value_dim].
+
+    A row that sees no key comes out as zeroes, as where the operator mends such rows; without that the device's
+    document promises nothing.
+    """
+    groups = query.shape[0] // key.shape[0]
+    keys, values = (part.float().repeat_interleave(groups, dim=0) for part in (key, value))
+    scores = query.float() @ keys.transpose(1, 2) * scale
+    if shift is not None:
+        scores = scores + shift.float()
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    largest = scores.amax(dim=-1) if scores.shape[-1] else torch.full(scores.shape[:2], -torch.inf)
+    weights = (scores - largest.clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)).exp()
+    total = weights.sum(dim=-1)
+    out = weights @ values / total.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return Attended(out, largest, total)
+
+
+def lengths(cumulative: list[int]) -> list[int]:
+    """The length of each sequence, from where each ends."""
+    return [stop - start for start, stop in zip([0, *cumulative], cumulative, strict=False)]

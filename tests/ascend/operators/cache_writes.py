@@ -1,0 +1,52 @@
+"""What writes keys and values into the pages of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
+    """input[indices[i]] = updates[i]; the last axis of indices is a place in the first axes of input."""
+    where = indices.long().unbind(-1)
+    for axis, places in enumerate(where):
+        if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < input.shape[axis]:
+            # The document forbids it; the device writes wherever that is.
+            raise RuntimeError(f"indices go from {int(places.min())} to {int(places.max())} in {input.shape[axis]} rows")
+    input[where] = updates
+    return input
+
+
+def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
+    return scatter_nd_update_(input.clone(), indices, updates)
+
+
+def scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str | None = "PA_NZ",
+    **unused: Any,
+) -> None:
+    """Rows [T, heads, dim] to their slots: of (blocks, block_size, heads, dim), or in the NZ format where asked for."""
+    if any(extra is not None for extra in unused.values()):
+        raise NotImplementedError("compressed caches are not simulated")
+    slots = slot_mapping.long()
+    for new, pages in ((key, key_cache), (value, value_cache)):
+        if cache_mode == "PA_NZ":  # (blocks, heads * dim / 16, block_size, 16)
+            rows = new.flatten(1).unflatten(1, (pages.shape[1], pages.shape[3]))
+            pages[slots // pages.shape[2], :, slots % pages.shape[2]] = rows
+        else:
+            pages.view(-1, *pages.shape[2:])[slots] = new
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
+    """Rows [T, heads, dim] to their slots of (blocks, block_size, heads, dim)."""
+    scatter_pa_kv_cache(key, value, key_cache, value_cache, slot_indices, cache_mode="Norm")
+
+
+__all__ = ["reshape_and_cache", "scatter_nd_update", "scatter_nd_update_", "scatter_pa_kv_cache"]

@@ -1,0 +1,73 @@
+"""Copies: between host and device by torch_npu's own code, on the device by the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ascend.operators import order
+from tests.ascend.operators.aliases import alias, on_device
+
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+
+class Copies:
+    """The kernels that move tensors; `_transfer` is what torch_npu registered for copy_ itself."""
+
+    def __init__(self) -> None:
+        self._transfer = torch.library.get_kernel("aten::copy_", "PrivateUse1")
+
+    def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:  # noqa: FBT001, FBT002 - the schema's
+        if on_device(target) and on_device(source) and target.device == source.device:
+            return self._on_device(target, source)
+        if source.dtype != target.dtype or source.shape != target.shape or not source.is_contiguous():
+            source = source.to(target.dtype).expand_as(target).contiguous()
+        if target.is_contiguous():
+            self._transfer.call_boxed(_KEYS, target, source, non_blocking)
+            return target
+        piece = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        # The second copy must find what the first brings: on the device it does, on the host only after a wait.
+        self._transfer.call_boxed(_KEYS, piece, source, non_blocking and on_device(target))
+        target.copy_(piece)
+        return target
+
+    def _on_device(self, target: Tensor, source: Tensor) -> Tensor:
+        stream = order.begin(target.device)
+        alias(target).copy_(alias(source))
+        order.publish(stream, target)
+        return target
+
+    def to_copy(
+        self,
+        tensor: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format | None = None,
+    ) -> Tensor:
+        del layout
+        device = tensor.device if device is None else device
+        if device.type == "npu":
+            out = torch.empty_like(
+                tensor, dtype=dtype, device=device, memory_format=memory_format or torch.preserve_format
+            )
+        else:
+            # As in torch's own, what is copied without a wait comes into pinned memory.
+            pinned = bool(pin_memory) or non_blocking
+            out = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, pin_memory=pinned)
+        return out.copy_(tensor, non_blocking)
+
+
+def contiguous(tensor: Tensor, *, memory_format: Any = torch.contiguous_format) -> Tensor:
+    return tensor if tensor.is_contiguous(memory_format=memory_format) else tensor.clone(memory_format=memory_format)
+
+
+def dtype_cast(tensor: Tensor, dtype: Any, input_dtype: int | None = None) -> Tensor:
+    """npu_dtype_cast: the same as `to`."""
+    del input_dtype
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -1,0 +1,39 @@
+"""Storage formats: what a tensor was cast to is remembered; its bytes stay as they are, ND."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+ND, NZ = 2, 29
+
+_formats: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def get_npu_format(input: Tensor) -> int:  # noqa: A002 - the schema's
+    found: int = _formats.get(input, ND)
+    return found
+
+
+def npu_format_cast(input: Tensor, acl_format: int, **_: Any) -> Tensor:  # noqa: A002 - the schema's
+    """A tensor of the same values in another format."""
+    if get_npu_format(input) == acl_format:
+        return input
+    out = input.clone()
+    _formats[out] = int(acl_format)
+    return out
+
+
+def npu_format_cast_like(input: Tensor, dst: Tensor, **_: Any) -> Tensor:  # noqa: A002 - the schema's
+    return npu_format_cast(input, get_npu_format(dst))
+
+
+def npu_format_cast_(input: Tensor, acl_format: int, **_: Any) -> Tensor:  # noqa: A002 - the schema's
+    _formats[input] = int(acl_format)
+    return input
+
+
+def npu_format_cast_like_(input: Tensor, src: Tensor, **_: Any) -> Tensor:  # noqa: A002 - the schema's
+    return npu_format_cast_(input, get_npu_format(src))

@@ -1,0 +1,171 @@
+"""npu_fused_infer_attention_score and its second version; npu_prompt_flash_attention and npu_incre_flash_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ascend.operators.attention import Attended, Sparse, attend
+from tests.ascend.operators.layouts import join, pages_of, split
+
+
+def _spread(given: Sequence[int] | None, count: int, default: int) -> list[int]:
+    """A length for each sequence: given for each, or one for all, or none."""
+    if given is None:
+        return [default] * count
+    return [int(given[0])] * count if len(given) == 1 else [int(length) for length in given[:count]]
+
+
+def fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pse_shift: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = 2**31 - 1,
+    next_tokens: int = 2**31 - 1,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,
+    block_size: int = 0,
+    softmax_lse_flag: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """attention_out of the query's shape (value's dim), and softmax_lse float32, [1] of nought unless asked for."""
+    _refuse_unused(unused)
+    del inner_precise
+    kv_heads = num_key_value_heads or num_heads
+    layout, _, out_layout = input_layout.partition("_")
+    packed = layout in {"TND", "NTD"}
+    if query_rope is not None:  # the rotated part of MLA's keys is a tail of their width
+        assert key_rope is not None
+        query = _widened(query, query_rope, layout, num_heads)
+        key = _widened(key, key_rope, "pages" if block_table is not None else layout, kv_heads)
+    stops = [int(stop) for stop in actual_seq_lengths] if packed and actual_seq_lengths else None
+    queries = split(query, layout, num_heads, stops)
+    if block_table is not None:
+        assert actual_seq_lengths_kv is not None
+        kv_lengths = _spread(actual_seq_lengths_kv, len(queries), 0)
+        keys, values = (
+            [
+                pages_of(pages, row, length, kv_heads, block_size)
+                for row, length in zip(block_table, kv_lengths, strict=False)
+            ]
+            for pages in (key, value)
+        )
+    else:
+        kv_stops = [int(stop) for stop in actual_seq_lengths_kv] if packed and actual_seq_lengths_kv else None
+        keys, values = (split(part, layout, kv_heads, kv_stops) for part in (key, value))
+        if not packed:
+            kv_lengths = _spread(actual_seq_lengths_kv, len(queries), keys[0].shape[1])
+            keys, values = ([part[:, :n] for part, n in zip(parts, kv_lengths, strict=True)] for parts in (keys, values))
+    # One query a sequence is the branch of incremental inference, which looks at neither mode nor window.
+    single = not packed and queries[0].shape[1] == 1 and query_rope is None
+    mask = atten_mask
+    if single and mask is not None and mask.dim() == 2:  # (B, KV_S)
+        mask = mask[:, None, None]
+    sparse = Sparse(0 if single else sparse_mode, mask, 2**31 - 1 if single else pre_tokens, 2**31 - 1 if single else next_tokens)
+    lengths = [part.shape[1] for part in queries]
+    if not packed and not single:
+        lengths = _spread(actual_seq_lengths, len(queries), queries[0].shape[1])
+    parts = [
+        _one(i, part[:, :length], keys[i], values[i], scale, sparse, pse_shift, rows=part.shape[1])
+        for i, (part, length) in enumerate(zip(queries, lengths, strict=True))
+    ]
+    tokens = query.shape[0 if layout == "TND" else 1] if packed else None
+    out = join([part.out for part in parts], out_layout or layout, tokens).to(query.dtype)
+    if not softmax_lse_flag:
+        return out, torch.zeros(1)
+    lse = [part.lse.unsqueeze(-1) for part in parts]
+    return out, join(lse, "TND", tokens) if packed else torch.stack(lse)
+
+
+def _one(
+    item: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sparse: Sparse, shift: Tensor | None, *, rows: int
+) -> Attended:
+    count, keys = query.shape[1], key.shape[1]
+    if shift is not None:
+        shift = shift[min(item, len(shift) - 1), :, :count, :keys]
+    if not keys:
+        shape = query.shape[:2]
+        return Attended(torch.zeros(*shape, value.shape[-1]), torch.full(shape, -torch.inf), torch.zeros(shape))
+    found = attend(query, key, value, scale, sparse.seen(item, count, keys), shift)
+    if rows == count:
+        return found
+    # Rows behind a sequence's end are not computed: whatever lay there.
+    pad = rows - count
+    out = torch.nn.functional.pad(found.out, (0, 0, 0, pad), value=torch.nan)
+    largest, total = (torch.nn.functional.pad(part, (0, pad), value=torch.nan) for part in (found.largest, found.total))
+    return Attended(out, largest, total)
+
+
+def _widened(part: Tensor, rope: Tensor, layout: str, heads: int) -> Tensor:
+    if layout == "BSH" or (layout == "pages" and part.dim() == 3):
+        both = [each.unflatten(-1, (heads, -1)) for each in (part, rope)]
+        return torch.cat(both, dim=-1).flatten(-2)
+    return torch.cat([part, rope], dim=-1)
+
+
+def _refuse_unused(named: dict[str, Any]) -> None:
+    """Quantisation, shared prefixes and left padding are not simulated: an answer without them would be wrong."""
+    for name, value in named.items():
+        if isinstance(value, Tensor) or (isinstance(value, list | tuple) and value):
+            raise NotImplementedError(f"{name} is given, which the simulated operator has not")
+
+
+def fused_infer_attention_score_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    num_query_heads: int = 1,
+    softmax_scale: float = 1.0,
+    return_softmax_lse: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same under other names."""
+    return fused_infer_attention_score(
+        query,
+        key,
+        value,
+        actual_seq_lengths=actual_seq_qlen,
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        num_heads=num_query_heads,
+        scale=softmax_scale,
+        softmax_lse_flag=return_softmax_lse,
+        **others,
+    )
+
+
+def prompt_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, scale_value: float = 1.0, **others: Any) -> Tensor:
+    others.setdefault("next_tokens", 0)
+    return fused_infer_attention_score(query, key, value, scale=scale_value, **others)[0]
+
+
+def incre_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_lengths: Sequence[int] | None = None,
+    scale_value: float = 1.0,
+    **others: Any,
+) -> Tensor:
+    """One query a sequence; actual_seq_lengths are those of the keys."""
+    return fused_infer_attention_score(
+        query, key, value, actual_seq_lengths_kv=actual_seq_lengths, scale=scale_value, **others
+    )[0]

@@ -1,0 +1,18 @@
+"""Random numbers of the device: as its own, they follow from a generator's seed and offset alone."""
+
+from __future__ import annotations
+
+import torch
+
+_DRAW = 4  # what a draw advances an offset by; Philox counts in fours
+
+
+def host_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """A generator of the host for one operator, which advances the device's `generator`, or the default one."""
+    if generator is None:
+        generator = torch.npu.default_generators[device.index]
+    if generator.device.type != "npu":
+        raise RuntimeError(f"Expected a 'npu' device type for generator but found '{generator.device.type}'")
+    offset = generator.get_offset()
+    generator.set_offset(offset + _DRAW)
+    return torch.Generator().manual_seed(hash((generator.initial_seed(), offset)) & (2**63 - 1))

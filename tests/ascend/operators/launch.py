@@ -1,0 +1,139 @@
+"""How an operator runs: on the host, over the device's memory, in the order of the stream that it is launched on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ascend.operators import order
+from tests.ascend.operators.aliases import alias, on_device, span
+from tests.ascend.operators.generators import host_generator
+
+_UNKNOWN_SIZES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_TAKES_HOST_INDICES = ("index", "_index_put", "_unsafe_index")
+
+
+class Launch:
+    """One call: what it was lent, and what it changed."""
+
+    def __init__(self, device: torch.device, *, mixed: bool) -> None:
+        self.device = device
+        self.stream = order.begin(device)
+        self.lent: dict[int, Tensor] = {}  # device tensors by the address of their storage
+        self.aliases: dict[int, Tensor] = {}  # device tensors by the identity of their alias
+        self.changed: list[tuple[Tensor, Tensor]] = []  # device tensor, its alias
+        self._mixed = mixed
+        self._kept: list[Tensor] = []
+
+    def host(self, value: Any, *, written: bool = False) -> Any:
+        """What the host's operator gets for an argument."""
+        if isinstance(value, Tensor):
+            return self._host_tensor(value, written=written)
+        if isinstance(value, list | tuple):
+            return type(value)(self.host(item, written=written) for item in value)
+        if isinstance(value, torch.device) and value.type == "npu":
+            return torch.device("cpu")
+        return value
+
+    def _host_tensor(self, tensor: Tensor, *, written: bool) -> Tensor:
+        if not on_device(tensor):
+            if tensor.dim() and not self._mixed:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device. Expected NPU tensor, "
+                    "please check whether the input tensor device is correct."
+                )
+            return tensor
+        if tensor.device != self.device:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self.device} and {tensor.device}!"
+            )
+        # An empty target of out= is resized by the operator, which an alias can't be.
+        same = torch.empty(0, dtype=tensor.dtype) if written and not tensor.numel() else alias(tensor)
+        self.lent[same.untyped_storage().data_ptr()] = tensor
+        self.aliases[id(same)] = tensor
+        self._kept.append(same)
+        if written:
+            self.changed.append((tensor, same))
+        return same
+
+    def finish(self) -> None:
+        """Publishes what was changed in place."""
+        for tensor, same in self.changed:
+            if not tensor.numel() and same.numel():
+                tensor.resize_(same.shape)
+                order.put(self.stream, tensor, same.contiguous())
+            else:
+                order.publish(self.stream, tensor)
+
+    def device_result(self, value: Any) -> Any:
+        """What the caller gets for what the host's operator returned."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.device_result(item) for item in value)
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return value
+        if id(value) in self.aliases:
+            return self.aliases[id(value)]
+        address = value.untyped_storage().data_ptr()
+        if address and address in self.lent:
+            return self.lent[address].as_strided(value.size(), value.stride(), value.storage_offset())
+        if span(value) is None:
+            value = value.contiguous()
+        out = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=self.device)
+        order.put(self.stream, out, value)
+        return out
+
+
+def device_of(arguments: Any) -> torch.device | None:
+    """Of the first device tensor in arguments, or the device that they name."""
+    named = None
+    for value in arguments:
+        if isinstance(value, list | tuple):
+            if (found := device_of(value)) is not None:
+                return found
+        elif on_device(value):
+            device: torch.device = value.device
+            return device
+        elif isinstance(value, torch.device) and value.type == "npu":
+            named = value
+    return named
+
+
+def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[..., None] | None = None) -> Any:
+    """A kernel for the device of the operator `op`: `function`, or the operator itself, on the host.
+
+    `check` gets the arguments by name, and refuses what the device refuses.
+    """
+    schema = op._schema
+    names = [argument.name for argument in schema.arguments]
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    random = "generator" in names
+    unknown_sizes = bool(_UNKNOWN_SIZES & set(op.tags))
+    by_mask = schema.name == "aten::index"
+    mixed = schema.name.partition("::")[2].startswith(_TAKES_HOST_INDICES)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    run = function or op
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        device = device_of([*args, *kwargs.values()]) or torch.device("npu")
+        if device.index is None:
+            device = torch.device("npu", torch.npu.current_device())
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if check is not None:
+            check(defaults | named)
+        if unknown_sizes and (not by_mask or any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])):
+            order.synchronise(device)
+        one = Launch(device, mixed=mixed)
+        given = {name: one.host(value, written=name in written) for name, value in named.items()}
+        if random:
+            given["generator"] = host_generator(named.get("generator"), device)
+        first = [given.pop(name) for name in names[: 0 if function else len(args)]]
+        out = run(*first, **given)
+        result = one.device_result(out)
+        one.finish()
+        return result
+
+    return launch
