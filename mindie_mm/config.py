@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -268,6 +269,20 @@ def _require(settings: Any, least: dict[str, int]) -> None:
     for name, value in least.items():
         if getattr(settings, name) < value:
             raise InputError(f"{name} is {getattr(settings, name)}, it must be at least {value}")
+
+
+def foreign(names: Iterable[str]) -> dict[str, str]:
+    """Variables of other programs that are set, by their names: for `doctor`, which says what is wrong with them."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def keep_backends_out() -> None:
+    """Has `import torch` of this process and its children not import the libraries of accelerators that are installed.
+
+    One that does not load (CANN's environment is not set) would make torch itself fail, whatever device is asked for;
+    the package imports them by itself, where the device is used.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def default_spool() -> Path:

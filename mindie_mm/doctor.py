@@ -6,16 +6,16 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from mindie_mm.config import GiB, MiB, WorkerConfig
 from mindie_mm.device import KINDS, open_device
+from mindie_mm.device.finding import Finding
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -24,33 +24,19 @@ MIN_OPEN_FILES = 1024
 SHM = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at."""
+def examine(config: WorkerConfig, root: Path = Path("/")) -> Iterator[Finding]:
+    """Looks at everything that serving `config` needs, one finding at a time.
 
-    subject: str
-    status: Literal["ok", "warning", "error"]
-    found: str
-    """What is there."""
-    advice: str = ""
-    """What to do about it; empty where it is fine."""
-
-
-def examine(config: WorkerConfig) -> Iterator[Finding]:
-    """Looks at everything that serving `config` needs, one finding at a time."""
-    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (
-        _libraries,
-        _device,
-        _checkpoint,
-        _shared_memory,
-        _memory,
-        _open_files,
-    )
+    `root` is where the files of accelerators' drivers and libraries are looked for.
+    """
+    yield _libraries()
+    yield from _devices(config.engine.device, root)
+    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
 
 
-def _libraries(_: WorkerConfig) -> Finding:
+def _libraries() -> Finding:
     missing, found = [], [f"python {platform.python_version()}"]
     for name in ("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av"):
         try:
@@ -62,17 +48,37 @@ def _libraries(_: WorkerConfig) -> Finding:
     return Finding("libraries", "ok", ", ".join(found))
 
 
-def _device(config: WorkerConfig) -> Finding:
+def _devices(name: str, root: Path) -> Iterator[Finding]:
+    """The device `name`, then what each kind says of the machine."""
+    said = {kind: list(kind.findings(root)) for kind in KINDS}
+    broken = [kind.name for kind, findings in said.items() if any(one.status == "error" for one in findings)]
+    device, chosen = _device(name, broken)
+    yield device
+    for kind, findings in said.items():
+        for one in findings:
+            # What is wrong with a device that would not be taken keeps nothing from starting.
+            spared = one.status == "error" and kind.name != chosen
+            yield replace(one, status="warning") if spared else one
+
+
+def _device(name: str, broken: Collection[str]) -> tuple[Finding, str]:
+    """The device that `name` means, with the name that it has itself; `broken` are kinds that have errors."""
     missing = {kind.name: reason for kind in KINDS if (reason := kind.missing()) is not None}
-    absent = "; ".join(f"no {name}: {reason}" for name, reason in missing.items())
+    absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
+    chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
+    below = "see what is said of it below"
+    if chosen in broken and chosen not in missing:  # not started here, too: it might hang
+        return Finding("device", "error", f"{chosen} is there, but not fit for use", below), chosen
     try:
-        device = open_device(config.engine.device)
-    except MindieMMError as error:
-        return Finding("device", "error", absent, str(error))
-    free = device.free_bytes() / GiB
-    return Finding(
-        "device", "ok", f"{device.torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
-    )
+        device = open_device(name)
+        free = device.free_bytes() / GiB
+    except (MindieMMError, RuntimeError) as error:
+        return Finding("device", "error", absent, below if chosen in broken else str(error)), chosen
+    found = f"{device.torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
+    if name == "auto" and broken:
+        advice = f"--device {chosen} if it is meant; for {' or '.join(broken)} {below}"
+        return Finding("device", "warning", found, advice), chosen
+    return Finding("device", "ok", found), chosen
 
 
 def _checkpoint(config: WorkerConfig) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from mindie_mm.config import keep_backends_out
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 
 COMMANDS = ("serve", "ask", "tokenize", "inspect", "generate", "models", "shm", "doctor")
@@ -51,3 +52,4 @@ def main() -> None:
 
     Exits with 0 if all is fine, 1 if something failed, 2 if the command, a setting or a permission is to be mended.
     """
+    keep_backends_out()

@@ -18,15 +18,16 @@ from mindie_mm.config import EngineConfig, WorkerConfig
 @click.command("doctor")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--root", type=click.Path(path_type=Path), default=Path("/"), hidden=True)  # tests put a machine there
 @settings(WorkerConfig, EngineConfig)
-def command(path: Path | None, *, as_json: bool, **flags: Any) -> None:
+def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> None:
     """Say what of this machine is fine for serving PATH, and what to do about what is not.
 
     Exits with 1 if something would keep the service from starting.
     """
     from mindie_mm.doctor import examine  # late: torch
 
-    findings = list(examine(configured(path, flags).worker))
+    findings = list(examine(configured(path, flags).worker, root))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:

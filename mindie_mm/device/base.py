@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+
+from mindie_mm.device.finding import Finding
 
 
 class Device(ABC):
@@ -23,6 +26,11 @@ class Device(ABC):
     @abstractmethod
     def missing(cls) -> str | None:
         """Why it can't be used here, in words for an operator; None if it can."""
+
+    @classmethod
+    def findings(cls, root: Path) -> Iterator[Finding]:
+        """What of the machine, its files below `root`, serves this kind, and what not; nothing where it is absent."""
+        yield from ()
 
     @property
     @abstractmethod

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from mindie_mm.device import npu_doctor
 from mindie_mm.device.base import Device, allocator_peak_bytes
+from mindie_mm.device.finding import Finding
 
 
 class NPU(Device):
@@ -27,6 +30,10 @@ class NPU(Device):
         except (ImportError, RuntimeError, OSError) as error:
             return f"torch_npu does not load ({error}); source CANN's set_env.sh first"
         return None if _npu().is_available() else "no NPU is visible, see npu-smi info"
+
+    @classmethod
+    def findings(cls, root: Path) -> Iterator[Finding]:
+        return npu_doctor.findings(root)
 
     @property
     def torch_device(self) -> torch.device:

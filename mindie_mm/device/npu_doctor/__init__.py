@@ -1,0 +1,38 @@
+"""What is wrong with the Ascend NPUs of a machine, in words, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu_doctor import cann, driver, ports, runtime, smi, versions, visible
+from mindie_mm.device.npu_doctor.machine import Machine, Software
+
+
+def findings(root: Path) -> Iterator[Finding]:
+    """All that is looked at, or nothing on a machine without a sign of Ascend: no NPU, no CANN, no torch_npu.
+
+    `root` is the folder of the files that are looked at, / but for tests. Programs and libraries are this machine's.
+    """
+    machine, software = Machine.here(root), Software.installed()
+    installed, ids = cann.find(machine), machine.device_ids()
+    if not (installed or ids or software.torch_npu or machine.num_boards()):
+        return
+    left = visible.places(machine)
+    num_visible = len(ids) if left is None else len(left)
+    # npu-smi comes before the trial, which would be one of the processes that it shows.
+    used = list(smi.findings(machine, left)) if ids else []
+    tried = runtime.finding(software)
+    files = [
+        *driver.findings(machine),
+        *cann.findings(machine, installed),
+        *versions.findings(machine, software, installed),
+    ]
+    if tried.status != "error":  # where it starts, nothing of this can be amiss, only elsewhere than it was looked for
+        files = [replace(one, status="warning") if one.status == "error" else one for one in files]
+    yield from (*files, *used, *visible.findings(machine), *ports.findings(machine, num_visible), tried)
+
+
+__all__ = ["findings"]

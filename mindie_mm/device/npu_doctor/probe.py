@@ -1,0 +1,28 @@
+"""`python -m mindie_mm.device.npu_doctor.probe`: starts the NPU and says in JSON what it has, or fails."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from mindie_mm.device.npu import NPU
+
+
+def main() -> None:
+    """Prints {"count": ..., "name": ..., "free_bytes": ..., "total_bytes": ...}."""
+    if reason := NPU.missing():
+        raise SystemExit(reason)
+    npu = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
+    free_bytes, total_bytes = npu.mem_get_info()
+    said = {
+        "count": npu.device_count(),
+        "name": npu.get_device_name(NPU().torch_device),
+        "free_bytes": free_bytes,
+        "total_bytes": total_bytes,
+    }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Whether an NPU can be started: tried in a process of its own, which may crash or hang with the driver."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu_doctor.machine import Software
+from mindie_mm.device.npu_doctor.symptoms import explain
+
+_TIMEOUT_S = 120.0  # torch_npu takes 10 s to import, and a device some seconds to start; one that is ill never answers
+_GiB = 2**30
+_LITTLE = 0.5
+"""Share of the memory; with less of it free, somebody else has the rest."""
+
+
+def finding(software: Software) -> Finding:
+    """What came of it."""
+    subject = "npu runtime"
+    if software.torch_npu is None:
+        return Finding(subject, "error", "torch_npu is not installed", "pip install 'mindie_mm[npu]'")
+    command = [sys.executable, "-m", "mindie_mm.device.npu_doctor.probe"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        advice = "npu-smi info -t health -i NPU; reset it when nothing uses it, or reboot"
+        return Finding(subject, "error", f"the NPU does not answer within {_TIMEOUT_S:.0f} s", advice)
+    if ended.returncode:
+        return _failed(subject, ended.stderr, ended.returncode)
+    said = json.loads(ended.stdout.splitlines()[-1])
+    free, total = said["free_bytes"], said["total_bytes"]
+    found = f"{said['count']} x {said['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
+    if free < _LITTLE * total:
+        advice = "stop what uses it (npu-smi info), or choose another with ASCEND_RT_VISIBLE_DEVICES"
+        return Finding(subject, "warning", found, advice)
+    return Finding(subject, "ok", found)
+
+
+def _failed(subject: str, stderr: str, status: int) -> Finding:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    symptom = explain(stderr)
+    if symptom:
+        line = next((line for line in lines if explain(line) is symptom), lines[-1])
+        return Finding(subject, "error", f"{symptom.meaning}: {line[:300]}", symptom.advice)
+    # Of a trace the exception is at the end; torch_npu adds lines of its own below.
+    errors = [line for line in lines if "Error" in line] or lines[-1:]
+    ended = f"signal {-status}" if status < 0 else f"status {status}"
+    said = errors[-1][:300] if errors else ""
+    advice = "see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
+    return Finding(subject, "error", f"starting the NPU ends with {ended}: {said}", advice)
