@@ -7,18 +7,18 @@ from pathlib import Path
 
 from tests.ascend.cann.build import build
 
-_SITE = Path(__file__).parent / "site"
+_HERE = Path(__file__).parent
 
 
 def environment(**settings: str | int) -> dict[str, str]:
     """This process's environment with the simulated CANN in it.
 
-    `settings` are those of the library, without ASCEND_SIM_ and in small letters: devices, memory_bytes, trace, soc, fail, ...;
-    any of another name in capitals is set as it stands.
+    `settings` are those of the library, without ASCEND_SIM_ and in small letters: devices, memory_bytes, trace, soc,
+    fail, ...; a name in capitals is that of a variable as it stands.
     """
     folder = build()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_SIM_")}
-    paths = [str(_SITE), *filter(None, [variables.get("PYTHONPATH")])]
+    paths = [str(_HERE / "site"), str(_HERE.parents[1]), *filter(None, [variables.get("PYTHONPATH")])]
     variables |= {
         "ASCEND_HOME_PATH": str(folder),
         "ASCEND_OPP_PATH": str(folder / "opp"),

@@ -1,7 +1,7 @@
-"""Builds the stand-in for CANN's shared libraries, so that the torch_npu of PyPI runs on a machine without an Ascend device.
+"""Builds the stand-in for CANN's shared libraries: the torch_npu of PyPI runs on a machine without an Ascend device.
 
-All of it is in libhccl.so: the C files of this folder, and for each symbol of CANN that torch_npu links or looks up by name and
-that they do not define, a function that is counted and returns 0. The other libraries are empty and need that one.
+All of it is in libhccl.so: the C files of this folder, and for each symbol of CANN that torch_npu links or looks up by
+name and that they do not define, a function that is counted and returns 0. The other libraries are empty and need it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _CACHE = _HERE.parents[2] / "build" / "ascend"
 _EMPTY_LIBRARIES = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
-_SYSTEM_LIBRARIES = "libc.so.6 libm.so.6 libstdc++.so.6 libgcc_s.so.1 libpthread.so.0 libdl.so.2 librt.so.1".split()
-_FLAGS = ("-std=gnu11", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread")
+_SYSTEM_LIBRARIES = tuple(
+    f"lib{name}" for name in ("c.so.6", "m.so.6", "stdc++.so.6", "gcc_s.so.1", "pthread.so.0", "dl.so.2", "rt.so.1")
+)
+_FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread")
 _NAMED = re.compile(rb"acl(?:rt)?[A-Z][A-Za-z0-9]+")
 
 
 def build() -> Path:
-    """The folder of the libraries, built before or now. FileNotFoundError without torch_npu, CalledProcessError of gcc."""
+    """The folder of the libraries, built before or now. FileNotFoundError: torch_npu; CalledProcessError: gcc."""
     sources = sorted(_HERE.glob("*.[ch]"))
     digest = hashlib.sha256(importlib.metadata.version("torch_npu").encode())
     for source in (*sources, Path(__file__)):
@@ -86,13 +88,12 @@ def _wanted(package: Path) -> set[str]:
 
 
 def _stubs(names: list[str]) -> str:
-    lines = [
-        '#include "sim.h"',
-        # By a label: many of these names are declared in the headers, with arguments that nobody reads here.
+    # By a label: many of these names are declared in the headers, with arguments that nobody reads here.
+    stub = (
         "#define STUB(number, symbol) long stub_##number(void) __asm__(#symbol); long stub_##number(void) { "
-        'static struct sim_function function = {.name = #symbol}; return sim_enter(&function, "%s", ""); }',
-    ]
-    lines += [f"STUB({number}, {name})" for number, name in enumerate(names)]
+        'static struct sim_function function = {.name = #symbol}; return sim_enter(&function, "%s", ""); }'
+    )
+    lines = ['#include "sim.h"', stub, *(f"STUB({number}, {name})" for number, name in enumerate(names))]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,94 @@
+/* Types of HCCL (its own header is C++ only), and what the parts of the simulated one know of one another. */
+#pragma once
+#include "sim.h"
+
+typedef int HcclResult;
+typedef void *HcclComm;
+typedef int HcclReduceOp;
+typedef int HcclDataType;
+enum {
+    HCCL_SUCCESS = 0,
+    HCCL_E_PARA = 1,
+    HCCL_E_PTR = 2,
+    HCCL_E_MEMORY = 3,
+    HCCL_E_NOT_SUPPORT = 5,
+    HCCL_E_TIMEOUT = 9,
+    HCCL_E_TCP_CONNECT = 11,
+    HCCL_E_RUNTIME = 15,
+    HCCL_E_REMOTE = 21,
+};
+enum { HCCL_REDUCE_SUM, HCCL_REDUCE_PROD, HCCL_REDUCE_MAX, HCCL_REDUCE_MIN };
+enum {
+    HCCL_INT8 = 0,
+    HCCL_INT16 = 1,
+    HCCL_INT32 = 2,
+    HCCL_FP16 = 3,
+    HCCL_FP32 = 4,
+    HCCL_INT64 = 5,
+    HCCL_UINT64 = 6,
+    HCCL_UINT8 = 7,
+    HCCL_UINT16 = 8,
+    HCCL_UINT32 = 9,
+    HCCL_FP64 = 10,
+    HCCL_BFP16 = 11,
+};
+typedef struct {
+    char internal[4108];
+} HcclRootInfo;
+typedef struct {
+    int type; /* 0: send, 1: receive */
+    void *buffer;
+    uint64_t count;
+    HcclDataType data_type;
+    uint32_t remote;
+} HcclSendRecvItem;
+
+#define MAX_RANKS SIM_MAX_DEVICES
+#define SLOT_BYTES ((size_t)1 << 20)    /* what a rank shows the others at a time */
+#define PARCEL_BYTES ((size_t)64 << 10) /* what one rank hands one other at a time */
+
+/* What a rank says that it is about to do: all must say the same. */
+struct statement {
+    uint64_t number, count;
+    int32_t operation, data_type, reduction, root;
+};
+
+struct parcel {
+    atomic_uint full;
+    uint32_t size;
+};
+
+/* Memory that the ranks of a communicator share. It has no name, so that nothing is left behind whoever is killed when. */
+struct region {
+    atomic_uint attached; /* ranks */
+    atomic_uint arrived;  /* at the meeting that is under way */
+    atomic_uint meetings;
+    atomic_uint failed; /* the first error: it is everybody's */
+    struct statement statements[MAX_RANKS];
+    struct parcel parcels[MAX_RANKS][MAX_RANKS]; /* [from][to] */
+    char slots[MAX_RANKS][SLOT_BYTES];
+    char parcel_bytes[MAX_RANKS][MAX_RANKS][PARCEL_BYTES];
+};
+
+struct communicator {
+    atomic_int references; /* of the owner, and of each collective that has not run */
+    struct region *region;
+    uint32_t ranks, rank;
+    uint64_t operations;
+    char name[128];
+};
+
+/* hccl_region.c */
+int hccl_new_region(HcclRootInfo *info);
+struct region *hccl_attach(const HcclRootInfo *info, uint32_t ranks, int *error);
+void hccl_detach(struct region *region);
+/* Returns once all ranks have called it; HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, or the error of another rank. */
+int hccl_meet(struct communicator *communicator);
+int hccl_fail(struct region *region, int error);
+uint64_t hccl_deadline_ns(const char *setting, long fallback_seconds);
+
+/* hccl_reduce.c */
+size_t hccl_size(HcclDataType type); /* bytes; 0 for a type that is not known */
+bool hccl_reduces(HcclDataType type, HcclReduceOp op);
+/* target[i] = target[i] op source[i], rounded to the type each time, as the device does in its memory. */
+void hccl_reduce(void *target, const void *source, size_t count, HcclDataType type, HcclReduceOp op);
