@@ -339,7 +339,7 @@ def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
     positions, device = model.positions(len(ids), []).prompt, model.spec.device
 
     def run() -> None:
-        paged = PagedBatch.build([Chunk(0, len(ids), range(cache.padding))], cache, device)
+        paged = PagedBatch([Chunk(0, len(ids), range(cache.padding))], cache, device)
         model.forward(ids, positions, [], paged, torch.tensor([len(ids) - 1]))
 
     return run

@@ -21,6 +21,7 @@ GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
 _MAX_SEND_TIMEOUT_S = 86_400.0
+TOWER_PARALLEL = ("replicate", "items")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -52,14 +53,18 @@ class EngineConfig:
     measure_s: float | None = None
     """About how long the largest step is tried at the start, for the memory that it takes: larger sizes are reckoned
     from smaller ones. 0: not at all; None: 0.5 on the CPU, else 10."""
-    kv_block_size: int = 16
-    """Tokens in one block of the KV cache."""
+    kv_block_size: int | None = None
+    """Tokens in one block of the KV cache; None: what suits the device, 128 on an NPU, else 16."""
     encoder_cache_bytes: int = 256 * MiB
     """Memory for the towers' features, kept by content."""
     prefix_caching: bool = True
     """Whether prompts that begin alike, media included, share what the KV cache holds of them."""
     num_threads: int = 0
-    """Threads of the engine process on the CPU; 0 is torch's own choice."""
+    """Threads of the engine process on the CPU, of each rank if it has several; 0 is torch's own choice, shared."""
+    tensor_parallel: int = 1
+    """Processes, and devices, that share the text model's weights and heads."""
+    tower_parallel: str = "replicate"
+    """What their towers do, which are whole on each: replicate, each encodes all items; items, each a share of them."""
     vision_device: str | None = None
     """Where the vision tower runs, as `device`; None: where the rest does."""
     vision_bits: int | None = None
@@ -81,12 +86,16 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_tower_tokens",
             "max_tower_bytes",
-            "kv_block_size",
+            "tensor_parallel",
         )
         _require(self, dict.fromkeys(at_least_one, 1) | {"encoder_cache_bytes": 0, "num_threads": 0})
-        for name, least in (("kv_cache_bytes", 1), ("measure_s", 0), ("max_model_len", 2)):
+        for name, least in (("kv_cache_bytes", 1), ("kv_block_size", 1), ("measure_s", 0), ("max_model_len", 2)):
             if getattr(self, name) is not None:
                 _require(self, {name: least})
+        if self.tower_parallel not in TOWER_PARALLEL:
+            raise InputError(
+                f"tower_parallel is {self.tower_parallel!r}, it must be one of {', '.join(TOWER_PARALLEL)}"
+            )
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise InputError(f"memory_share is {self.memory_share}, it must be above 0 and at most 1")
 
@@ -296,6 +305,11 @@ def fault_folder() -> Path | None:
     """Where tests put the triggers of `faults`; no setting for users."""
     folder = os.environ.get("MINDIE_MM_FAULTS")
     return Path(folder) if folder else None
+
+
+def keep_collectives_local() -> None:
+    """Has torch's gloo listen on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def config_file() -> Path | None:

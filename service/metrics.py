@@ -179,8 +179,8 @@ class _Processes(Collector):
         yield from (alive, started, failed)
         config, info = self._worker.config.engine, engine.info
         cache = {
-            "block_size": str(config.kv_block_size),
-            "num_gpu_blocks": str(info.kv_cache_tokens // config.kv_block_size),
+            "block_size": str(info.kv_block_size),
+            "num_gpu_blocks": str(info.kv_cache_tokens // info.kv_block_size),
             "enable_prefix_caching": str(config.prefix_caching),
         }
         build = {name: version(name) for name in ("mindie_mm", "torch", "transformers")}

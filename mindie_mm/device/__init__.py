@@ -8,6 +8,7 @@ from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
+from mindie_mm.device.kernels import Kernels, Rows
 from mindie_mm.device.npu import NPU
 from mindie_mm.device.transfer import download, upload
 from mindie_mm.errors import DeviceError, InputError
@@ -31,6 +32,16 @@ def open_device(name: str = "auto") -> Device:
     raise InputError(f"device is {name!r}, it must be auto, {', '.join(kind.name for kind in KINDS)}")
 
 
+def kind_of(device: torch.device) -> type[Device]:
+    """What kind of device `device` is."""
+    return next(kind for kind in KINDS if kind.name == device.type)
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """The fused operators of `device`."""
+    return kind_of(device).kernels
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeroes on `device`; on the host they take no memory until they are written."""
     if device.type == CPU.name:
@@ -38,4 +49,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-__all__ = ["KINDS", "Device", "download", "open_device", "upload", "zeros"]
+__all__ = ["KINDS", "Device", "Kernels", "Rows", "download", "kernels_of", "kind_of", "open_device", "upload", "zeros"]

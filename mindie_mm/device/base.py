@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from mindie_mm.device.finding import Finding
+from mindie_mm.device.kernels import Kernels
 
 
 class Device(ABC):
@@ -19,6 +20,10 @@ class Device(ABC):
     """What --device takes."""
     memory_share: ClassVar[float]
     """Share of `free_bytes` that an engine takes beside the weights, unless it is told otherwise."""
+    kv_block_size: ClassVar[int] = 16
+    """Tokens in a block of the KV cache, unless an engine is told otherwise."""
+    kernels: ClassVar[Kernels] = Kernels()
+    """Its fused operators."""
     measure_s: ClassVar[float]
     """About how long an engine may try, at its start, what its work takes, unless it is told otherwise."""
 

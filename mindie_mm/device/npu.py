@@ -1,4 +1,4 @@
-"""Ascend NPUs through torch_npu. Plain torch operators so far; the fused ones belong here."""
+"""Ascend NPUs through torch_npu; the fused operators are in `npu_kernels.py` and `npu_layers.py`, why in docs/npu.md."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from mindie_mm.device import npu_doctor
+from mindie_mm.device import npu_doctor, npu_layers
 from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.finding import Finding
+from mindie_mm.device.kernels import Kernels
+from mindie_mm.device.npu_kernels import NPUKernels
 
 
 class NPU(Device):
@@ -20,6 +22,8 @@ class NPU(Device):
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
     measure_s: ClassVar[float] = 10.0
+    kv_block_size: ClassVar[int] = 128  # the least that fused attention takes
+    kernels: ClassVar[Kernels] = NPUKernels()
 
     @classmethod
     def missing(cls) -> str | None:
@@ -41,6 +45,9 @@ class NPU(Device):
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return checkpoint_dtype
+
+    def prepare(self, module: torch.nn.Module) -> None:
+        npu_layers.fuse(module)
 
     def free_bytes(self) -> int:
         return int(_npu().mem_get_info()[0])

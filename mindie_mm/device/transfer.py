@@ -1,7 +1,8 @@
 """Small tensors of every step, between the host and a device.
 
-From memory that the driver has pinned a copy is queued behind the work that was queued before, and the host goes on; from
-other memory it waits until all of that is done. So what goes up is pinned first, and what comes down waits once for all.
+From memory that the driver has pinned a copy is queued behind the work that was queued before, and the host goes on;
+from other memory it waits until all of that is done. So what goes up is pinned first, and what comes down waits once
+for all of it.
 """
 
 from __future__ import annotations

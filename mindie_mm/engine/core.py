@@ -8,11 +8,12 @@ import numpy as np
 
 from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
-from mindie_mm.engine.base import BaseEngine, generator_of
+from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.block_pool import BlockPool
 from mindie_mm.engine.messages import Add, Progress, Ready, Stats
 from mindie_mm.engine.prefix import share
-from mindie_mm.engine.room import context_length, useful_blocks
+from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.room import block_size, context_length, useful_blocks
 from mindie_mm.engine.runner import PromptRows, Runner
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
@@ -27,13 +28,14 @@ class Engine(BaseEngine):
 
     _scheduler: Scheduler
 
-    def __init__(self, model: Model, config: EngineConfig, kv_cache_bytes: int = GiB) -> None:
+    def __init__(self, model: Model, config: EngineConfig, kv_cache_bytes: int = GiB, ranks: Ranks = ALONE) -> None:
         """`kv_cache_bytes` is the room for the KV cache where the configuration leaves it open."""
-        super().__init__(model, config)
+        super().__init__(model, config, ranks)
         self._model = model
         self._max_model_len = context_length(model.spec, config)
-        held = (config.kv_cache_bytes or kv_cache_bytes) // (model.spec.kv_token_bytes * config.kv_block_size)
-        blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), config.kv_block_size)
+        size = block_size(model.spec, config)
+        held = (config.kv_cache_bytes or kv_cache_bytes) // (model.spec.kv_token_bytes * size)
+        blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
         self._capacity_tokens = blocks.num_blocks * blocks.block_size
         self._blocks = blocks
         self._prefix_caching = config.prefix_caching
@@ -49,6 +51,7 @@ class Engine(BaseEngine):
             max_model_len=min(self._max_model_len, self._capacity_tokens),
             device=str(spec.device),
             kv_cache_tokens=self._capacity_tokens,
+            kv_block_size=self._blocks.block_size,
         )
 
     @property
@@ -102,7 +105,8 @@ class Engine(BaseEngine):
         for rows in logits.prompts:
             _collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
-        draws = self._draw(logits.sampled, sampling)
+        # The first rank's: a seed that nobody gave is known to it alone.
+        draws = self._ranks.same(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
         senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])

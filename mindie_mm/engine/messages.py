@@ -101,6 +101,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     kv_cache_tokens: int
     """Tokens that the KV cache holds."""
+    kv_block_size: int
+    """Tokens in one of its blocks."""
     max_output_len: int | None = None
     """Most tokens of output, where they take none of the prompt's room."""
 

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from mindie_mm.config import EngineConfig, MiB
-from mindie_mm.device import Device
+from mindie_mm.device import Device, kind_of
+from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
@@ -43,9 +44,14 @@ def context_length(spec: ModelSpec, config: EngineConfig) -> int:
     return min(config.max_model_len or spec.max_model_len, spec.max_model_len)
 
 
+def block_size(spec: ModelSpec, config: EngineConfig) -> int:
+    """Tokens in one block of the KV cache."""
+    return config.kv_block_size or kind_of(spec.device).kv_block_size
+
+
 def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
     """Blocks of the KV cache that all sequences at full length hold: more are never used."""
-    return config.max_num_seqs * -(-context_length(spec, config) // config.kv_block_size)
+    return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
 def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
@@ -54,22 +60,29 @@ def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
     if isinstance(model, Seq2SeqModel):
         token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # as long a prompt as an answer
         return config.max_num_seqs * context_length(spec, config) * token_bytes
-    return useful_blocks(spec, config) * config.kv_block_size * spec.kv_token_bytes
+    return useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
 
 
 def kv_cache_bytes(
-    model: Model | Seq2SeqModel, processor: Processor, kinds: tuple[Kind, ...], device: Device, config: EngineConfig
+    model: Model | Seq2SeqModel,
+    processor: Processor,
+    kinds: tuple[Kind, ...],
+    device: Device,
+    config: EngineConfig,
+    ranks: Ranks = ALONE,
 ) -> int:
     """Bytes for the KV cache of the loaded `model`: the configured ones, else what is left of the share of memory.
+
+    Of each rank by itself; those that run on the host share its memory.
 
     DeviceError where nothing is left, the configured ones do not fit, or the worst case does not run.
     """
     spec = model.spec
-    block_bytes = config.kv_block_size * spec.kv_token_bytes
+    block_bytes = block_size(spec, config) * spec.kv_token_bytes
     useful = useful_bytes(model, config)
-    worst = _WorstCase(model, processor, device, config)
+    worst = _WorstCase(model, processor, device, config, ranks)
     taken = worst.num_bytes(kinds)
-    free = device.free_bytes()
+    free = device.free_bytes() // (ranks.count if spec.device.type == "cpu" else 1)
     share = config.memory_share or device.memory_share
     says = (
         f"{_mib(free)} of {spec.device} are free beside the weights; the worst case takes {_mib(taken)}, the encoder "
@@ -104,8 +117,16 @@ class _Trial:
 class _WorstCase:
     """The largest step that requests can ask for."""
 
-    def __init__(self, model: Model | Seq2SeqModel, processor: Processor, device: Device, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Model | Seq2SeqModel,
+        processor: Processor,
+        device: Device,
+        config: EngineConfig,
+        ranks: Ranks,
+    ) -> None:
         self._model = model
+        self._ranks = ranks
         self._processor = processor
         self._device = device
         self._config = config
@@ -138,12 +159,13 @@ class _WorstCase:
         if isinstance(model, Seq2SeqModel):
             return partial(self._encode_prompt, model, num_tokens)
         start, stop = self._max_model_len - num_tokens, self._max_model_len
-        num_blocks = -(-stop // self._config.kv_block_size)
+        size = block_size(spec, self._config)
+        num_blocks = -(-stop // size)
         # All layers have one layer's pages: what they hold does not matter, and more may not be there.
         layer = PagedCache.allocate(
             num_layers=1,
             num_blocks=num_blocks,
-            block_size=self._config.kv_block_size,
+            block_size=size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             value_head_dim=spec.value_head_dim or spec.head_dim,
@@ -157,7 +179,7 @@ class _WorstCase:
             torch.zeros(num_tokens, dtype=torch.int64, device=spec.device),
             model.positions(stop, ()).of(start, stop).to(spec.device),
             [Splice(np.arange(num_tokens), features)],
-            PagedBatch.build([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
+            PagedBatch([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
             torch.arange(min(num_tokens, self._config.max_num_seqs), device=spec.device),
         )
 
@@ -231,11 +253,13 @@ class _WorstCase:
                 self._peak_bytes(trial, what, unit)  # what only the first run takes stays taken, and is no peak
             elif trial.size <= tried[-1][0]:
                 continue
-            elif _reckon(tried, trial.size) > self._device.free_bytes() or (
-                # Two are tried in any case: one alone would not tell what grows from what does not.
-                len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
-            ):
-                break
+            else:
+                enough = _reckon(tried, trial.size) > self._device.free_bytes() or (
+                    # Two are tried in any case: one alone would not tell what grows from what does not.
+                    len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
+                )
+                if not self._ranks.least(int(not enough)):  # all do the next one, or none
+                    break
             start = time.monotonic()
             tried.append((trial.size, self._peak_bytes(trial, what, unit)))
             took = time.monotonic() - start

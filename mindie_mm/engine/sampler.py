@@ -18,7 +18,7 @@ from mindie_mm.engine.sequence import Sequence
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """The next token of each sequence, int64 [rows], from logits float32 [rows, vocabulary], which are changed in place.
+    """The next token of each sequence, int64 [rows], from logits float32 [rows, vocabulary], changed in place.
 
     A row's draw depends on nothing but its logits, settings and generator: not on its neighbours.
     """

@@ -126,6 +126,7 @@ class Seq2SeqEngine(BaseEngine):
             max_output_len=self._max_len,
             device=str(self._spec.device),
             kv_cache_tokens=self._scheduler.room // self._model.prompt_token_bytes,
+            kv_block_size=1,
         )
 
     @property

@@ -7,8 +7,9 @@ keyword argument `paged`, through the decoder's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mindie_mm.device import zeros
+from mindie_mm.device import Rows, kernels_of, upload, zeros
 
 NAME = "mindie_mm_paged"
 """The name under which transformers knows `attend`; give it to the text config alone, the towers keep sdpa."""
@@ -66,7 +67,7 @@ class PagedCache:
         What an earlier sequence left behind the part would be masked, but its weight of nought times a NaN is a NaN.
         """
         if blocks:
-            which = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)
+            which = upload(torch.tensor(blocks, dtype=torch.int64), self.keys[0].device)
             for pages in (*self.keys, *self.values):
                 pages.index_fill_(0, which, 0)
 
@@ -113,66 +114,97 @@ class _Decode:
     """int64 [S, 1, 1, 1]: tokens of each, the new one counted."""
 
 
-@dataclass(frozen=True, slots=True)
 class PagedBatch:
     """Which rows of a flat batch attend to what. Built once a step, read by every layer."""
 
-    cache: PagedCache | None
-    """None: nothing is kept, every chunk is a whole sequence."""
-    slots: Tensor | None
-    """int64 [T]: the token's place in the flattened cache."""
-    prefills: tuple[_Prefill, ...]
-    decodes: tuple[_Decode, ...]
+    def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
+        """The batch of `chunks`, whose tokens lie one behind another in the flat row.
 
-    @classmethod
-    def build(cls, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> PagedBatch:
-        """The batch of `chunks`, whose tokens lie one behind another in the flat row."""
-        prefills: list[_Prefill] = []
-        decodes: dict[int, list[tuple[int, Chunk]]] = {}
-        slots: list[NDArray[np.int64]] = []
-        row = 0
-        for chunk in chunks:
-            size = chunk.stop - chunk.start
-            if cache is not None:
-                positions = np.arange(chunk.start, chunk.stop)
-                block, within = np.divmod(positions, cache.block_size)
-                slots.append(np.asarray(chunk.blocks, np.int64)[block] * cache.block_size + within)
-            if cache is not None and size == 1 and chunk.start > 0:
-                # Powers of two bound what padding to the longest of a group costs to a factor of two.
-                decodes.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
-            else:
-                prefills.append(
-                    _Prefill(
-                        slice(row, row + size),
-                        chunk.start,
-                        torch.tensor(chunk.blocks, device=device) if chunk.start else None,
-                        _groups(chunk, device),
-                    )
-                )
-            row += size
-        return cls(
-            cache,
-            torch.from_numpy(np.concatenate(slots)).to(device) if slots else None,
-            tuple(prefills),
-            tuple(_decode_group(group, cache.padding, device) for group in decodes.values()) if cache else (),
+        `cache` None: nothing is kept, every chunk is a whole sequence.
+        """
+        self.cache = cache
+        self._chunks = chunks
+        self._device = device
+        self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
+        """int64 [T]: the token's place in the flattened cache."""
+        self.is_causal = all(not _has_groups(chunk) for chunk in chunks)
+        """Whether no row attends to one behind it."""
+
+    @cached_property
+    def rows(self) -> Rows:
+        """As fused attention takes them."""
+        chunks = self._chunks
+        return Rows.build(
+            [chunk.stop - chunk.start for chunk in chunks],
+            [chunk.stop for chunk in chunks],
+            [chunk.blocks for chunk in chunks],
+            self._device,
         )
+
+    @cached_property
+    def prefills(self) -> list[_Prefill]:
+        """The chunks that are attended to one by one."""
+        return [_prefill_of(chunk, row, self._device) for chunk, row in self._placed() if not self._is_decode(chunk)]
+
+    @cached_property
+    def decodes(self) -> list[_Decode]:
+        """Those of one new token each, together where their contexts are of similar length."""
+        groups: dict[int, list[tuple[int, Chunk]]] = {}
+        for chunk, row in self._placed():
+            if self._is_decode(chunk):
+                # Powers of two bound what padding to the longest of a group costs to a factor of two.
+                groups.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
+        if self.cache is None:
+            return []
+        return [_decode_group(group, self.cache.padding, self._device) for group in groups.values()]
+
+    def _placed(self) -> Iterator[tuple[Chunk, int]]:
+        """Each chunk with its first row."""
+        row = 0
+        for chunk in self._chunks:
+            yield chunk, row
+            row += chunk.stop - chunk.start
+
+    def _is_decode(self, chunk: Chunk) -> bool:
+        return self.cache is not None and chunk.stop - chunk.start == 1 and chunk.start > 0
+
+
+def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
+    slots: list[NDArray[np.int64]] = []
+    for chunk in chunks:
+        block, within = np.divmod(np.arange(chunk.start, chunk.stop), block_size)
+        slots.append(np.asarray(chunk.blocks, np.int64)[block] * block_size + within)
+    return np.concatenate(slots)
+
+
+def _has_groups(chunk: Chunk) -> bool:
+    return chunk.groups is not None and bool((chunk.groups[chunk.start : chunk.stop] >= 0).any())
+
+
+def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> _Prefill:
+    return _Prefill(
+        slice(row, row + chunk.stop - chunk.start),
+        chunk.start,
+        upload(torch.tensor(chunk.blocks), device) if chunk.start else None,
+        _groups(chunk, device),
+    )
 
 
 def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
     """Numbers of the chunk's context and rows; None for rows that attend causally alone, as decodes do."""
-    if chunk.groups is None or not (chunk.groups[chunk.start : chunk.stop] >= 0).any():
+    if chunk.groups is None or not _has_groups(chunk):
         return None
     missing = max(0, chunk.stop - len(chunk.groups))  # output tokens, where a preempted sequence comes again
-    return torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1).to(device)
+    return upload(torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1), device)
 
 
 def _decode_group(group: Sequence[tuple[int, Chunk]], padding: int, device: torch.device) -> _Decode:
     width = max(len(chunk.blocks) for _, chunk in group)
     tables = [[*chunk.blocks, *[padding] * (width - len(chunk.blocks))] for _, chunk in group]
     return _Decode(
-        torch.tensor([row for row, _ in group], device=device),
-        torch.tensor(tables, device=device).flatten(),
-        torch.tensor([chunk.stop for _, chunk in group], device=device).view(-1, 1, 1, 1),
+        upload([row for row, _ in group], device),
+        upload(tables, device).flatten(),
+        upload([chunk.stop for _, chunk in group], device).view(-1, 1, 1, 1),
     )
 
 
@@ -215,8 +247,11 @@ def paged_attention(
     cached = None
     if paged.cache is not None and paged.slots is not None:
         cached = paged.cache.keys[layer], paged.cache.values[layer]
+        kernels = kernels_of(query.device)
         for pages, new in zip(cached, (key, value), strict=True):
-            pages.flatten(0, 1).index_copy_(0, paged.slots, new.transpose(0, 1))
+            kernels.store(pages, paged.slots, new.transpose(0, 1))
+        if sliding_window is None and paged.is_causal and kernels.attends(query, *cached):
+            return kernels.attend(query, *cached, paged.rows, scaling)
     if len(paged.prefills) == 1 and not paged.decodes:  # the rows are one sequence's: nothing to put together
         return _prefill(query, key, value, cached, paged.prefills[0], scaling, sliding_window)
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])  # (T, heads, value_head_dim)

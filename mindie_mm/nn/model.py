@@ -240,7 +240,7 @@ class Model(MediaModel):
             torch.cat(plain).to(device),
             torch.cat(positions, dim=1).to(device),
             [Splice(start + item.slots, feature) for (start, item), feature in zip(items, features, strict=True)],
-            PagedBatch.build(chunks, None, device),
+            PagedBatch(chunks, None, device),
             None,
         )
         return list(logits.split([len(ids) for ids in plain]))

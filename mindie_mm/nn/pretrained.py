@@ -6,7 +6,7 @@ families, and never load a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -20,7 +20,8 @@ from mindie_mm.nn import attention
 from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.quantized import check_quantization
+from mindie_mm.nn.quantized import check_quantization, refuse_quantized
+from mindie_mm.nn.shares import num_shares, refuse_shares, shared
 
 # Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -78,17 +79,24 @@ class PretrainedModel(Model):
 
 
 def load_pretrained(
-    cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
+    cls: type[Any],
+    checkpoint: Checkpoint,
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    unused: Sequence[str] = (),
+    tp_plan: Mapping[str, str] | None = None,
 ) -> tuple[Any, ModelSpec]:
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its text layers on paged attention.
 
-    In inference mode, and with the sizes of its text model. `unused` are patterns (fnmatch) of weights that the
-    checkpoint may have beside the model's own.
+    In inference mode, and with the sizes of its text model, in a process that is one of several ranks those of its
+    share. `unused` are patterns (fnmatch) of weights that the checkpoint may have beside the model's own; `tp_plan` is
+    the text model's plan of shares where transformers has none.
     UnsupportedCheckpoint as `load_module`.
     """
     from transformers import AttentionInterface
 
-    module = load_module(cls, checkpoint, device, dtype, unused=unused)
+    module = _load(cls, checkpoint, device, dtype, unused, tp_plan)
     # Without a mask function of that name no mask is worked out, which would make a device wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
     # A plain name would switch the towers as well; those that are not named keep sdpa.
@@ -104,14 +112,29 @@ def load_module(
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, in inference mode, as it comes.
 
     UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
-    quantised and a package or a device for that is missing.
+    quantised and a package or a device for that is missing; and where several ranks are to share them.
     """
+    refuse_shares(checkpoint)
+    return _load(cls, checkpoint, device, dtype, unused, None)
+
+
+def _load(
+    cls: type[Any],
+    checkpoint: Checkpoint,
+    device: Device,
+    dtype: torch.dtype,
+    unused: Sequence[str],
+    tp_plan: Mapping[str, str] | None,
+) -> Any:
     quantized = check_quantization(checkpoint, device)
     # Quantised layers are made on their device; others are moved there as they are.
     placed = {"device_map": {"": device.torch_device}} if quantized else {}
     try:
         config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
         _check_rope(checkpoint, config)
+        if num_shares() > 1:
+            refuse_quantized(checkpoint)
+            cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
         module, loaded = cls.from_pretrained(
             checkpoint.path,
             config=config,
@@ -157,7 +180,7 @@ def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype)
         hidden_size=text.hidden_size,
         max_model_len=text.max_position_embeddings,
         num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        num_kv_heads=(getattr(text, "num_key_value_heads", None) or heads) // num_shares(),
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         eos_token_ids=eos_token_ids(checkpoint),
         device=device.torch_device,

@@ -15,6 +15,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.pretrained import check_weights
 from mindie_mm.nn.quantized import refuse_quantized
+from mindie_mm.nn.shares import refuse_shares
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,6 +29,7 @@ def build(
     UnsupportedCheckpoint names what is missing, unknown or of another shape.
     """
     refuse_quantized(checkpoint)
+    refuse_shares(checkpoint)
     with torch.device("meta"):
         module = make()
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}

@@ -12,7 +12,7 @@ from mindie_mm.config import EngineConfig, GiB, MiB
 from mindie_mm.device import host_memory
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.room import _WorstCase, kv_cache_bytes, useful_blocks
+from mindie_mm.engine.room import _WorstCase, block_size, kv_cache_bytes, useful_blocks
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import family_named, load_model
@@ -96,7 +96,7 @@ def test_the_share_and_the_caches_count(small_pictures):
     assert room(small_pictures, measure_s=0, encoder_cache_bytes=0) == pytest.approx(GiB)
     config = EngineConfig(max_num_seqs=2, max_model_len=512)
     spec = load_model(small_pictures, device="cpu").spec
-    most = useful_blocks(spec, config) * config.kv_block_size * spec.kv_token_bytes
+    most = useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
     assert room(small_pictures, max_num_seqs=2) == most == 2 * 512 * spec.kv_token_bytes
 
 

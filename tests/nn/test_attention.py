@@ -71,7 +71,7 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
             torch.cat([source[i][:, start:stop] for i, start, stop in step], dim=1)[None]
             for source in (query, key, value)
         ]
-        batch = PagedBatch.build(chunks, cache, CPU)
+        batch = PagedBatch(chunks, cache, CPU)
         out, _ = attend(Layer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)
         row = 0
         for i, start, stop in step:
@@ -85,7 +85,7 @@ def test_a_batch_without_a_cache_is_whole_sequences():
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 9, 1]
     query, key, value = (torch.randn(HEADS, sum(lengths), HEAD_DIM, generator=generator) for _ in range(3))
-    batch = PagedBatch.build([Chunk(0, n, ()) for n in lengths], None, CPU)
+    batch = PagedBatch([Chunk(0, n, ()) for n in lengths], None, CPU)
     out, _ = attend(Layer(), query[None], key[None], value[None], None, scaling=HEAD_DIM**-0.5, paged=batch)
     parts = zip(*(x.split(lengths, dim=1) for x in (query, key, value)), strict=True)
     torch.testing.assert_close(out[0].transpose(0, 1), torch.cat([reference(*p) for p in parts], dim=1))
@@ -104,7 +104,7 @@ def test_groups_and_windows_in_chunks(window):
         cache = PagedCache.allocate(num_layers=1, num_blocks=6, block_size=BLOCK, num_kv_heads=HEADS, **sizes)
         outs = []
         for start, stop in itertools.pairwise([*cuts, length + 1, length + 2]):
-            batch = PagedBatch.build([Chunk(start, stop, range(6), groups)], cache, CPU)
+            batch = PagedBatch([Chunk(start, stop, range(6), groups)], cache, CPU)
             flat = [x[None, :, start:stop] for x in (query, key, value)]
             outs.append(attend(Layer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)[0][0])
         torch.testing.assert_close(torch.cat(outs).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)

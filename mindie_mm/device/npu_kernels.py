@@ -1,0 +1,190 @@
+"""torch_npu's fused operators: attention over pages, cache writes, and the layers that transformers writes out.
+
+Which shapes, dtypes and layouts they take is in docs/npu.md, with its sources. An operator that this torch_npu, CANN or
+chip lacks shows in a trial of a few numbers, when it is first asked for: one line in the log, and plain torch takes its
+place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindie_mm.device.kernels import Kernels, Rows
+from mindie_mm.device.transfer import upload
+
+_log = logging.getLogger(__name__)
+
+_HALF = (torch.float16, torch.bfloat16)
+_PACKED_WIDTH = 128
+"""Width of the heads that attention takes with the rows of all sequences in one row (TND)."""
+_MAX_WIDTH = 512
+_MAX_SHARE = 64
+"""Most heads that may share a key-value head."""
+_MASK_SIZE = 2048
+"""Side of the triangle that stands for every causal mask (sparse_mode 3)."""
+_BLOCK_STEP, _MAX_BLOCK = 128, 512
+"""A block's tokens must be a multiple of the one, and at most the other, where a sequence has several rows."""
+
+
+class NPUKernels(Kernels):
+    """What an Ascend NPU has, as far as torch_npu and CANN bring it."""
+
+    tower_attention = "flash_attention_2"  # which transformers has on torch_npu's npu_fusion_attention
+
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
+        return (
+            query.dtype in _HALF
+            and keys.shape == values.shape
+            and width <= _MAX_WIDTH
+            and width % 16 == 0
+            and heads <= _MAX_SHARE * kv_heads
+            and block_size % _BLOCK_STEP == 0
+            and block_size <= _MAX_BLOCK
+            and works("npu_fused_infer_attention_score", query.device, query.dtype)
+        )
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
+        flat = query.transpose(0, 1).contiguous()  # (T, heads, head_dim)
+        pages = keys.flatten(2), values.flatten(2)  # (blocks, block_size, kv_heads * head_dim)
+        settings = {
+            "num_heads": query.shape[0],
+            "num_key_value_heads": keys.shape[2],
+            "scale": scaling,
+            "block_size": keys.shape[1],
+        }
+        if query.shape[-1] == _PACKED_WIDTH:
+            return _fused(
+                flat,
+                *pages,
+                input_layout="TND",
+                actual_seq_lengths=rows.stops,
+                actual_seq_lengths_kv=rows.lengths,
+                block_table=rows.blocks,
+                atten_mask=_triangle(query.device),
+                sparse_mode=3,
+                **settings,
+            )
+        out = torch.empty_like(flat)
+        if rows.singles:
+            _attend_singles(flat, pages, rows, settings, out)
+        first = 0
+        for number, (stop, length) in enumerate(zip(rows.stops, rows.lengths, strict=True)):
+            if stop - first > 1:
+                out[first:stop] = _fused(
+                    flat[first:stop].flatten(1).unsqueeze(0),
+                    *pages,
+                    input_layout="BSH",
+                    actual_seq_lengths=[stop - first],
+                    actual_seq_lengths_kv=[length],
+                    block_table=rows.blocks[number : number + 1],
+                    atten_mask=_triangle(query.device),
+                    sparse_mode=3,
+                    **settings,
+                ).view(stop - first, *flat.shape[1:])
+            first = stop
+        return out
+
+    def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
+        if works("npu_scatter_nd_update_", pages.device, pages.dtype):
+            torch.ops.npu.npu_scatter_nd_update_(pages.flatten(0, 1), slots.unsqueeze(1), new)
+        else:
+            super().store(pages, slots, new)
+
+
+def _attend_singles(
+    flat: Tensor, pages: tuple[Tensor, Tensor], rows: Rows, settings: dict[str, Any], out: Tensor
+) -> None:
+    """Fills the rows in `out` of the sequences that have one row each, all of them in one call."""
+    alone = len(rows.singles) == len(rows.stops)
+    query = flat if alone else flat.index_select(0, rows.single_rows)
+    blocks = rows.blocks if alone else rows.blocks.index_select(0, rows.single_sequences)
+    attended = _fused(
+        query.flatten(1).unsqueeze(1),
+        *pages,
+        input_layout="BSH",
+        actual_seq_lengths=[1] * len(rows.singles),
+        actual_seq_lengths_kv=[rows.lengths[number] for number in rows.singles],
+        block_table=blocks,
+        **settings,
+    ).view(query.shape)
+    if alone:
+        out.copy_(attended)
+    else:
+        out.index_copy_(0, rows.single_rows, attended)
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tensor:
+    out: Tensor = torch.ops.npu.npu_fused_infer_attention_score(query, keys, values, **settings)[0]
+    return out
+
+
+@cache
+def _triangle(device: torch.device) -> Tensor:
+    """bool [2048, 2048], True above the diagonal: what is not attended to."""
+    return upload(torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1), device)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """hidden [..., width] over its root mean square, times weight [width]; the statistics in float32."""
+    out: Tensor = torch.ops.npu.npu_rms_norm(hidden, weight, eps)[0]
+    return out
+
+
+def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """values [B, N, S, D] rotated, halves as pairs, by cos and sin [B or 1, 1, S, D]."""
+    out: Tensor = torch.ops.npu.npu_rotary_mul(values, cos, sin)
+    return out
+
+
+def _try_attention(device: torch.device, dtype: torch.dtype) -> None:
+    query, pages = (
+        torch.zeros(1, 2, 16, dtype=dtype, device=device),
+        torch.zeros(2, 128, 1, 16, dtype=dtype, device=device),
+    )
+    NPUKernels().attend(query.transpose(0, 1), pages, pages, Rows.build([2], [2], [[1]], device), 1.0)
+
+
+def _try_store(device: torch.device, dtype: torch.dtype) -> None:
+    pages, slots = torch.zeros(4, 16, dtype=dtype, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    torch.ops.npu.npu_scatter_nd_update_(pages, slots, pages[:1].clone())
+
+
+def _try_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
+    ones = torch.ones(2, 16, dtype=dtype, device=device)
+    rms_norm(ones, ones[0], 1e-6)
+
+
+def _try_rotary(device: torch.device, dtype: torch.dtype) -> None:
+    ones = torch.ones(1, 1, 2, 16, dtype=dtype, device=device)
+    rotary(ones, ones, ones)
+
+
+_TRIALS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
+    "npu_fused_infer_attention_score": _try_attention,
+    "npu_scatter_nd_update_": _try_store,
+    "npu_rms_norm": _try_rms_norm,
+    "npu_rotary_mul": _try_rotary,
+}
+
+
+@cache
+def works(operator: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the operator of that name runs on `device` with `dtype`: tried once, with a wait for the device."""
+    try:
+        _TRIALS[operator](device, dtype)
+        torch.accelerator.synchronize(device)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        _log.warning("%s does not run on %s in %s, plain torch takes its place: %s", operator, device, dtype, reason)
+        return False
+    return True
+
+
+__all__ = ["NPUKernels", "rms_norm", "rotary", "works"]

@@ -1,0 +1,111 @@
+"""Layers that transformers writes out operator by operator, as torch_npu's fused ones.
+
+A layer is replaced because a fused one gives the same numbers, whatever its name: each kind is tried on random values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device.npu_kernels import rms_norm, rotary, works
+
+_LANE_BYTES = 32
+"""A head's width in bytes must be a multiple of this, or the fused rotation is slower than the parts."""
+_MAX_ROTATED = 896
+"""Width of a head below which values are rotated by the fused operator."""
+
+
+class FusedRMSNorm(nn.Module):
+    """As the layer that it is made from."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width], of the weight's dtype."""
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+def fuse(module: nn.Module) -> None:
+    """Replaces what `module` has of norms and rotations on an NPU; others stay as they are."""
+    _fuse_norms(module)
+    for source in {sys.modules[type(part).__module__] for part in module.modules()}:
+        _fuse_rotation(source)
+
+
+def _fuse_norms(module: nn.Module) -> None:
+    same: dict[type[nn.Module], bool] = {}
+    for parent in [*module.modules()]:
+        for name, child in [*parent.named_children()]:
+            if not type(child).__name__.endswith("RMSNorm") or isinstance(child, FusedRMSNorm):
+                continue
+            weight, eps = (
+                getattr(child, "weight", None),
+                getattr(child, "variance_epsilon", getattr(child, "eps", None)),
+            )
+            if weight is None or eps is None or weight.device.type != "npu":
+                continue
+            fused = FusedRMSNorm(weight, eps)
+            if type(child) not in same:
+                same[type(child)] = works("npu_rms_norm", weight.device, weight.dtype) and _agree(child, fused, weight)
+            if same[type(child)]:
+                setattr(parent, name, fused)
+
+
+def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
+    with torch.inference_mode():
+        values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
+        return _close(layer(values), fused(values))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    tolerance = 1e-5 if one.dtype == torch.float32 else 0.05
+    return bool(torch.allclose(one.float().cpu(), other.float().cpu(), rtol=tolerance, atol=tolerance))
+
+
+def _fuse_rotation(source: ModuleType) -> None:
+    """Has the attention layers of one of transformers' modules rotate by the fused operator, on an NPU alone."""
+    own: Any = getattr(source, "apply_rotary_pos_emb", None)
+    if own is None or isinstance(own, partial) or not _rotates_halves(own):
+        return
+    source.apply_rotary_pos_emb = partial(_rotate, own)  # type: ignore[attr-defined]  # their layers look it up by this name
+
+
+def _rotates_halves(own: Callable[..., Any]) -> bool:
+    values, angles = torch.randn(2, 1, 2, 3, 16), torch.randn(2, 1, 3, 16)
+    halves = torch.cat([-values[..., 8:], values[..., :8]], -1)
+    expected = values * angles[0].unsqueeze(1) + halves * angles[1].unsqueeze(1)
+    try:
+        return all(map(torch.allclose, own(*values, *angles), expected))
+    except (TypeError, RuntimeError, ValueError):  # it takes other things
+        return False
+
+
+def _rotate(
+    own: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    width = q.shape[-1]
+    if (
+        q.device.type != "npu"
+        or unsqueeze_dim != 1
+        or q.dim() != 4
+        or q.dtype != cos.dtype
+        or width >= _MAX_ROTATED
+        or width * q.itemsize % _LANE_BYTES
+        or not works("npu_rotary_mul", q.device, q.dtype)
+    ):
+        return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return rotary(q, cos, sin), rotary(k, cos, sin)
+
+
+__all__ = ["FusedRMSNorm", "fuse"]
