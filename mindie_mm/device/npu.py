@@ -1,4 +1,4 @@
-"""Ascend NPUs through torch_npu; the fused operators are in `npu_kernels.py` and `npu_layers.py`, why in docs/npu.md."""
+"""Ascend NPUs through torch_npu; fused operators are in `npu_kernels.py` and `npu_layers.py`, why: docs/npu.md."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class NPUKernels(Kernels):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
         flat = query.transpose(0, 1).contiguous()  # (T, heads, head_dim)
         pages = keys.flatten(2), values.flatten(2)  # (blocks, block_size, kv_heads * head_dim)
-        settings = {
+        settings: dict[str, Any] = {
             "num_heads": query.shape[0],
             "num_key_value_heads": keys.shape[2],
             "scale": scaling,
@@ -144,11 +144,9 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _try_attention(device: torch.device, dtype: torch.dtype) -> None:
-    query, pages = (
-        torch.zeros(1, 2, 16, dtype=dtype, device=device),
-        torch.zeros(2, 128, 1, 16, dtype=dtype, device=device),
-    )
-    NPUKernels().attend(query.transpose(0, 1), pages, pages, Rows.build([2], [2], [[1]], device), 1.0)
+    query = torch.zeros(1, 2, 16, dtype=dtype, device=device)
+    pages = torch.zeros(2, _BLOCK_STEP, 1, 16, dtype=dtype, device=device)
+    NPUKernels().attend(query, pages, pages, Rows.build([2], [2], [[1]], device), 1.0)
 
 
 def _try_store(device: torch.device, dtype: torch.dtype) -> None:

@@ -48,10 +48,8 @@ def _fuse_norms(module: nn.Module) -> None:
         for name, child in [*parent.named_children()]:
             if not type(child).__name__.endswith("RMSNorm") or isinstance(child, FusedRMSNorm):
                 continue
-            weight, eps = (
-                getattr(child, "weight", None),
-                getattr(child, "variance_epsilon", getattr(child, "eps", None)),
-            )
+            weight = getattr(child, "weight", None)
+            eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
             if weight is None or eps is None or weight.device.type != "npu":
                 continue
             fused = FusedRMSNorm(weight, eps)
