@@ -32,7 +32,7 @@ def install(library: torch.library.Library) -> None:
     }
     for key in KEYS:
         for name, op in _registered(key):
-            replacement = ours.get(name) or kernel(op, check=limits.of(f"aten::{op._schema.name[6:]}"))
+            replacement = ours.get(name) or kernel(op, check=limits.of(op._schema.name))
             library.impl(name, replacement, key, allow_override=True)
 
 

@@ -52,6 +52,13 @@ _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
 }
 """Of torch's operators on device tensors."""
 
+_OLDER_WAY: Mapping[str, str] = {
+    "npu_rms_norm": "aclnnRmsNorm",
+    "npu_add_rms_norm": "aclnnAddRmsNorm",
+    "npu_rotary_mul": "aclnnRotaryPositionEmbedding",
+}
+"""Those that torch_npu runs by name, through aclopCompileAndExecute, where CANN has no function for them."""
+
 
 def install(libraries: Mapping[str, torch.library.Library]) -> None:
     missing = {name for name in os.environ.get("ASCEND_SIM_MISSING", "").split(",") if name}
@@ -62,15 +69,32 @@ def install(libraries: Mapping[str, torch.library.Library]) -> None:
     for name, function in {**COMPUTED, **_ON_TENSORS}.items():
         namespace, _, rest = name.partition("::")
         op = operator(name)
-        if rest in missing:
+        if rest in missing and rest not in _OLDER_WAY:
             continue  # torch_npu's own kernel looks for the function in CANN's library, and says that it is not there
-        if name in COMPUTED:
+        if rest in missing:
+            implementation = _refusing(f"{_OLDER_WAY[rest]} or {_OLDER_WAY[rest]}GetWorkspaceSize not in libopapi.so")
+        elif name in COMPUTED:
             implementation = kernel(op, function, limits.of(name))
         else:
             implementation = function
         for key, registered in keys.items():
             if name in registered:
                 libraries[namespace].impl(rest, implementation, key, allow_override=True)
+
+
+    for name in sorted(keys["PrivateUse1"]):
+        namespace, _, rest = name.partition("::")
+        if namespace == "npu" and name not in COMPUTED and name not in _ON_TENSORS and rest not in missing:
+            for key, registered in keys.items():
+                if name in registered:
+                    libraries["npu"].impl(rest, _refusing(f"{rest} is not simulated"), key, allow_override=True)
+
+
+def _refusing(why: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(why)
+
+    return refuse
 
 
 def operator(name: str) -> Any:
