@@ -257,11 +257,12 @@ class ChildChannel:
 class Lifeline:
     """Ends this process when its parent is gone, or has closed the channel, in the midst of whatever it is doing.
 
-    A worker may be minutes away from its next look at the channel; nobody wants its answer any more.
+    A worker may be minutes away from its next look at the channel; nobody wants its answer any more. Of several
+    channels any one will do.
     """
 
-    def __init__(self, channel: ChildChannel) -> None:
-        self._descriptor = os.dup(channel.fileno())
+    def __init__(self, *channels: ChildChannel) -> None:
+        self._descriptors = [os.dup(channel.fileno()) for channel in channels]
         self._lock = Lock()
         self._actions: list[Callable[[], object]] = []
         self._thread = Thread(target=self._watch, name="lifeline", daemon=True)
@@ -286,7 +287,8 @@ class Lifeline:
 
     def _hung_up(self, timeout_ms: int | None) -> bool:
         hangup = select.poll()
-        hangup.register(self._descriptor, 0)  # POLLHUP is always reported, and nothing else is asked for
+        for descriptor in self._descriptors:
+            hangup.register(descriptor, 0)  # POLLHUP is always reported, and nothing else is asked for
         return bool(hangup.poll(timeout_ms))
 
     def _watch(self) -> None:

@@ -60,12 +60,14 @@ def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
     """Replaces the linear layers in `module` that are on the host and gain by it, each judged by `pays`.
 
     Those that share their weight stay: it would be there twice. So do subclasses, which know more of their weight,
-    and those with hooks (nn/placement.py), which a replacement would not have.
+    and those with hooks (nn/placement.py) or a forward of their own (tensor parallel), which a replacement would not
+    have.
     """
     holders = Counter(id(weight) for one in module.modules() for weight in one.parameters(recurse=False))
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
-            if type(child) is not nn.Linear or holders[id(child.weight)] > 1 or child._forward_pre_hooks:  # noqa: SLF001
+            own = child._forward_pre_hooks or "forward" in vars(child)  # noqa: SLF001
+            if type(child) is not nn.Linear or holders[id(child.weight)] > 1 or own:
                 continue
             weight = child.weight
             if weight.device.type == "cpu" and weight.numel() >= _LEAST_ELEMENTS and pays(weight.dtype):

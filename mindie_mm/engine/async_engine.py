@@ -154,7 +154,11 @@ class AsyncEngine:
 
     async def _launch(self) -> None:
         """Starts a process and waits until it takes requests; nothing of it is left if it fails."""
-        self._child = await Child.start("mindie_mm.engine.process")
+        config = self._start.config
+        if config.tensor_parallel == 1:
+            self._child = await Child.start("mindie_mm.engine.process")
+        else:
+            self._child = await Child.start("mindie_mm.engine.launcher", str(config.tensor_parallel), config.device)
         try:
             self._send(self._start)
             self.info = await self._started()

@@ -20,6 +20,7 @@ from mindie_mm.device import download, upload
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.grammar import Constraint, Grammars
 from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
+from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.sampler import logprobs_of, sample, score
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.scheduler import Scheduled
@@ -56,11 +57,14 @@ class BaseEngine(ABC):
 
     _scheduler: Queue
 
-    def __init__(self, model: MediaModel, config: EngineConfig) -> None:
+    def __init__(self, model: MediaModel, config: EngineConfig, ranks: Ranks = ALONE) -> None:
+        """`ranks` are the processes that all do what this one does, each with its share of the weights."""
         self._spec = model.spec
+        self._ranks = ranks
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
-        self._towers = Towers(model, self._encoder_cache, self._tower_limits)
+        by_item = config.tower_parallel == "items"
+        self._towers = Towers(model, self._encoder_cache, self._tower_limits, ranks, by_item=by_item)
         self._sequences: dict[str, Sequence] = {}
         self.grammars: Grammars | None = None
         """Makes what the tokens of a request with a JSON schema must fit; None: no such request is taken."""
@@ -88,15 +92,19 @@ class BaseEngine(ABC):
 
     def add(self, message: Add) -> Progress | None:
         """Queues a request; what is wrong with it comes back at once."""
+        failure: MindieMMError | None = None
         try:
             sequence = self._sequence(message)
             if (schema := sequence.params.json_schema) is not None:
                 sequence.constraint = self._constraint(schema)
         except MindieMMError as error:
-            return _failure(message.request_id, error)
+            failure = error
         except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
             _log.exception("request %s", message.request_id)
-            return _failure(message.request_id, WorldError(f"the request failed: {type(error).__name__}"))
+            failure = WorldError(f"the request failed: {type(error).__name__}")
+        # A block may be freed between one rank's reading of it and another's.
+        if (failure := self._ranks.agreed(failure)) is not None:
+            return _failure(message.request_id, failure)
         self._encoder_cache.count(list(sequence.items))
         self._sequences[message.request_id] = sequence
         self._scheduler.add(sequence)
@@ -119,7 +127,10 @@ class BaseEngine(ABC):
         progress: list[Progress] = []
         try:
             self._run(step, progress)
-        except Exception as error:  # noqa: BLE001 - whatever a device or a kernel raises must not end the other requests
+        except Exception as error:
+            if self._ranks.count > 1:
+                raise  # the others may be waiting for this rank inside an operation: none of them can go on
+            # Whatever a device or a kernel raises must not end the other requests.
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
             progress += [self._fail(s.sequence, failure) for s in step if s.sequence.request_id in self._sequences]

@@ -11,12 +11,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from mindie_mm import faults
 from mindie_mm.config import fault_folder
-from mindie_mm.device import open_device
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
+from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError, error_name
@@ -30,44 +30,53 @@ from mindie_mm.shm import collect, mount
 _log = logging.getLogger(__name__)
 
 
-def main(channel: ChildChannel, lifeline: Lifeline) -> None:
-    """Serves until the parent closes the channel, or dies."""
+def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
+    """Serves until the parent closes the channel, or dies. The first of several `ranks` alone receives and sends."""
     faults.arm("engine", fault_folder())
     faults.point("starting")
     lifeline.before_end(collect)  # of a tokenizer that died before its parent, too, which nobody else would remove
     disable_progress_bar()
     try:
-        serve(channel)
+        serve(channel, ranks)
     except (EOFError, BrokenPipeError):
         _log.debug("the parent closed the channel")
 
 
-def serve(channel: ChildChannel) -> None:
+def serve(channel: ChildChannel, ranks: Ranks) -> None:
     """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
-    start = msgspec.msgpack.decode(channel.recv(), type=Start)
+    start = msgspec.msgpack.decode(ranks.same(bytes, channel.recv), type=Start)
+
+    def send(message: FromEngine) -> None:
+        if ranks.number == 0:
+            channel.send(msgspec.msgpack.encode(message))
+
     try:
-        engine = _load(start)
+        engine = _load(start, ranks)
     except MindieMMError as error:
-        return _send(channel, Failed((error_name(error), str(error))))
+        return send(Failed((error_name(error), str(error))))
     faults.point("loaded")
-    _send(channel, engine.ready)
+    send(engine.ready)
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
         failures: list[Progress] = []
-        # At rest it waits for one message; at work it takes those that are there.
-        while channel.poll(None if not (engine.has_work() or failures) else 0):
-            message = decoder.decode(channel.recv())
-            failures += _take(message, engine, mounts)
-            if isinstance(message, Abort) and not engine.has_work():
-                break
+        for message in ranks.same(list[bytes], lambda: _received(channel, wait=not engine.has_work())):
+            failures += _take(decoder.decode(message), engine, mounts)
         if failures or not engine.has_work():
-            _send(channel, Stepped(failures, engine.stats))
+            send(Stepped(failures, engine.stats))
         if engine.has_work():
             stepped = engine.step()
             faults.point("before-reply")
-            _send(channel, stepped)
+            send(stepped)
             faults.point("after-reply")
+
+
+def _received(channel: ChildChannel, *, wait: bool) -> list[bytes]:
+    """The messages that are there; at rest it waits for one."""
+    messages: list[bytes] = []
+    while channel.poll(None if wait and not messages else 0):
+        messages.append(channel.recv())
+    return messages
 
 
 def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
@@ -97,29 +106,28 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
         _log.exception("%s cannot be mounted", message.path)
 
 
-def _load(start: Start) -> BaseEngine:
+def _load(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
-    device = open_device(config.device)
+    # Where one rank alone fails, the others must hear of it before they wait for it inside an operation.
+    device = ranks.together(lambda: ranks.open_device(config.device))
     device.set_num_threads(config.num_threads)
-    model = load_model(
-        Path(start.model) if start.model else None,
-        config.device,
-        config.dtype,
-        start.family,
-        vision=Placement(config.vision_device, config.vision_bits),
-        projector=Placement(config.projector_device, config.projector_bits),
+    model = ranks.together(
+        lambda: load_model(
+            Path(start.model) if start.model else None,
+            config.device,
+            config.dtype,
+            start.family,
+            vision=Placement(config.vision_device, config.vision_bits),
+            projector=Placement(config.projector_device, config.projector_bits),
+        )
     )
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
-    room = kv_cache_bytes(model, processor, family.kinds, device, config)
+    room = ranks.together(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, room)
-    engine = Engine(model, config, room)
+    engine = Engine(model, config, ranks.least(room), ranks)
     engine.grammars = Grammars(lambda: load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
     return engine
-
-
-def _send(channel: ChildChannel, message: FromEngine) -> None:
-    channel.send(msgspec.msgpack.encode(message))

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Sequence as Step
 
+import torch
 from torch import Tensor
 
 from mindie_mm import faults
 from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
@@ -26,8 +28,13 @@ Features = dict[ItemRef, Tensor]
 class Towers:
     """Runs a model's towers, as much at once as the limits hold."""
 
-    def __init__(self, model: MediaModel, encoder_cache: EncoderCache, limits: TowerLimits) -> None:
+    def __init__(
+        self, model: MediaModel, encoder_cache: EncoderCache, limits: TowerLimits, ranks: Ranks, *, by_item: bool
+    ) -> None:
+        """`by_item`: each of the `ranks` encodes a share of the items; else all of them."""
         self._model = model
+        self._ranks = ranks
+        self._by_item = by_item and ranks.count > 1
         self._encoder_cache = encoder_cache
         self._limits = limits
 
@@ -49,24 +56,24 @@ class Towers:
             group = [(sequence, item) for sequence, item in groups.pop() if sequence not in failed]
             if not group:
                 continue
-            try:
-                self._run_tower(group, features)
-            except Exception as error:  # noqa: BLE001 - what a device raises is no more the neighbours' fault
-                if len(group) > 1:
-                    groups += [[pair] for pair in group]
-                    continue
-                if not isinstance(error, MindieMMError):
-                    _log.exception("the tower failed on %s", group[0][1].ref)
-                    error = DeviceError(f"the tower failed: {type(error).__name__}")
-                failed[group[0][0]] = error
+            if (failure := self._run_tower(group, features)) is None:
+                continue
+            if len(group) > 1:
+                groups += [[pair] for pair in group]
+            else:
+                failed[group[0][0]] = failure
         return features, failed
 
-    def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> None:
+    def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
+        """Adds the features of a group's items; or what kept a rank from it, and then none."""
         # The same content twice in a step is computed once.
         distinct = {item.digest or item.ref: item for _, item in group}
         faults.point("before-tower")
         start = time.perf_counter()
-        encoded = dict(zip(distinct, self._model.encode(list(distinct.values())), strict=True))
+        found = self._encoded(list(distinct.values()))
+        if isinstance(found, MindieMMError):
+            return found
+        encoded = dict(zip(distinct, found, strict=True))
         faults.point("after-tower")
         seconds = time.perf_counter() - start
         for sequence, item in group:
@@ -74,6 +81,29 @@ class Towers:
             sequence.tower_s += seconds / len(group)
         for key, item in distinct.items():
             self._encoder_cache.put(item, encoded[key])
+        return None
+
+    def _encoded(self, items: list[MediaItem]) -> list[Tensor] | MindieMMError:
+        """The features of each item, on all ranks, or on all of them what one failed with."""
+        ranks, spec = self._ranks, self._model.spec
+        lengths = [item.shape.num_features for item in items]
+        owners = ranks.owners(lengths) if self._by_item else [ranks.number] * len(items)
+        own = [item for item, owner in zip(items, owners, strict=True) if owner == ranks.number]
+        failure: MindieMMError | None = None
+        try:
+            features = self._model.encode(own) if own else []
+        except MindieMMError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - what a device raises is no more the neighbours' fault
+            if len(items) == 1:
+                _log.exception("the tower failed on %s", items[0].ref)
+            failure = DeviceError(f"the tower failed: {type(error).__name__}")
+        if (failure := ranks.agreed(failure)) is not None:
+            return failure
+        if not self._by_item:
+            return features
+        like = torch.empty(0, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
+        return ranks.exchanged(features, owners, lengths, like)
 
     def _within_limits(self, missing: list[tuple[Sequence, MediaItem]]) -> list[list[tuple[Sequence, MediaItem]]]:
         groups: list[list[tuple[Sequence, MediaItem]]] = []

@@ -1,0 +1,38 @@
+"""One rank of an engine: `python -m mindie_mm.engine.rank DOOR LOGS NUMBER DEVICE THREADS`, started by `launcher.py`.
+
+As `mindie_mm.child`, it holds its lifelines before it imports what takes seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+import msgspec
+
+from mindie_mm import logs
+from mindie_mm.ipc import ChildChannel, Lifeline
+
+
+def main() -> None:
+    """Serves until the parent closes the channel, or it, the launcher or another rank dies."""
+    door, log_settings, number, device, num_threads = sys.argv[1:]
+    logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), f"engine.{number}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{door}")
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    (descriptor,) = descriptors
+    with ChildChannel(descriptor) as channel, ChildChannel(connection.detach()) as launcher:
+        lifeline = Lifeline(channel, launcher)
+        from mindie_mm.engine import process  # late: it takes seconds
+        from mindie_mm.engine.ranks import join
+
+        logs.adopt()
+        process.main(channel, lifeline, join(int(number), device, int(num_threads)))
+        lifeline.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The ranks of an engine: processes that each hold a share of the text model's weights, and all do the same steps.
+
+Each gets the same messages, maps the same shared memory and schedules by itself. What could come out differently goes
+through here: what only the first rank can know, what can fail on one rank alone, and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindie_mm.config import keep_collectives_local
+from mindie_mm.device import Device, open_device
+from mindie_mm.errors import DeviceError, MindieMMError, error_name, error_named
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(minutes=10)
+"""How long a rank that has failed waits for the others to hear of it. They may never come: a rank that waits inside an
+operation for this one hears nothing. Then this one ends, and all end with it."""
+_FOREVER = timedelta(days=365)  # an engine at rest waits for its next message
+_INLINE = 504
+"""Bytes of a message that go with its length."""
+
+
+class Ranks:
+    """An engine of one process: nobody to ask."""
+
+    number = 0
+    """This process's, from 0; the first one speaks with the parent."""
+    count = 1
+
+    def open_device(self, name: str) -> Device:
+        """As device.open_device, with one device a rank; DeviceError where there are fewer."""
+        return open_device(name)
+
+    def same(self, kind: Any, make: Callable[[], T]) -> T:
+        """On every rank what `make` gives on the first one, which alone calls it; `kind` is its type, for msgpack."""
+        del kind
+        return make()
+
+    def agreed(self, error: MindieMMError | None) -> MindieMMError | None:
+        """On every rank the error of the first rank that has one; None where none has."""
+        return error
+
+    def least(self, number: int) -> int:
+        """The least `number` of any rank."""
+        return number
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives here; what it fails with on any rank is raised on all of them."""
+        failure: MindieMMError | None = None
+        try:
+            result = work()
+        except MindieMMError as error:
+            failure = error
+        if (failure := self.agreed(failure)) is not None:
+            raise failure
+        return result
+
+    def owners(self, costs: Sequence[int]) -> list[int]:
+        """Which rank takes each of several pieces of work, so that the ranks' sums differ little; the same on all."""
+        sums = [0] * self.count
+        owners = [0] * len(costs)
+        for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+            owners[index] = sums.index(min(sums))
+            sums[owners[index]] += costs[index]
+        return owners
+
+    def exchanged(
+        self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
+    ) -> list[Tensor]:
+        """On every rank the tensors of all: `own` are those that `owners` gives to this one, `rows` the lengths of all.
+
+        Each is [rows, width], of the width, dtype and device of `like`, [0, width].
+        """
+        del owners, rows, like
+        return list(own)
+
+
+ALONE = Ranks()
+
+
+class _Group(Ranks):
+    """The processes of torch.distributed's default group."""
+
+    def __init__(self) -> None:
+        self.number = dist.get_rank()
+        self.count = dist.get_world_size()
+        # Its own, so that nothing of the model's is in the way of words about a failure, and without a time limit.
+        self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+
+    def open_device(self, name: str) -> Device:
+        device = open_device(name)
+        if device.torch_device.type != "cpu":
+            if (found := torch.accelerator.device_count()) < self.count:
+                raise DeviceError(f"tensor_parallel is {self.count}, but {found} {device.name} devices are visible")
+            torch.accelerator.set_device_index(self.number)
+        return device
+
+    def same(self, kind: Any, make: Callable[[], T]) -> T:
+        if self.number == 0:
+            made = make()
+            self._broadcast(msgspec.msgpack.encode(made), 0)
+            return made
+        received: T = msgspec.msgpack.decode(self._broadcast(None, 0), type=kind)
+        return received
+
+    def agreed(self, error: MindieMMError | None) -> MindieMMError | None:
+        first = torch.tensor(self.count if error is None else self.number)
+        work = dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control, async_op=True)
+        work.wait(_FOREVER if error is None else PATIENCE)
+        if (rank := int(first)) == self.count:
+            return None
+        own = None if error is None else msgspec.msgpack.encode((error_name(error), str(error)))
+        told = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=tuple[str, str])
+        return error if rank == self.number else error_named(*told)
+
+    def least(self, number: int) -> int:
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._control)
+        return int(least)
+
+    def exchanged(
+        self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
+    ) -> list[Tensor]:
+        pieces = []
+        for rank in range(self.count):
+            lengths = [length for length, owner in zip(rows, owners, strict=True) if owner == rank]
+            block = torch.cat([like, *own]) if rank == self.number else like.new_empty(sum(lengths), like.shape[1])
+            if lengths:
+                dist.broadcast(block, rank)
+            pieces.append(iter(block.split(lengths)))
+        return [next(pieces[owner]) for owner in owners]
+
+    def _broadcast(self, data: bytes | None, source: int) -> bytes:
+        """`data` of the rank `source`, which alone gives any."""
+        head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
+        if data is not None:
+            begun = _bytes(len(data).to_bytes(8) + data[:_INLINE])
+            head[: len(begun)] = begun
+        dist.broadcast(head, source, group=self._control)
+        size = int.from_bytes(head[:8].numpy().tobytes())
+        if size <= _INLINE:
+            return head[8 : 8 + size].numpy().tobytes()
+        whole = torch.empty(size, dtype=torch.uint8) if data is None else _bytes(data)
+        dist.broadcast(whole, source, group=self._control)
+        return whole.numpy().tobytes()
+
+
+def join(number: int, device: str, num_threads: int) -> Ranks:
+    """The ranks that this process is started as one of, by torchrun, with the variables that torch reads.
+
+    `number` is its own, `device` what the engine runs on, `num_threads` its share of the processor.
+    """
+    keep_collectives_local()
+    torch.set_num_threads(num_threads)
+    backend = "gloo"
+    with suppress(MindieMMError):  # a device that is not there is told when it is opened: then there is whom to tell
+        if (kind := open_device(device).torch_device.type) != "cpu":
+            backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+            if number < torch.accelerator.device_count():
+                torch.accelerator.set_device_index(number)
+    dist.init_process_group(backend)
+    return _Group()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
