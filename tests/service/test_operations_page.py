@@ -23,22 +23,22 @@ from tools.serving import RunningService
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 OTHERS = {
-    "--shm-size",
-    "--ipc",
-    "--stop-timeout",
-    "--init",
-    "--tmpfs",
-    "--memory",
-    "--publish",
-    "--volume",
-    "--env",
-    "--tag",
-    "--no-cache-dir",
-    "--system",
-    "--create-home",
-    "--help",
+    *(
+        "--shm-size",
+        "--ipc",
+        "--stop-timeout",
+        "--init",
+        "--tmpfs",
+        "--publish",
+        "--volume",
+        "--env",
+        "--tag",
+        "--file",
+    ),
+    *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
+    *("--kustomize", "--from-literal", "--help"),
 }
-"""Options of docker, pip and useradd; and click's own."""
+"""Options of docker and kubectl; and click's own."""
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
@@ -103,25 +103,6 @@ def test_the_unit_is_one_for_systemd(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "mindie_mm.service" not in ended.stderr, "a line that systemd ignores is told of"
-
-
-def test_the_deployment_is_one(http: Any) -> None:
-    (found,) = [each for each in map(yaml.safe_load, fenced("yaml")) if each.get("kind") == "Deployment"]
-    pod = found["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert {arg for arg in container["args"] if arg.startswith("--")} <= set(options(main))
-    assert all(isinstance(arg, str) for arg in container["args"]), "numbers are to be quoted"
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert mounts.keys() == volumes.keys()
-    assert mounts["shm"] == "/dev/shm"
-    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert found["spec"]["selector"]["matchLabels"] == found["spec"]["template"]["metadata"]["labels"]
-    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
-    assert all(http.get(path).status_code == 200 for path in paths.values())
-    grace_s = float(container["args"][container["args"].index("--grace-s") + 1])
-    delay_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > grace_s + delay_s
 
 
 def metric_names(http: Any) -> set[str]:

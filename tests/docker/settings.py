@@ -1,0 +1,29 @@
+"""What the files of docker/ say of the service's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from mindie_mm.sources import CLASSES, PARTS
+from tests.docker.dockerfile import ROOT
+
+VARIABLES = {f"MINDIE_MM_{field.name.upper()}" for cls in CLASSES for field in dataclasses.fields(cls)} - {
+    f"MINDIE_MM_{part.upper()}" for part in PARTS
+}
+"""Of all settings."""
+PAGE = (ROOT / "docs/operations.md").read_text()
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def nbytes(size: str) -> int:
+    """Of 512m, as Docker writes it, or 512Mi, as Kubernetes does."""
+    found = re.fullmatch(r"(\d+)([a-zA-Z]*)", size)
+    assert found is not None, size
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def shm_bytes(num_tokenizers: int, arena_bytes: int) -> int:
+    """How large docs/operations.md says /dev/shm is to be."""
+    (room,) = re.findall(r"`--num-tokenizers` times `--arena-bytes`, and (\d+) MiB", PAGE)
+    return num_tokenizers * arena_bytes + int(room) * 2**20

@@ -1,0 +1,110 @@
+"""docker/compose.yaml: valid by the Compose specification's schema, and what it sets fits together."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mindie_mm.config import ServiceConfig, WorkerConfig
+from tests.docker.dockerfile import DEVICES, FOLDER, ROOT
+from tests.docker.settings import VARIABLES, nbytes, shm_bytes
+
+FILE = FOLDER / "compose.yaml"
+FOUND = yaml.safe_load(FILE.read_text())
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def of_device(device: str) -> dict[str, Any]:
+    service: dict[str, Any] = FOUND["services"][device]
+    return service
+
+
+def plain(value: object) -> str:
+    """As Compose reads it where no variable is set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
+
+
+def validate(file: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("check-jsonschema")), "--builtin-schema", "vendor.compose-spec"]
+    return subprocess.run([*command, str(file)], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_it_is_one() -> None:
+    said = validate(FILE)
+    assert said.returncode == 0, said.stdout
+
+
+def test_the_schema_would_speak(tmp_path: Path) -> None:
+    bad = tmp_path / "compose.yaml"
+    bad.write_text(FILE.read_text().replace("shm_size:", "shm_sise:"))
+    said = validate(bad)
+    assert said.returncode == 1
+    assert "shm_sise" in said.stdout
+
+
+def test_a_service_for_each_device() -> None:
+    assert FOUND["services"].keys() == set(DEVICES)
+    for device in DEVICES:
+        service = of_device(device)
+        assert service["profiles"] == [device]
+        assert service["image"] == f"mindie_mm:{VERSION}-{device}"
+        assert (FILE.parent / service["build"]["context"]).resolve() == ROOT
+        assert (ROOT / service["build"]["dockerfile"]).name == f"Dockerfile.{device}"
+
+
+def test_shared_memory_is_worked_out_from_the_arenas() -> None:
+    service, defaults = of_device("cpu"), WorkerConfig()
+    env = {name: plain(value) for name, value in service["environment"].items()}
+    assert int(env["MINDIE_MM_NUM_TOKENIZERS"]) == defaults.num_tokenizers
+    assert int(env["MINDIE_MM_ARENA_BYTES"]) == defaults.arena_bytes
+    assert nbytes(plain(service["shm_size"])) == shm_bytes(defaults.num_tokenizers, defaults.arena_bytes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_more_rights_than_it_needs(device: str) -> None:
+    service = of_device(device)
+    assert service["read_only"] is True
+    assert [one.partition(":")[0] for one in service["tmpfs"]] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "ipc", "pid", "network_mode", "cap_add"} & service.keys()
+    assert [plain(one) for one in service["ports"]] == ["127.0.0.1:8000:8000"], "loopback alone, unless asked"
+    assert all(volume.endswith(":ro") for volume in service["volumes"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_settings_are_of_those_that_exist(device: str) -> None:
+    service = of_device(device)
+    named = {name for name in service["environment"] if name.startswith("MINDIE_MM_")}
+    assert named == service["environment"].keys()
+    assert named <= VARIABLES
+    assert service["environment"]["MINDIE_MM_API_KEY"] is None, "handed on, not written here"
+
+
+def test_it_is_given_the_time_to_finish() -> None:
+    service = of_device("cpu")
+    grace_s = float(service["environment"]["MINDIE_MM_GRACE_S"])
+    assert grace_s > ServiceConfig().grace_s
+    assert float(service["stop_grace_period"].removesuffix("s")) > grace_s + 5
+
+
+def test_the_npu_has_its_devices_and_driver() -> None:
+    service = of_device("npu")
+    devices = {plain(one) for one in service["devices"]}
+    assert devices == {"/dev/davinci0", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"}
+    mounted = {plain(volume).split(":")[1] for volume in service["volumes"]}
+    driver = {"/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info"}
+    assert mounted == {"/models", *driver}, "its own list stands in place of the common one"
+    assert service["group_add"], "the devices are of a group, and the user is not root"
+
+
+def test_cuda_has_its_gpu() -> None:
+    (device,) = of_device("cuda")["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}

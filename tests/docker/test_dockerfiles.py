@@ -1,0 +1,161 @@
+"""docker/Dockerfile.*: what every one of them keeps to, and that hadolint has nothing to say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.docker.dockerfile import (
+    DEVICES,
+    FOLDER,
+    ROOT,
+    healthcheck,
+    ignore_patterns,
+    is_sent,
+    last_stage,
+    of,
+    pairs,
+    parse,
+    read,
+)
+from tests.docker.settings import VARIABLES
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HADOLINT = Path(sys.executable).with_name("hadolint")
+
+
+def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(HADOLINT), "--no-color", "--failure-threshold", "style", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def args(device: str) -> dict[str, str]:
+    """Build arguments and their defaults."""
+    found = (one.value.partition("=") for one in read(device) if one.name == "ARG")
+    return {name: value for name, _, value in found if value}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hadolint_is_content(device: str) -> None:
+    said = hadolint(FOLDER / f"Dockerfile.{device}")
+    assert (said.returncode, said.stdout) == (0, "")
+
+
+def test_hadolint_would_speak(tmp_path: Path) -> None:
+    bad = tmp_path / "Dockerfile"
+    bad.write_text((FOLDER / "Dockerfile.cpu").read_text().replace("debian:12.15-slim AS", "debian:latest AS"))
+    said = hadolint(bad)
+    assert said.returncode == 1
+    assert "DL3007" in said.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bases_are_pinned_by_version(device: str) -> None:
+    stages: set[str] = set()
+    for one in of(read(device), "FROM"):
+        source, _, name = one.value.partition(" AS ")
+        if source not in stages:
+            tag = source.partition(":")[2].replace("${CANN_TAG}", args(device).get("CANN_TAG", ""))
+            assert re.match(r"\d+\.\d+", tag), source
+        stages.add(name)
+    assert len(stages) == 3, "base, build and what is shipped"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_last_stage_is_small_and_not_roots(device: str) -> None:
+    last = last_stage(read(device))
+    assert [one.value for one in of(last, "FROM")] == ["base AS runtime"]
+    assert [one.flags for one in of(last, "COPY")] == [{"from": "build"}], "no source in it"
+    assert not any("pip" in one.value or "apt-get" in one.value for one in of(last, "RUN"))
+    (user,) = of(last, "USER")
+    uid, gid = user.value.split(":")
+    assert int(uid) > 10_000, "no user of the host"
+    (made,) = of(last, "RUN")
+    assert f"--uid {uid} --gid {gid} " in made.value
+    names = [one.name for one in last]
+    assert names.index("USER") < names.index("ENTRYPOINT"), "nothing changes it after"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_starts_the_service_with_no_shell_between(device: str) -> None:
+    last = last_stage(read(device))
+    assert of(last, "ENTRYPOINT")[0].argv == ["mindie-mm", "serve"]
+    assert of(last, "CMD")[0].argv == []
+    assert healthcheck(last)[0] == "python"
+    (check,) = of(last, "HEALTHCHECK")
+    assert check.flags.keys() == {"interval", "timeout", "start-period", "retries"}
+    assert not of(last, "STOPSIGNAL"), "SIGTERM is Docker's default"
+    env = pairs(of(last, "ENV")[0].value, {"PATH": "/usr/bin"})
+    assert {name for name in env if name.startswith("MINDIE_MM_")} <= VARIABLES
+    assert env["MINDIE_MM_DEVICE"] == device
+    assert of(last, "EXPOSE")[0].value == env["MINDIE_MM_PORT"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_secret_can_get_into_it(device: str) -> None:
+    for one in read(device):
+        if one.name in ("ARG", "ENV"):
+            assert not re.search(r"KEY|TOKEN|SECRET|PASSW", one.value, re.IGNORECASE), one.value
+    assert not any("mount" in one.flags for one in of(read(device), "RUN"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_labels_are_those_of_the_oci(device: str) -> None:
+    last = last_stage(read(device))
+    values = args(device)
+    found = pairs(of(last, "LABEL")[0].value, values)
+    keys = {"title", "description", "version", "revision", "licenses", "base.name"}
+    assert found.keys() == {f"org.opencontainers.image.{key}" for key in keys}
+    assert all(found.values())
+    assert found["org.opencontainers.image.version"] == PROJECT["project"]["version"]
+    assert found["org.opencontainers.image.licenses"] == PROJECT["project"]["license"]
+    source = of(read(device), "FROM")[0].value.partition(" AS ")[0].replace("${CANN_TAG}", values.get("CANN_TAG", ""))
+    assert found["org.opencontainers.image.base.name"].endswith(source)
+
+
+def test_torch_is_the_one_that_is_tested() -> None:
+    (tested,) = set(re.findall(r"\.venv/installed:.*?torch==([\d.]+)", (ROOT / "Makefile").read_text(), re.DOTALL))
+    assert args("cpu")["TORCH_VERSION"] == args("cuda")["TORCH_VERSION"] == tested
+
+
+def test_torch_and_torch_npu_are_a_pair() -> None:
+    found = args("npu")
+    assert found["TORCH_NPU_VERSION"].partition(".post")[0] == found["TORCH_VERSION"]
+    allowed = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["npu"]]
+    ranges = {one.name: one.specifier for one in map(Requirement, allowed)}
+    assert found["TORCH_VERSION"] in ranges["torch"]
+    assert found["TORCH_NPU_VERSION"] in ranges["torch_npu"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("pyproject.toml", True),
+        ("mindie_mm/assets/tiny/model.safetensors", True),
+        ("service/static/page.js", True),
+        ("mindie_mm/shm/__pycache__/arena.cpython-311.pyc", False),
+        (".git/config", False),
+        (".env", False),
+        ("keys.env", False),
+        ("tests/conftest.py", False),
+        ("docker/compose.yaml", False),
+        (".venv/bin/python", False),
+    ],
+)
+def test_what_is_sent_to_a_build(path: str, sent: bool) -> None:
+    assert is_sent(PurePosixPath(path), ignore_patterns()) is sent
+
+
+def test_dockerfiles_are_read_as_docker_reads_them() -> None:
+    text = "# syntax\nFROM a AS b\nRUN one \\\n    # between\n    && two\nCOPY --from=b /x /y\nENV A=1 \\\n    B=$A/c\n"
+    found = parse(text)
+    assert [one.name for one in found] == ["FROM", "RUN", "COPY", "ENV"]
+    assert found[1].value.split() == ["one", "&&", "two"]
+    assert found[2].flags == {"from": "b"}
+    assert pairs(found[3].value, {"A": "0"}) == {"A": "1", "B": "0/c"}, "a variable has the value that it had before"
