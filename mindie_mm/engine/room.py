@@ -123,7 +123,7 @@ class _WorstCase:
         processor: Processor,
         device: Device,
         config: EngineConfig,
-        ranks: Ranks,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._model = model
         self._ranks = ranks
