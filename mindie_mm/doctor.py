@@ -63,20 +63,20 @@ def _devices(name: str, root: Path) -> Iterator[Finding]:
 
 def _device(name: str, broken: Collection[str]) -> tuple[Finding, str]:
     """The device that `name` means, with the name that it has itself; `broken` are kinds that have errors."""
-    missing = {kind.name: reason for kind in KINDS if (reason := kind.missing()) is not None}
+    usable = [kind for kind in KINDS if kind.name not in broken]  # of the others not even the library is loaded here
+    missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
-    below = "see what is said of it below"
-    if chosen in broken and chosen not in missing:  # not started here, too: it might hang
-        return Finding("device", "error", f"{chosen} is there, but not fit for use", below), chosen
+    if chosen in broken:
+        return Finding("device", "error", absent, f"see what is said of {chosen} below"), chosen
     try:
-        device = open_device(name)
+        device = open_device(chosen)
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
-        return Finding("device", "error", absent, below if chosen in broken else str(error)), chosen
+        return Finding("device", "error", absent, str(error)), chosen
     found = f"{device.torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
     if name == "auto" and broken:
-        advice = f"--device {chosen} if it is meant; for {' or '.join(broken)} {below}"
+        advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"
         return Finding("device", "warning", found, advice), chosen
     return Finding("device", "ok", found), chosen
 

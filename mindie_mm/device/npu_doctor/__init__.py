@@ -25,14 +25,18 @@ def findings(root: Path) -> Iterator[Finding]:
     # npu-smi comes before the trial, which would be one of the processes that it shows.
     used = list(smi.findings(machine, left)) if ids else []
     tried = runtime.finding(software)
-    files = [
+    looked_at = (
         *driver.findings(machine),
         *cann.findings(machine, installed),
         *versions.findings(machine, software, installed),
-    ]
-    if tried.status != "error":  # where it starts, nothing of this can be amiss, only elsewhere than it was looked for
-        files = [replace(one, status="warning") if one.status == "error" else one for one in files]
-    yield from (*files, *used, *visible.findings(machine), *ports.findings(machine, num_visible), tried)
+        *used,
+        *visible.findings(machine),
+        *ports.findings(machine, num_visible),
+    )
+    starts = tried.status != "error"
+    for one in looked_at:  # where an NPU starts, nothing of this keeps the service from starting
+        yield replace(one, status="warning") if starts and one.status == "error" else one
+    yield tried
 
 
 __all__ = ["findings"]

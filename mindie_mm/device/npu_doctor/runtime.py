@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu_doctor import programs
 from mindie_mm.device.npu_doctor.machine import Software
 from mindie_mm.device.npu_doctor.symptoms import explain
 
@@ -16,19 +16,18 @@ _LITTLE = 0.5
 """Share of the memory; with less of it free, somebody else has the rest."""
 
 
-def finding(software: Software) -> Finding:
+def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
     """What came of it."""
     subject = "npu runtime"
     if software.torch_npu is None:
         return Finding(subject, "error", "torch_npu is not installed", "pip install 'mindie_mm[npu]'")
     command = [sys.executable, "-m", "mindie_mm.device.npu_doctor.probe"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
-    except subprocess.TimeoutExpired:
+    ended = programs.run(command, timeout_s)
+    if ended is None:
         advice = "npu-smi info -t health -i NPU; reset it when nothing uses it, or reboot"
-        return Finding(subject, "error", f"the NPU does not answer within {_TIMEOUT_S:.0f} s", advice)
-    if ended.returncode:
-        return _failed(subject, ended.stderr, ended.returncode)
+        return Finding(subject, "error", f"the NPU does not answer within {timeout_s:.0f} s", advice)
+    if ended.status:
+        return _failed(subject, ended.stderr, ended.status)
     said = json.loads(ended.stdout.splitlines()[-1])
     free, total = said["free_bytes"], said["total_bytes"]
     found = f"{said['count']} x {said['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"

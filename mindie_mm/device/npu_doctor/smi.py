@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu_doctor import programs
 from mindie_mm.device.npu_doctor.machine import Machine
 from mindie_mm.device.npu_doctor.symptoms import explain
 
@@ -67,7 +67,7 @@ def parse(text: str) -> list[NPU]:
     return [npus[key] for key in sorted(npus)]
 
 
-def findings(machine: Machine, visible: list[int] | None) -> Iterator[Finding]:
+def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TIMEOUT_S) -> Iterator[Finding]:
     """Health and use of the NPUs that are `visible` to this process, by their place; None: of all."""
     folders = (machine.variables.get("PATH", ""), "/usr/local/bin", "/usr/local/sbin")
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
@@ -76,17 +76,19 @@ def findings(machine: Machine, visible: list[int] | None) -> Iterator[Finding]:
         yield Finding("npu health", "warning", "npu-smi is not there: neither health nor use can be told", advice)
         return
     try:
-        # It is the one on PATH that an operator would run.
-        ended = subprocess.run([program, "info"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
-        advice = "the driver hangs or is not complete: see dmesg; reboot"
-        yield Finding("npu health", "error", f"npu-smi info gives no answer: {error}", advice)
+        ended = programs.run([program, "info"], timeout_s)
+    except OSError as error:  # of another architecture, or its loader is not there
+        yield Finding("npu health", "warning", f"npu-smi can't be run: {error}", "install the driver anew")
+        return
+    if ended is None:
+        found = f"npu-smi info gives no answer within {timeout_s:.0f} s"
+        yield Finding("npu health", "error", found, "the driver hangs: see dmesg; reboot")
         return
     said = f"{ended.stdout}\n{ended.stderr}"
     npus = [one for place, one in enumerate(parse(said)) if visible is None or place in visible]
     if not npus:
         symptom = explain(said)
-        text = " ".join(said.split())[:200] or f"nothing, and ends with {ended.returncode}"
+        text = " ".join(said.split())[:200] or f"nothing, and ends with {ended.status}"
         meaning, advice = (symptom.meaning, symptom.advice) if symptom else ("", "see dmesg; install the driver anew")
         yield Finding("npu health", "error", f"npu-smi info says: {text}{meaning and f' ({meaning})'}", advice)
         return

@@ -1,0 +1,31 @@
+"""Programs that ask the driver, and may hang with it."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended."""
+
+    status: int
+    """Negative: the signal that ended it."""
+    stdout: str
+    stderr: str
+
+
+def run(command: list[str], timeout_s: float) -> Ended | None:
+    """What it says; None if it does not end in time. OSError if it can't be run."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - ours
+    with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # one that waits in the driver does not even die
+                process.wait(1)
+            return None
+    return Ended(process.returncode, stdout, stderr)

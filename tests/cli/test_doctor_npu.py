@@ -1,0 +1,480 @@
+"""What doctor says of an Ascend machine: a fixture stands for its files, and a program for npu-smi.
+
+Where the real torch_npu is, it answers beside them: tests/ascend/test_doctor.py.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.device.npu_doctor import driver, findings, runtime, smi
+from mindie_mm.device.npu_doctor.cann import CANN
+from mindie_mm.device.npu_doctor.machine import Machine, Software
+from mindie_mm.device.npu_doctor.symptoms import SYMPTOMS, explain
+from mindie_mm.device.npu_doctor.versions import findings as pairs
+from tests.cli.ascend_tree import TCP_HEAD, AscendTree, smi_table
+from tests.cli.shell import run
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here, it would answer for itself"
+)
+
+NOBODY = 65534
+_NAMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_BASE_PORT")
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A machine on which all is well, whose environment is this process's."""
+    for name in (*_NAMES, "HCCL_HOST_SOCKET_PORT_RANGE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    tree = AscendTree(tmp_path / "machine")
+    for name, value in tree.variables.items():
+        monkeypatch.setenv(name, value)
+    return tree
+
+
+def said(tree):
+    """Findings by their subject, without those that are fine."""
+    return {one.subject: one for one in findings(tree.root) if one.status != "ok" and one.subject != "npu runtime"}
+
+
+def only(tree):
+    """The one thing that is wrong."""
+    (one,) = said(tree).values()
+    return one
+
+
+def test_nothing_is_said_of_a_machine_without_a_sign_of_ascend(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(findings(tmp_path)) == []
+
+
+def test_a_machine_on_which_all_is_well(tree):
+    found = {one.subject: one.found for one in findings(tree.root) if one.status == "ok"}
+    assert said(tree) == {}
+    assert found["npu driver"] == "25.5.1 in /usr/local/Ascend/driver"
+    assert found["npu device files"] == "2 NPU(s): /dev/davinci0, 1"
+    assert found["CANN"] == f"9.2.0 in {tree.home}"
+    assert found["npu health"] == "2 x 910B2"
+    assert found["npu use"] == "no other process, 60.7 GiB free on each"
+    assert found["HCCL ports"] == "60000-60031 are free and reserved"
+
+
+def test_torch_npu_is_missing(tree):
+    (one,) = (one for one in findings(tree.root) if one.subject == "npu runtime")
+    assert (one.status, one.found) == ("error", "torch_npu is not installed")
+    assert "pip install" in one.advice
+
+
+# The driver and its files
+
+
+def test_no_driver(tree):
+    tree.remove("/usr/local/Ascend/driver/version.info", *(f"/dev/{node.name}" for node in tree.at("/dev").iterdir()))
+    assert said(tree)["npu driver"].status == "error"
+    assert "no driver" in said(tree)["npu driver"].found
+    assert "/dev/davinci0, /dev/davinci_manager" in said(tree)["npu device files"].found
+
+
+def test_a_board_without_a_driver_is_a_sign(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    board = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
+    board.mkdir(parents=True)
+    for name, value in {"vendor": "0x19e5", "class": "0x120000", "device": "0xd802"}.items():
+        (board / name).write_text(f"{value}\n")
+    found = {one.subject: one for one in findings(tmp_path)}
+    assert found["npu driver"].found.startswith("1 NPU(s) on the PCI bus, no driver")
+    assert "reboot" in found["npu driver"].advice
+    (board / "device").write_text("0xa250\n")  # HiSilicon's ZIP engine, of the same class
+    assert list(findings(tmp_path)) == []
+
+
+def test_a_container_without_the_drivers_files(tree):
+    tree.remove("/usr/local/Ascend/driver/version.info", "/usr/local/Ascend/driver/lib64/driver/libascend_hal.so")
+    assert only(tree).found == "the driver is loaded, but /usr/local/Ascend/driver/version.info can't be read"
+    assert "-v /usr/local/Ascend/driver/lib64" in only(tree).advice
+
+
+def test_the_drivers_library_is_not_on_the_loaders_path(tree):
+    tree.remove("/etc/ld.so.conf.d/ascend_driver_so.conf")
+    assert only(tree).found == "25.5.1, but the loader does not find libascend_hal.so"
+    assert "LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64/driver" in only(tree).advice
+
+
+def test_a_driver_installed_elsewhere(tree):
+    tree.at("/opt").mkdir()
+    shutil.move(tree.at("/usr/local/Ascend/driver"), tree.at("/opt/driver"))
+    tree.write("/etc/ascend_install.info", "Driver_Install_Path_Param=/opt\n")
+    tree.write("/etc/ld.so.conf.d/ascend_driver_so.conf", "/opt/driver/lib64/driver\n")
+    assert said(tree) == {}
+
+
+@pytest.mark.parametrize("node", ["davinci_manager", "devmm_svm", "hisi_hdc"])
+def test_a_container_without_a_device_file(tree, node):
+    tree.remove(f"/dev/{node}")
+    assert (only(tree).status, only(tree).found) == ("error", f"/dev/{node}: not there")
+    assert f"--device /dev/{node}" in only(tree).advice
+
+
+@contextmanager
+def as_nobody():
+    """As a user who owns nothing, where tests are root's; else as the one they are."""
+    if os.geteuid():
+        yield
+        return
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+def test_device_files_of_a_group_that_the_user_is_not_of(monkeypatch):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        tree = AscendTree(Path(folder))
+        for name, value in tree.variables.items():
+            monkeypatch.setenv(name, value)
+        denied = ("davinci0", "davinci_manager")
+        for node in denied:
+            tree.at(f"/dev/{node}").chmod(0o000)
+        with as_nobody():
+            one = only_device_files(tree)
+    assert one.status == "error"
+    assert one.found.startswith("/dev/davinci0, /dev/davinci1, " if not os.geteuid() else "/dev/davinci0, ")
+    assert "their group is HwHiAiUser" in one.found
+    assert "usermod -aG HwHiAiUser" in one.advice
+    assert "--group-add" in one.advice
+
+
+def only_device_files(tree):
+    """Of these checks alone: npu-smi is not for nobody to run."""
+    return next(one for one in driver.findings(Machine.here(tree.root)) if one.subject == "npu device files")
+
+
+# CANN
+
+
+def test_cann_is_not_installed(tree, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    tree.at("/usr/local/Ascend/cann").unlink()
+    assert only(tree).found.startswith("not installed: /usr/local/Ascend/cann, ")
+    assert "Ascend-cann-toolkit" in only(tree).advice
+
+
+def test_cann_is_installed_but_its_environment_is_not_set(tree, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert only(tree).status == "error"
+    assert "9.2.0 in /usr/local/Ascend/cann, but its environment is not set" in only(tree).found
+    assert only(tree).advice.startswith("source /usr/local/Ascend/cann/set_env.sh")
+
+
+def test_an_environment_without_the_loaders_path(tree, monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH")  # sudo drops it, and so does a set-uid program
+    assert "the loader does not find libhccl.so" in only(tree).found
+    assert only(tree).advice.startswith(f"source {tree.home}/set_env.sh")
+
+
+def test_the_layout_until_8_3(tree, monkeypatch):
+    old = "/usr/local/Ascend/ascend-toolkit/latest"
+    tree.at("/usr/local/Ascend/cann").unlink()
+    tree.at("/usr/local/Ascend/ascend-toolkit").mkdir()
+    shutil.move(tree.at(tree.home), tree.at(old))
+    (tree.at(old) / "set_env.sh").rename(tree.at("/usr/local/Ascend/ascend-toolkit/set_env.sh"))
+    shutil.rmtree(tree.at(f"{old}/{platform.machine()}-linux"))
+    tree.write(f"{old}/version.cfg", "toolkit_running_version=[7.7.T20.0.B210:9.1.RC1]\n")
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    assert only(tree).found.startswith(f"9.1.RC1 in {old}")
+    assert only(tree).advice.startswith("source /usr/local/Ascend/ascend-toolkit/set_env.sh")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", old)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{old}/lib64")
+    assert said(tree) == {}
+
+
+def test_an_environment_of_a_cann_that_was_removed(tree, monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/usr/local/Ascend/cann-8.5.0")
+    assert only(tree).found == "ASCEND_HOME_PATH is /usr/local/Ascend/cann-8.5.0, which is not there"
+
+
+# Versions
+
+
+def paired(tree, **changes):
+    """Pairs that are not fine."""
+    software = {"torch": "2.13.0+cpu", "accelerator": None, "torch_npu": "2.13.0", "architecture": "x86_64"} | changes
+    machine = Machine.here(tree.root)
+    cann = CANN(tree.home, software.pop("cann", "9.2.0"), software.pop("drivers", "[V100R001C23]"), in_force=True)
+    found = pairs(machine, Software(**software), cann)
+    return {one.subject: one for one in found if one.status != "ok"}
+
+
+def test_versions_that_belong_together(tree):
+    assert paired(tree) == {}
+    assert paired(tree, torch="2.10.0", torch_npu="2.10.0.post4", cann="9.1.0") == {}
+    assert paired(tree, torch="2.12.0", torch_npu="2.12.0", cann="9.0.1") == {}  # not its own, but said to do
+
+
+def test_torch_of_another_version_than_torch_npu(tree):
+    one = paired(tree, torch="2.12.1+cpu")["torch and torch_npu"]
+    assert (one.status, one.found) == ("error", "torch_npu 2.13.0 is for torch 2.13.0, not 2.12.1+cpu")
+    assert "torch==2.13.0" in one.advice
+
+
+def test_a_pair_that_is_not_in_the_tables_is_a_warning(tree):
+    assert paired(tree, torch="2.10.0", torch_npu="2.10.0", cann="8.3.RC1")["torch_npu and CANN"].status == "warning"
+    unknown = paired(tree, torch="2.15.0", torch_npu="2.15.0.post1")["torch_npu and CANN"]
+    assert unknown.status == "warning"
+    assert "2.15.0.post1 and 9.2.0" in unknown.found
+
+
+def test_cann_and_the_driver(tree):
+    subject = "CANN and driver"
+    tree.write("/usr/local/Ascend/driver/version.info", "Version=25.0.rc1.1\nInnerversion=V100R001C21SPC001B220\n")
+    assert subject not in paired(tree, cann="9.0.0")
+    one = paired(tree, cann="9.1.0")[subject]
+    assert one.status == "warning"
+    assert "release notes of this CANN name the drivers 25.2" in one.found
+    # For a CANN that no table has, what its own list of drivers says: single ones, and ranges.
+    assert subject not in paired(tree, cann="10.0.0", drivers="[V100R001C15],[V100R001C19,V100R001C23]")
+    assert paired(tree, cann="10.0.0", drivers="[V100R001C22],[V100R002C21]")[subject].status == "warning"
+    assert paired(tree, cann="10.0.0", drivers="")[subject].status == "warning"
+
+
+def test_a_cuda_build_of_torch_beside_torch_npu(tree):
+    one = paired(tree, torch="2.13.0", accelerator="CUDA 13.0")["torch build"]
+    assert (one.status, one.found) == ("warning", "2.13.0 is built for CUDA 13.0; torch_npu wants the CPU build")
+    assert "download.pytorch.org/whl/cpu" in one.advice
+    assert "aarch64" not in one.advice
+    assert (
+        "aarch64" in paired(tree, torch="2.13.0", accelerator="CUDA 13.0", architecture="aarch64")["torch build"].advice
+    )
+
+
+# npu-smi
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("Warning", "warning"), ("Alarm", "error"), ("Critical", "error"), ("UNKNOWN", "error")]
+)
+def test_an_npu_that_is_ill(tree, state, status):
+    tree.npu_smi(smi_table(health=("OK", state)))
+    assert (only(tree).subject, only(tree).status) == ("npu health", status)
+    assert only(tree).found == f"NPU 1 chip 0 (910B2): {state}"
+    assert "npu-smi info -t health -i 1" in only(tree).advice
+
+
+def test_an_npu_that_is_ill_does_no_harm_where_it_is_not_visible(tree, monkeypatch):
+    tree.npu_smi(smi_table(health=("OK", "Alarm")))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    assert said(tree) == {}
+
+
+def test_an_npu_that_others_use(tree):
+    tree.npu_smi(smi_table(used=(41000, 3395), processes=[(0, 1333928, "", 37709), (0, 1333929, "python", 132)]))
+    assert (only(tree).subject, only(tree).status) == ("npu use", "warning")
+    assert only(tree).found == (
+        "NPU 0 chip 0: 24.0 of 64.0 GiB free, process 1333928 has 37709 MiB, process 1333929 python has 132 MiB"
+    )
+    assert "1 idle, NPU 1 (ASCEND_RT_VISIBLE_DEVICES)" in only(tree).advice
+
+
+def test_memory_that_nobody_seems_to_have(tree):
+    tree.npu_smi(smi_table(used=(60000, 60000)))
+    assert "5.4 of 64.0 GiB free" in only(tree).found
+    assert only(tree).advice.startswith("a process of another container has it, or a dead one")
+
+
+def test_chips_of_an_a3_as_they_are_printed():
+    """Two chips an NPU, with physical ids (vllm-project/vllm-ascend#12980)."""
+    npus = smi.parse("""\
+| NPU   Name                | Health        | Power(W)             Temp(C)                 Hugepages-Usage(page)   |
+| Chip  Phy-ID              | Bus-Id        | AICore(%)            Memory-Usage(MB)        HBM-Usage(MB)           |
++===========================+===============+======================================================================+
+| 0     Ascend910           | OK            | 162.6                34                      0    / 0                |
+| 0     0                   | 0000:9D:00.0  | 0                    0    / 0                3419 / 65536            |
++------------------------------------------------------------------------------------------------------------------+
+| 0     Ascend910           | OK            | -                    34                      0    / 0                |
+| 1     1                   | 0000:9F:00.0  | 0                    0    / 0                2874 / 65536            |
++===========================+===============+======================================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 0       1                 | 3328327       | VLLMWorker_TP            | 50119                   |
+""")
+    assert [(one.npu, one.chip, one.used_mib) for one in npus] == [(0, 0, 3419), (0, 1, 2874)]
+    assert npus[1].processes == (smi.Process(3328327, "VLLMWorker_TP", 50119),)
+
+
+def test_a_driver_that_does_not_answer_npu_smi(tree):
+    tree.npu_smi("DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\ndcmi module initialize failed. ret is -8005", 1)
+    assert (only(tree).subject, only(tree).status) == ("npu health", "error")
+    assert "ret is -8005 (the driver does not answer)" in only(tree).found
+    assert "another container" in only(tree).advice
+
+
+def test_npu_smi_is_not_mounted(tree, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert only(tree).status == "warning"
+    assert "/usr/local/bin/npu-smi" in only(tree).advice
+
+
+# Which NPUs
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "words"),
+    [
+        ("2", "error", "which leaves none of 2"),
+        ("", "error", "which leaves none of 2"),
+        ("npu0", "error", "which leaves none of 2"),
+        ("0, 1", "warning", "CANN reads only 0"),
+        ("0,1,7", "warning", "CANN reads only 0, 1"),
+        ("1,0", "warning", "not in rising order"),
+    ],
+)
+def test_visible_devices_that_are_wrong(tree, monkeypatch, value, status, words):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
+    one = said(tree)["visible NPUs"]
+    assert one.status == status
+    assert repr(value) in one.found
+    assert words in one.found
+    assert "from 0 to 1" in one.advice
+
+
+# Ports
+
+
+def test_hccl_ports_that_are_taken(tree):
+    line = "   0: 0100007F:{:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0\n"
+    tree.write("/proc/net/tcp", TCP_HEAD + line.format(60001) + line.format(8000))
+    line6 = line.replace("0100007F", "0" * 32).replace("00000000:0000 0A", f"{'0' * 32}:0000 0A")
+    tree.write("/proc/net/tcp6", TCP_HEAD + line6.format(60031))
+    assert only(tree).found.startswith("60001, 60031 of 60000-60031 in use")
+    assert "HCCL_HOST_SOCKET_PORT_RANGE=auto" in only(tree).advice
+
+
+def test_hccl_ports_that_are_not_reserved(tree):
+    for reserved in ("\n", "60000-60015\n", "60000-60010,60012-60031\n"):
+        tree.write("/proc/sys/net/ipv4/ip_local_reserved_ports", reserved)
+        assert only(tree).advice == "sysctl -w net.ipv4.ip_local_reserved_ports=60000-60031"
+    tree.write("/proc/sys/net/ipv4/ip_local_port_range", "32768\t59999\n")
+    assert said(tree) == {}
+
+
+def test_other_hccl_ports(tree, monkeypatch):
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", "50000")
+    assert only(tree).advice == "sysctl -w net.ipv4.ip_local_reserved_ports=50000-50031"
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", "65530")
+    assert "it must be from 1024 to 65520" in only(tree).found
+    monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
+    assert said(tree) == {}
+    monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "60000,60010-60020")
+    assert said(tree) == {}
+    monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "any")
+    assert "is 'any'" in only(tree).found
+
+
+def test_one_npu_needs_no_ports(tree, monkeypatch):
+    tree.write("/proc/sys/net/ipv4/ip_local_reserved_ports", "\n")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    assert said(tree) == {}
+
+
+# What torch_npu and CANN say
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        # torch_npu's import without set_env.sh: vllm-project/vllm-ascend#262
+        ("ImportError: libhccl.so: cannot open shared object file: No such file or directory", "CANN's libraries"),
+        ("ImportError: libascend_hal.so: cannot open shared object file: No such file or directory", "the driver's"),
+        (
+            "RuntimeError: Two accelerators cannot be used at the same time in PyTorch: npu and cuda.",
+            "another accelerator",
+        ),
+        ("ImportError: libtorch_npu.so: undefined symbol: _ZN3c1017RegisterOperators", "different versions"),
+        # vllm-ascend#4284, with what stands below it in the trace
+        ("NPU function error: c10_npu::SetDevice(device_id_), error code is 507033", "does not start"),
+        ("SetDevice, error code is 507033\nE30006: Failed to verify the OPP\nPossible Cause: 1.The OPP", "operators"),
+        ("GetDeviceType:Call halGetDeviceInfo failed: drvRet=87, module type=0, info type=1.", "internal error"),
+        ("[Error]: error code is 507899", "internal error"),
+        ("EL0005: The resources are busy.\nPossible Cause: 1. The resources have been occupied.", "in use"),
+        ("EL0020: Device0 is occupied by multiple containers.", "another container"),
+        ("dcmi model initialized failed, because the device is used. ret is -8020", "in use"),
+        ("EL0004: Failed to allocate memory. error code is 207001", "memory is used up"),
+        ("Bind_Failed(EJ0003): Failed to bind the IP port. Reason: The IP address and port have been bound", "a port"),
+        ("EI0006: Getting socket times out. Reason: ...", "did not come"),
+        ("error code is 107001: Invalid device ID", "no NPU of that number"),
+    ],
+)
+def test_errors_that_are_known(text, words):
+    symptom = explain(text)
+    assert words in symptom.meaning
+    assert symptom.advice
+
+
+def test_an_error_that_is_not_known():
+    assert explain("RuntimeError: something else, 5070331") is None
+    assert len({one.pattern for one in SYMPTOMS}) == len(SYMPTOMS)
+
+
+# The whole command
+
+
+def doctor(tree, code, *arguments, status=0, **variables):
+    """As an operator runs it, with a torch_npu whose import runs `code`."""
+    asked = ("doctor", "--json", "--root", tree.root, *arguments)
+    found = run(*asked, status=status, PYTHONPATH=tree.torch_npu("2.13.0", code), **variables)
+    return {one["subject"]: one for one in json.loads(found)}
+
+
+def test_doctor_where_the_environment_is_not_set(tree, monkeypatch):
+    """torch itself does not import there, if it imports torch_npu; doctor says why, and goes on."""
+    for name in ("ASCEND_HOME_PATH", "LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    code = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
+    found = doctor(tree, code, "--device", "npu", status=1)
+    assert found["device"]["status"] == found["CANN"]["status"] == found["npu runtime"]["status"] == "error"
+    assert found["CANN"]["advice"].startswith("source /usr/local/Ascend/cann/set_env.sh")
+    assert found["npu runtime"]["found"].startswith("CANN's libraries are not on the loader's path")
+    assert found["npu driver"]["status"] == found["checkpoint"]["status"] == "ok"
+    # Without --device npu the service would start, on the CPU: no error, but said.
+    found = doctor(tree, code)
+    assert found["device"]["status"] == found["CANN"]["status"] == found["npu runtime"]["status"] == "warning"
+    assert found["device"]["found"].startswith("cpu, ")
+    assert found["device"]["advice"] == "--device cpu if it is meant; else see what is said of npu below"
+
+
+def test_doctor_outlives_a_library_that_crashes(tree):
+    found = doctor(tree, f"import os\nos.kill(os.getpid(), {signal.SIGSEGV:d})", "--device", "npu", status=1)
+    assert found["npu runtime"]["found"].startswith("starting the NPU ends with signal 11")
+    assert found["device"]["found"].startswith("no npu: see below")
+
+
+def test_an_npu_that_does_not_answer():
+    one = runtime.finding(Software("2.13.0", None, "2.13.0", "x86_64"), timeout_s=0.1)
+    assert (one.status, one.found) == ("error", "the NPU does not answer within 0 s")
+
+
+def test_npu_smi_that_does_not_answer(tree):
+    tree.write("/bin/npu-smi", "#!/bin/sh\nexec sleep 100\n").chmod(0o755)
+    one, *_ = smi.findings(Machine.here(tree.root), None, timeout_s=0.2)
+    assert (one.status, one.found) == ("error", "npu-smi info gives no answer within 0 s")
+    tree.write("/bin/npu-smi", "\x7fELF").chmod(0o755)
+    one, *_ = smi.findings(Machine.here(tree.root), None)
+    assert one.found.startswith("npu-smi can't be run: ")
