@@ -46,9 +46,6 @@ class Rows:
 class Kernels:
     """Of a device that has none: attention is nn/'s own."""
 
-    tower_attention: str = "sdpa"
-    """transformers' name of what towers over packed pictures attend with, in a dtype of 16 bits."""
-
     def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Whether `attend` takes queries [heads, T, head_dim] over pages [blocks, block_size, kv_heads, head_dim]."""
         del query, keys, values

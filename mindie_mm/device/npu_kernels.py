@@ -20,7 +20,8 @@ from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+PACKED = "npu_fusion_attention"
 _PACKED_WIDTH = 128
 """Width of the heads that attention takes with the rows of all sequences in one row (TND)."""
 _MAX_WIDTH = 512
@@ -35,12 +36,10 @@ _BLOCK_STEP, _MAX_BLOCK = 128, 512
 class NPUKernels(Kernels):
     """What an Ascend NPU has, as far as torch_npu and CANN bring it."""
 
-    tower_attention = "flash_attention_2"  # which transformers has on torch_npu's npu_fusion_attention
-
     def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
         return (
-            query.dtype in _HALF
+            query.dtype in HALF
             and keys.shape == values.shape
             and width <= _MAX_WIDTH
             and width % 16 == 0
@@ -131,6 +130,11 @@ def _triangle(device: torch.device) -> Tensor:
     return upload(torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1), device)
 
 
+def _try_packed(device: torch.device, dtype: torch.dtype) -> None:
+    rows = torch.zeros(3, 1, 16, dtype=dtype, device=device)
+    torch.ops.npu.npu_fusion_attention(rows, rows, rows, 1, "TND", actual_seq_qlen=[1, 3], actual_seq_kvlen=[1, 3])
+
+
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """hidden [..., width] over its root mean square, times weight [width]; the statistics in float32."""
     out: Tensor = torch.ops.npu.npu_rms_norm(hidden, weight, eps)[0]
@@ -167,6 +171,7 @@ def _try_rotary(device: torch.device, dtype: torch.dtype) -> None:
 _TRIALS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
     "npu_fused_infer_attention_score": _try_attention,
     "npu_scatter_nd_update_": _try_store,
+    PACKED: _try_packed,
     "npu_rms_norm": _try_rms_norm,
     "npu_rotary_mul": _try_rotary,
 }
@@ -185,4 +190,4 @@ def works(operator: str, device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-__all__ = ["NPUKernels", "rms_norm", "rotary", "works"]
+__all__ = ["HALF", "PACKED", "NPUKernels", "rms_norm", "rotary", "works"]

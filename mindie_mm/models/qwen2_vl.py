@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, Pixels, open_image, resize
@@ -402,10 +402,17 @@ class Qwen2VLModel(PretrainedModel):
 
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
         """The vision tower's output, whose `pooler_output` are the features of all items, one behind another."""
-        device, dtype = self.spec.device, self.spec.dtype
         patches = joined([self.normalized(item) for item in items])
-        grids = torch.tensor([item.shape.grid[:3] for item in items], device=device)
-        return self.module.model.visual(patches.to(dtype), grid_thw=grids)
+        # On the host: what the tower works out of them is known without a wait for the device.
+        grids = torch.tensor([item.shape.grid[:3] for item in items])
+        places = {name: upload(tensor, self.spec.device) for name, tensor in self.places(grids).items()}
+        return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **places)
+
+    def places(self, grids: Tensor) -> dict[str, Tensor]:
+        """What the tower takes of where the patches of grids int64 [items, 3] lie, by its own names."""
+        from transformers.vision_utils import get_vision_position_ids  # late, as the layers
+
+        return {"position_ids": get_vision_position_ids(grids, self._merge)}
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""

@@ -178,6 +178,19 @@ class Qwen3VLModel(Qwen2VLModel):
         features = torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
         return list(features.split([item.shape.num_features for item in items]))
 
+    def places(self, grids: Tensor) -> dict[str, Tensor]:
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+        visual = self.module.model.visual
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=self._merge,
+        )
+        return super().places(grids) | {"interp_indices": indices, "interp_weights": weights}
+
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         if extra is None:
             return self.run_text_model(hidden, positions, paged)
