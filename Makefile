@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: install demo test test-all lint format serve bench clean python3-venv browser
+.PHONY: install demo test test-all test-npu test-npu-all gcc lint format serve bench clean python3-venv browser
 
 install: .venv/installed
 
@@ -14,6 +14,22 @@ install: .venv/installed
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# The NPU's code on the real torch_npu, over a simulated CANN (tests/ascend): in an environment of its own, as torch_npu
+# is found and loaded by whoever imports torch or transformers beside it. All else comes from .venv, which it looks into.
+.venv-npu/installed: .venv/installed pyproject.toml constraints.txt
+	$(PYTHON) -m venv --without-pip .venv-npu
+	.venv-npu/bin/python -c 'import sys; print("import site; site.addsitedir(%r)" % sys.argv[1])' \
+	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  > "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(BIN)/pip --python .venv-npu/bin/python install --quiet --constraint constraints.txt --editable '.[test-npu]'
+	touch $@
+
+# The simulated CANN is compiled by the tests.
+gcc:
+	@command -v gcc >/dev/null || { $(SUDO) apt-get update --quiet \
+	  && $(SUDO) apt-get install --quiet --yes --no-install-recommends gcc libc6-dev; } \
+	  || { echo 'gcc is needed to build the simulated CANN (tests/ascend/cann): install it, such as by apt-get install gcc'; exit 1; }
 
 # Debian and Ubuntu split venv's own pip off into a package.
 python3-venv:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from mindie_mm.device import open_device
+from mindie_mm.errors import DeviceError
 from mindie_mm.shm import survey
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
@@ -22,6 +24,23 @@ settings.load_profile("here")
 
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", help="where models run in the tests that ask for a device: cpu, npu, cuda"
+    )
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """What --device says; the tests are skipped where it can't be used."""
+    name: str = request.config.getoption("--device")
+    try:
+        open_device(name)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return name
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

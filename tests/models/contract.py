@@ -179,8 +179,8 @@ class FamilyContract:
         return Engine(model, EngineConfig(**settings))
 
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """What is compared with the reference's."""
-        return model.logits(ids)
+        """What is compared with the reference's, on the host."""
+        return model.logits(ids).cpu()
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -196,8 +196,8 @@ class FamilyContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def model(cls, path: Path) -> Model:
-        return load_model(path, device="cpu", dtype="float32")
+    def model(cls, path: Path, device: str) -> Model:
+        return load_model(path, device=device, dtype="float32")
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -244,7 +244,7 @@ class FamilyContract:
         expected = {name: reference.logits(self.prompts[name]) for name in names}
         for order in (names, names[::-1]):
             for name, logits in zip(order, model.packed_logits([tokenized[name] for name in order]), strict=True):
-                assert (logits - expected[name]).abs().max() <= self.tolerance, (name, order)
+                assert (logits.cpu() - expected[name]).abs().max() <= self.tolerance, (name, order)
 
     @pytest.mark.parametrize(
         "settings",
@@ -271,8 +271,8 @@ class FamilyContract:
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
 
-    def test_bfloat16(self, path, reference, tokenized):
-        model = load_model(path, device="cpu", dtype="bfloat16")
+    def test_bfloat16(self, path, device, reference, tokenized):
+        model = load_model(path, device=device, dtype="bfloat16")
         for name, items in self.prompts.items():
             expected = reference.logits(items)
             # A family may bar tokens: their logits are the smallest number, in either dtype.
@@ -283,7 +283,7 @@ class FamilyContract:
     def test_embeddings_in_place_of_media(self, model, tokenizer, tokenized, path_file):
         for name, items in self.prompts.items():
             media = model.read(tokenized[name].numpy())
-            features = [feature.numpy() for item in media for feature in model.encode([item])]
+            features = [feature.cpu().numpy() for item in media for feature in model.encode([item])]
             given = iter(Embeddings(f, item.shape.grid) for f, item in zip(features, media, strict=True))
             replaced = [
                 dict(item) if "text" in item else {kind: next(given) for kind in KINDS if kind in item}
@@ -395,14 +395,14 @@ class FamilyContract:
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 
     @pytest.mark.parametrize("what", ["vision", "projector"])
-    def test_parts_have_a_precision_of_their_own(self, what, path, model, tokenized):
+    def test_parts_have_a_precision_of_their_own(self, what, path, device, model, tokenized):
         """Those that the family names; where it names none, the setting is refused."""
-        half = {what: Placement("cpu", bits=16)}
+        half = {what: Placement(device, bits=16)}
         if not (names := getattr(model, f"{what}_parts")):
             with pytest.raises(InputError, match=f"{what}_device or {what}_bits is given, but this model has no part"):
-                load_model(path, device="cpu", dtype="float32", **half)
+                load_model(path, device=device, dtype="float32", **half)
             return
-        moved = load_model(path, device="cpu", dtype="float32", **half)
+        moved = load_model(path, device=device, dtype="float32", **half)
         assert {weight.dtype for part in parts(moved, names) for weight in part.parameters()} == {torch.bfloat16}
         items = [item for ids in tokenized.values() for item in moved.read(ids.numpy())]
         for features, item in zip(moved.encode(items), items, strict=True):
@@ -428,7 +428,7 @@ class FamilyContract:
             for media in media_of(parse_inputs(items)):
                 assert written(media, 0) == written(media, 255), name
 
-    def test_it_is_served(self, path, model, tokenizer, path_file, tmp_path):
+    def test_it_is_served(self, path, device, model, tokenizer, path_file, tmp_path):
         """All prompts at once over HTTP, their media as files, come to what the model generates here."""
         prompts = [
             [
@@ -437,7 +437,8 @@ class FamilyContract:
             ]
             for items in self.prompts.values()
         ]
-        settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25, "dtype": "float32"}
+        memory = {"arena_bytes": 2**25, "kv_cache_bytes": 2**25}
+        settings = {"spool": tmp_path / "spool", "device": device, "dtype": "float32", **memory}
         with running_service(settings, tmp_path / "log", path) as running, ThreadPoolExecutor() as pool:
             tokenized = [tokenizer.tokenize(items, path_file) for items in prompts]
             expected, errors = run(self.engine(model), tokenized, max_tokens=self.num_tokens)

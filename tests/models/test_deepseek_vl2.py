@@ -85,7 +85,7 @@ class DeepseekVL2Contract(FamilyContract):
 
     def assert_arrays(self, expected, items, model):
         case = expected["case"]
-        pixels = [model.normalized(item).numpy() for item in items]
+        pixels = [model.normalized(item).cpu().numpy() for item in items]
         for own, item, file in zip(pixels, items, case.images, strict=True):
             image = Image.open(file)
             across, down = item.shape.grid

@@ -96,7 +96,7 @@ class TestFuyu(FamilyContract):
         return Reference(path)
 
     def assert_arrays(self, expected, items, model):
-        assert torch.equal(model.normalized(items[0]), expected["pixel_values"])
+        assert torch.equal(model.normalized(items[0]).cpu(), expected["pixel_values"])
 
     def test_one_image_a_prompt(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match=r"2 items of kind image.*limit is 1"):

@@ -79,7 +79,7 @@ class TestLlavaNext(FamilyContract):
     def assert_arrays(self, expected, items, model):
         assert [list(item.shape.grid) for item in items] == expected["image_sizes"].tolist()
         for item, tiles in zip(items, expected["pixel_values"], strict=True):
-            found = model.normalized(item)
+            found = model.normalized(item).cpu()
             assert torch.equal(found, tiles[: len(found)])
             assert not tiles[len(found) :].any()
 

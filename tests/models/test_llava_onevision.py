@@ -114,11 +114,11 @@ class TestLlavaOnevision(FamilyContract):
         if images:
             assert [list(item.shape.grid[:2]) for item in images] == expected["image_sizes"].tolist()
         for item, tiles in zip(images, expected.get("pixel_values", ()), strict=True):
-            found = model.normalized(item)
+            found = model.normalized(item).cpu()
             assert torch.equal(found, tiles[: len(found)])
             assert not tiles[len(found) :].any()
         for item, frames in zip(videos, expected.get("pixel_values_videos", ()), strict=True):
-            assert torch.equal(model.normalized(item), frames)
+            assert torch.equal(model.normalized(item).cpu(), frames)
 
     def test_a_tower_of_clips_layers(self, tmp_path, path_file):
         """Features of two layers; another filter, nothing normalised."""

@@ -29,12 +29,18 @@ class _Installing(Loader):
 
 
 class _Finder(MetaPathFinder):
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         del path, target
-        if fullname != "torch_npu":
+        if fullname != "torch_npu" or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking = True  # who comes after this one in sys.meta_path knows where it is
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Installing(spec.loader)
         return spec
