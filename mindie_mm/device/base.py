@@ -54,6 +54,16 @@ class Device(ABC):
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Does `work` and returns the most memory that it took at a time, beside what was taken before."""
 
+    @classmethod
+    def pin(cls, address: int, num_bytes: int) -> bool:
+        """Registers memory of the host with the driver, which then reads it by itself; False where it does not."""
+        del address, num_bytes
+        return False
+
+    @classmethod
+    def unpin(cls, address: int) -> None:
+        """Takes back what `pin` did at `address`."""
+
     def prepare(self, module: torch.nn.Module) -> None:
         """Lays out the weights of a model that is loaded and placed as they are computed with fastest."""
 

@@ -30,6 +30,14 @@ class CUDA(Device):
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return checkpoint_dtype
 
+    @classmethod
+    def pin(cls, address: int, num_bytes: int) -> bool:
+        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+
+    @classmethod
+    def unpin(cls, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
 

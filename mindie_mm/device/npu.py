@@ -15,6 +15,9 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.npu_kernels import NPUKernels
 
+_REGISTER_MAPPED = 2
+"""ACL_HOST_REG_MAPPED; pages that are only pinned are read at a third of the speed where they are many (docs/npu.md)."""
+
 
 class NPU(Device):
     """The current NPU, in the checkpoint's own dtype."""
@@ -45,6 +48,15 @@ class NPU(Device):
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return checkpoint_dtype
+
+    @classmethod
+    def pin(cls, address: int, num_bytes: int) -> bool:
+        runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it
+        return runtime is not None and runtime().npuHostRegister(address, num_bytes, _REGISTER_MAPPED) == 0
+
+    @classmethod
+    def unpin(cls, address: int) -> None:
+        _npu().npurt().npuHostUnregister(address)
 
     def prepare(self, module: torch.nn.Module) -> None:
         npu_layers.fuse(module)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -28,6 +27,7 @@ from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _IMAGE_PROCESSOR = "BlipImageProcessor"
@@ -117,7 +117,7 @@ class _Tower(MediaModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [1, 3, side, side], on the device."""
-        return self._normalization(from_dlpack(item.view["pixel_values"]).to(self.spec.device))
+        return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
 class Blip2Model(_Tower, PretrainedModel):

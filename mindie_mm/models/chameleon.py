@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.config import MAX_IMAGE_PIXELS
@@ -24,6 +23,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, 
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _LANCZOS = 1
@@ -160,7 +160,7 @@ class ChameleonModel(PretrainedModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [3, height, width], on the device."""
-        pixels = from_dlpack(item.view["pixel_values"]).to(self.spec.device)
+        pixels = to_device(item.view, "pixel_values", self.spec.device)
         planes = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
         return planes.sub_(self._scaled_mean).div_(self._scaled_std)
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -25,6 +24,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 DEFAULTS: Mapping[str, Any] = {
@@ -132,7 +132,7 @@ class DeepseekVLModel(PretrainedModel):
 
     def normalized(self, item: MediaItem, name: str) -> Tensor:
         """float32 [1, 3, side, side], on the device, of the array `name`."""
-        return self._normalizations[name](from_dlpack(item.view[name]).to(self.spec.device).unsqueeze(0))
+        return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
 class DeepseekVL(Family):

@@ -15,7 +15,6 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
@@ -28,6 +27,7 @@ from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights import build
 from mindie_mm.shm import ArraySpec
 
@@ -443,7 +443,7 @@ class DeepseekVL2Model(Model):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles, 3, size, size], on the device, to the last bit as the reference."""
-        tiles = from_dlpack(item.view[_TILES]).to(self.spec.device).permute(0, 3, 1, 2)
+        tiles = to_device(item.view, _TILES, self.spec.device).permute(0, 3, 1, 2)
         mean, std = (
             torch.tensor(values, device=tiles.device).view(1, 3, 1, 1)
             for values in (self._processor.mean, self._processor.std)

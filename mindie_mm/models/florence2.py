@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -29,6 +28,7 @@ from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _IMAGE_PROCESSOR = "CLIPImageProcessor"
@@ -167,7 +167,7 @@ class Florence2Model(Seq2SeqModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [1, 3, height, width], on the device."""
-        return self._normalization(from_dlpack(item.view["pixel_values"]).to(self.spec.device))
+        return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
 class Florence2(Family):

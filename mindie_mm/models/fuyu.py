@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -28,6 +27,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _NEEDED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": True, "padding_mode": "constant"}
@@ -171,7 +171,7 @@ class FuyuModel(PretrainedModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [rows * columns, patch * patch * 3], on the device; of a pixel its colours stand together."""
-        patches = from_dlpack(item.view["patches"]).to(self.spec.device)
+        patches = to_device(item.view, "patches", self.spec.device)
         pixels = patches.view(len(patches), self._patch, self._patch, 3)
         return self._normalization(pixels).permute(0, 2, 3, 1).flatten(1)
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -27,6 +26,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 MOST_PIXELS = 4096
@@ -219,7 +219,7 @@ class Idefics3Model(PretrainedModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles, 3, side, side], on the device."""
-        pixels = from_dlpack(item.view["pixel_values"]).to(self.spec.device)
+        pixels = to_device(item.view, "pixel_values", self.spec.device)
         return self.normalizations[item.shape.kind](pixels)
 
 

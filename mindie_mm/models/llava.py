@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -32,6 +31,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _CLIP: Mapping[str, Any] = {
@@ -160,7 +160,7 @@ class LlavaModel(PretrainedModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles, 3, height, width], on the device."""
-        return self._normalization(from_dlpack(item.view["pixel_values"]).to(self.spec.device))
+        return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
 class Llava(Family):

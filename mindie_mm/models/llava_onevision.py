@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -40,6 +39,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _EDGES = (384, 768, 1152, 1536, 1920, 2304)
@@ -207,7 +207,7 @@ class LlavaOnevisionModel(LlavaModel):
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles or frames, 3, side, side], on the device."""
         kind = item.shape.kind
-        return self._normalizations[kind](from_dlpack(item.view[_PIXELS[kind]]).to(self.spec.device))
+        return self._normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 
 
 class LlavaOnevision(Family):

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -30,6 +29,7 @@ from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, Splice
+from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights import build
 from mindie_mm.shm import ArraySpec
 
@@ -440,7 +440,7 @@ class MolmoModel(Model):
         """float32 [crops, patches, 588], normalised, on the device: the global crop, then the others row by row."""
         crops = []
         for name, canvas in canvases(item).items():
-            picture = canvas.draw(from_dlpack(item.view[name]).to(self.spec.device))
+            picture = canvas.draw(to_device(item.view, name, self.spec.device))
             crops.append(cut_crops((picture - self._mean) / self._std, CROP, STEP))
         return cut_patches(torch.cat(crops), PATCH)
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device
@@ -30,6 +29,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _WHOLE, _DETAIL, _FRAMES = "whole", "detail", "frames"
@@ -400,9 +400,9 @@ class Molmo2Model(PretrainedModel):
         kind = item.shape.kind
         geometry, arrays = self._geometries[kind], item.view
         if kind == "video":
-            squares = from_dlpack(arrays[_FRAMES]).to(self.spec.device)
+            squares = to_device(arrays, _FRAMES, self.spec.device)
         else:
-            whole, detail = (from_dlpack(arrays[name]).to(self.spec.device) for name in (_WHOLE, _DETAIL))
+            whole, detail = (to_device(arrays, name, self.spec.device) for name in (_WHOLE, _DETAIL))
             squares = torch.cat([whole.unsqueeze(0), cut_crops(detail, geometry.side, geometry.step)])
         return cut_patches(self._normalizations[kind](squares).permute(0, 2, 3, 1), geometry.patch)
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.inputs import Kind, Media
@@ -28,6 +27,7 @@ from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 
 _PICOSECONDS = 10**12
 _DEFAULT_FPS = 2.0
@@ -112,7 +112,7 @@ class Qwen25OmniModel(Qwen2VLModel):
 
     def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device = self.spec.device
-        spectrograms = [from_dlpack(item.view[SPECTROGRAM]).to(device) for item in items]
+        spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
         lengths = torch.tensor([item.shape.grid[0] for item in items], device=device)
         tower = self.module.model.audio_tower
         features: Tensor = tower(torch.cat(spectrograms, dim=1), feature_lens=lengths).last_hidden_state

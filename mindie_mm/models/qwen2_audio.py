@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.errors import MediaError
@@ -25,6 +24,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholde
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
@@ -129,7 +129,7 @@ class Qwen2AudioModel(PretrainedModel):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """The reference's, less the silence: it pads each clip to its window, and masks what it padded."""
         tower, device = self.module.model.audio_tower, self.spec.device
-        spectrograms = [from_dlpack(item.view[SPECTROGRAM]).to(device) for item in items]
+        spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
         longest = max(frames.shape[1] for frames in spectrograms)
         batch = torch.stack([F.pad(frames, (0, longest - frames.shape[1])) for frames in spectrograms])
         lengths = [_encoder_length(item.shape.grid[0]) for item in items]

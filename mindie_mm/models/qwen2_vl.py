@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm import faults
 from mindie_mm.device import Device, upload
@@ -31,6 +30,7 @@ from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import joined, normalize_patches, normalize_planes, repeat_frames
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
 
@@ -418,7 +418,7 @@ class Qwen2VLModel(PretrainedModel):
         """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""
         view, kind = item.view, item.shape.kind
         settings, planar = self._pixels[kind], _PLANES in view
-        patches = from_dlpack(view[_PLANES if planar else _PIXELS[kind]]).to(self.spec.device)
+        patches = to_device(view, _PLANES if planar else _PIXELS[kind], self.spec.device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
 
 

@@ -28,6 +28,7 @@ from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.mrope import Grid, mrope_positions
 from mindie_mm.nn.pretrained import load_pretrained, read_config
+from mindie_mm.nn.shares import DECODER_PLAN
 from mindie_mm.nn.splice import MediaItem
 
 _UNSTATED_FPS = 24.0
@@ -216,7 +217,9 @@ class Qwen3VL(Family):
     def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen3VLModel:
         from transformers import Qwen3VLForConditionalGeneration
 
-        module, spec = load_pretrained(Qwen3VLForConditionalGeneration, checkpoint, device, dtype)
+        module, spec = load_pretrained(
+            Qwen3VLForConditionalGeneration, checkpoint, device, dtype, tp_plan=DECODER_PLAN
+        )
         levels = len(module.config.vision_config.deepstack_visual_indexes)
         spec = replace(spec, extra_width=levels * spec.hidden_size)
         return Qwen3VLModel(module, spec, Qwen3VLProcessor(checkpoint))

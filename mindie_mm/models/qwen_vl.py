@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
@@ -30,6 +29,7 @@ from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights import build
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
@@ -313,8 +313,8 @@ class QwenVLModel(Model):
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [1, 3, size, size], on the device, of an item of either wire."""
         if _PIXELS in item.view:
-            return from_dlpack(item.view[_PIXELS]).to(self.spec.device)
-        return normalize(from_dlpack(item.view[_BYTES]).to(self.spec.device).unsqueeze(0))
+            return to_device(item.view, _PIXELS, self.spec.device)
+        return normalize(to_device(item.view, _BYTES, self.spec.device).unsqueeze(0))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.transformer["wte"](input_ids)

@@ -19,6 +19,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
+from mindie_mm.nn.staging import settle
 from mindie_mm.shm.mindie import SegmentsView
 
 EMBEDDINGS = "embeddings"
@@ -126,6 +127,7 @@ class MediaModel(ABC):
             features = self._features(items)
             faults.point("mid-tower")
         finally:
+            settle(self.spec.device)
             # Also where the tower failed: bytes of another content may be why.
             for item in items:
                 item.view.verify()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -79,6 +79,18 @@ class MappedArena:
         self._entries = memoryview(self.map)[PAGE : header.releases_offset].cast("Q")
         self._releases = memoryview(releases).cast("Q")
         self._populator: Populator | None = None
+        self._closing: list[Callable[[], object]] = []
+
+    def writable_pages(self) -> mmap.mmap | None:
+        """The whole file mapped again, as drivers ask it of memory that they pin; None for one on disk.
+
+        It is for reading all the same: blocks are their owner's to write.
+        """
+        return None if self._on_disk else mmap.mmap(self._descriptor, self._file_bytes)
+
+    def before_close(self, action: Callable[[], object]) -> None:
+        """Has `action` called when the arena is given up."""
+        self._closing.append(action)
 
     def is_intact(self) -> bool:
         """Whether the file still has its name and its size: one system call, fstat.
@@ -92,6 +104,8 @@ class MappedArena:
         """Stops background work; the mapping goes with the last array over it."""
         if self._populator is not None:
             self._populator.stop()
+        while self._closing:
+            self._closing.pop()()
 
     def check(self, ref: Ref) -> None:
         """StaleReference unless the block is published at the reference's generation, and not freed."""

@@ -1,0 +1,103 @@
+"""Media from shared memory to a device: read by the device itself, on a stream of its own beside the computation.
+
+An arena's pages are registered with the driver once, when the first item in it is taken. Where that cannot be done, and
+for what lies elsewhere, the bytes go through pinned memory, one copy more.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.device import kind_of
+from mindie_mm.nn.splice import ItemView
+from mindie_mm.shm import View
+from mindie_mm.shm.mapped import MappedArena
+
+_log = logging.getLogger(__name__)
+
+
+def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
+    """The array `name` of an item on `device`, in the order of its current stream; on the host without a copy.
+
+    Its bytes may still be read when this returns: call `settle` before the view is verified.
+    """
+    if device.type == "cpu":
+        return from_dlpack(view[name])
+    return _staging(device).bring(view, name)
+
+
+def settle(device: torch.device) -> None:
+    """Waits until all that `to_device` was asked for has been read."""
+    if device.type != "cpu":
+        _staging(device).settle()
+
+
+class Staging:
+    """One device's: its stream for copies, and the arenas that it reads by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+        self._registered: dict[MappedArena, mmap.mmap | None] = {}
+        self._sources: list[Tensor] = []
+        """What is being read."""
+
+    def bring(self, view: ItemView, name: str) -> Tensor:
+        """As `to_device`."""
+        source = self._source(view, name)
+        self._sources.append(source)
+        computing = torch.accelerator.current_stream(self._device)
+        with self._stream:
+            target = source.to(self._device, non_blocking=True)
+        computing.wait_stream(self._stream)
+        target.record_stream(computing)
+        return target
+
+    def settle(self) -> None:
+        """As `settle`."""
+        if self._sources:
+            self._stream.synchronize()
+            self._sources.clear()
+
+    def _source(self, view: ItemView, name: str) -> Tensor:
+        """The array in memory that the driver has pinned."""
+        array = from_dlpack(view[name])
+        place = view.place(name) if isinstance(view, View) else None
+        pages = self._pages(place[0]) if place is not None else None
+        if place is None or pages is None or not array.numel():
+            return array.pin_memory()
+        flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=place[1])
+        return flat.view(array.shape)
+
+    def _pages(self, arena: MappedArena) -> mmap.mmap | None:
+        """The arena's file as registered memory; None where it cannot be."""
+        if arena not in self._registered:
+            pages = arena.writable_pages()
+            if pages is not None and not kind_of(self._device).pin(_address(pages), len(pages)):
+                _log.warning("the driver registers no shared memory: media are copied once more on their way")
+                pages = None
+            self._registered[arena] = pages
+            arena.before_close(partial(self._unregister, arena))
+        return self._registered[arena]
+
+    def _unregister(self, arena: MappedArena) -> None:
+        self.settle()
+        pages = self._registered.pop(arena)
+        if pages is not None:
+            kind_of(self._device).unpin(_address(pages))
+
+
+_staging = cache(Staging)
+
+
+def _address(pages: mmap.mmap) -> int:
+    return torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
+
+
+__all__ = ["settle", "to_device"]
