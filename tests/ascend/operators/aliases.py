@@ -25,7 +25,9 @@ def span(tensor: Tensor) -> tuple[int, int] | None:
     """Address and bytes of a tensor that lies in one piece, whatever the order of its axes; None for any other."""
     size = tensor.numel() * tensor.element_size()
     if size and not tensor.is_contiguous():
-        strides = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+        strides = sorted(
+            (stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1
+        )
         expected = 1
         for stride, length in strides:
             if stride != expected:

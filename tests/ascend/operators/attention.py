@@ -1,4 +1,4 @@
-"""The attention that the fused operators stand for: one sequence at a time, in float32, masks as their documents say."""
+"""The attention that the fused operators stand for: a sequence at a time, in float32, masks as their documents say."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Attended:
         return self.total.log() + self.largest
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None, shift: Tensor | None) -> Attended:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None, shift: Tensor | None
+) -> Attended:
     """query [heads, queries, dim] over key [kv_heads, keys, dim] and value [kv_heads, keys, value_dim].
 
     A row that sees no key comes out as zeroes, as where the operator mends such rows; without that the device's

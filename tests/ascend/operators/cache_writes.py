@@ -13,7 +13,9 @@ def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tenso
     for axis, places in enumerate(where):
         if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < input.shape[axis]:
             # The document forbids it; the device writes wherever that is.
-            raise RuntimeError(f"indices go from {int(places.min())} to {int(places.max())} in {input.shape[axis]} rows")
+            raise RuntimeError(
+                f"indices go from {int(places.min())} to {int(places.max())} in {input.shape[axis]} rows"
+            )
     input[where] = updates
     return input
 

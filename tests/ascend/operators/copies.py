@@ -19,7 +19,7 @@ class Copies:
     def __init__(self) -> None:
         self._transfer = torch.library.get_kernel("aten::copy_", "PrivateUse1")
 
-    def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:  # noqa: FBT001, FBT002 - the schema's
+    def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if on_device(target) and on_device(source) and target.device == source.device:
             return self._on_device(target, source)
         if source.dtype != target.dtype or source.shape != target.shape or not source.is_contiguous():

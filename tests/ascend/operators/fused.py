@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,33 +62,27 @@ _OLDER_WAY: Mapping[str, str] = {
 
 
 def install(libraries: Mapping[str, torch.library.Library]) -> None:
-    missing = {name for name in os.environ.get("ASCEND_SIM_MISSING", "").split(",") if name}
-    keys = {
-        key: set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
-        for key in ("PrivateUse1", "AutogradPrivateUse1")
-    }
-    for name, function in {**COMPUTED, **_ON_TENSORS}.items():
-        namespace, _, rest = name.partition("::")
-        op = operator(name)
-        if rest in missing and rest not in _OLDER_WAY:
-            continue  # torch_npu's own kernel looks for the function in CANN's library, and says that it is not there
-        if rest in missing:
-            implementation = _refusing(f"{_OLDER_WAY[rest]} or {_OLDER_WAY[rest]}GetWorkspaceSize not in libopapi.so")
-        elif name in COMPUTED:
-            implementation = kernel(op, function, limits.of(name))
-        else:
-            implementation = function
-        for key, registered in keys.items():
-            if name in registered:
+    for key in ("PrivateUse1", "AutogradPrivateUse1"):
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+            namespace, _, rest = name.partition("::")
+            implementation = _implementation(name) if namespace in {"npu", "atb"} else None
+            if implementation is not None:
                 libraries[namespace].impl(rest, implementation, key, allow_override=True)
 
 
-    for name in sorted(keys["PrivateUse1"]):
-        namespace, _, rest = name.partition("::")
-        if namespace == "npu" and name not in COMPUTED and name not in _ON_TENSORS and rest not in missing:
-            for key, registered in keys.items():
-                if name in registered:
-                    libraries["npu"].impl(rest, _refusing(f"{rest} is not simulated"), key, allow_override=True)
+@cache
+def _implementation(name: str) -> Callable[..., Any] | None:
+    """What takes the place of torch_npu's kernel; None where that stays."""
+    namespace, _, rest = name.partition("::")
+    if rest in os.environ.get("ASCEND_SIM_MISSING", "").split(","):
+        # torch_npu's own kernel looks for the function in CANN's library, and says that it is not there.
+        function = _OLDER_WAY.get(rest)
+        return _refusing(f"{function} or {function}GetWorkspaceSize not in libopapi.so") if function else None
+    if name in COMPUTED:
+        return kernel(operator(name), COMPUTED[name], limits.of(name))
+    if name in _ON_TENSORS:
+        return _ON_TENSORS[name]
+    return _refusing(f"{rest} is not simulated") if namespace == "npu" else None
 
 
 def _refusing(why: str) -> Callable[..., Any]:

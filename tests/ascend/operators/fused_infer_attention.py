@@ -70,13 +70,17 @@ def fused_infer_attention_score(
         keys, values = (split(part, layout, kv_heads, kv_stops) for part in (key, value))
         if not packed:
             kv_lengths = _spread(actual_seq_lengths_kv, len(queries), keys[0].shape[1])
-            keys, values = ([part[:, :n] for part, n in zip(parts, kv_lengths, strict=True)] for parts in (keys, values))
+            keys, values = (
+                [part[:, :n] for part, n in zip(parts, kv_lengths, strict=True)] for parts in (keys, values)
+            )
     # One query a sequence is the branch of incremental inference, which looks at neither mode nor window.
     single = not packed and queries[0].shape[1] == 1 and query_rope is None
     mask = atten_mask
     if single and mask is not None and mask.dim() == 2:  # (B, KV_S)
         mask = mask[:, None, None]
-    sparse = Sparse(0 if single else sparse_mode, mask, 2**31 - 1 if single else pre_tokens, 2**31 - 1 if single else next_tokens)
+    sparse = Sparse(
+        0 if single else sparse_mode, mask, 2**31 - 1 if single else pre_tokens, 2**31 - 1 if single else next_tokens
+    )
     lengths = [part.shape[1] for part in queries]
     if not packed and not single:
         lengths = _spread(actual_seq_lengths, len(queries), queries[0].shape[1])
@@ -93,7 +97,15 @@ def fused_infer_attention_score(
 
 
 def _one(
-    item: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sparse: Sparse, shift: Tensor | None, *, rows: int
+    item: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sparse: Sparse,
+    shift: Tensor | None,
+    *,
+    rows: int,
 ) -> Attended:
     count, keys = query.shape[1], key.shape[1]
     if shift is not None:
@@ -151,7 +163,9 @@ def fused_infer_attention_score_v2(
     )
 
 
-def prompt_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, scale_value: float = 1.0, **others: Any) -> Tensor:
+def prompt_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale_value: float = 1.0, **others: Any
+) -> Tensor:
     others.setdefault("next_tokens", 0)
     return fused_infer_attention_score(query, key, value, scale=scale_value, **others)[0]
 

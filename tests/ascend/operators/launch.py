@@ -124,7 +124,9 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         named = dict(zip(names, args, strict=False)) | kwargs
         if check is not None:
             check(defaults | named)
-        if unknown_sizes and (not by_mask or any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])):
+        if unknown_sizes and (
+            not by_mask or any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])
+        ):
             order.synchronise(device)
         one = Launch(device, mixed=mixed)
         given = {name: one.host(value, written=name in written) for name, value in named.items()}

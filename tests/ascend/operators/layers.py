@@ -30,7 +30,13 @@ def _turned(values: Tensor, mode: str) -> Tensor:
     raise NotImplementedError(f"rotary_mode {mode!r} is not simulated")
 
 
-def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:  # noqa: A002
+def rotary_mul(
+    input: Tensor,  # noqa: A002 - the schema's
+    r1: Tensor,
+    r2: Tensor,
+    rotary_mode: str = "half",
+    rotate: Tensor | None = None,
+) -> Tensor:
     """r1 * x + r2 * turned(x); r1 are the cosines, r2 the sines."""
     values = input.float()
     turned = values @ rotate.float() if rotate is not None else _turned(values, rotary_mode)

@@ -24,7 +24,7 @@ def split(tensor: Tensor, layout: str, heads: int, stops: Sequence[int] | None) 
 
 
 def join(parts: Sequence[Tensor], layout: str, tokens: int | None = None) -> Tensor:
-    """The inverse; `tokens`: how many rows there are in a packed layout, those behind the last sequence being zeroes."""
+    """The inverse; `tokens`: the rows that a packed layout has, those behind the last sequence being zeroes."""
     if layout in {"TND", "NTD"}:
         rows = torch.cat(list(parts), dim=1)
         if tokens is not None and tokens > rows.shape[1]:

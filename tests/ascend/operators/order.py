@@ -1,4 +1,4 @@
-"""When what an operator computes is to be seen: after what its stream did before, and by nobody who did not wait for it.
+"""When what an operator computes is to be seen: after what its stream did before, and by nobody who did not wait.
 
 A launch drains its stream, which runs the copies that are queued there and what those wait for. The result is computed
 at once, but its bytes are queued on the stream and the memory is poisoned: whoever reads it from another stream without

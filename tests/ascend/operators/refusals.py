@@ -1,0 +1,86 @@
+"""What the tables of limits are made of: a limit, and the refusals that many operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Arguments = Mapping[str, Any]
+"""Of a call, by the schema's names, defaults included."""
+
+HALF = (torch.float16, torch.bfloat16)
+FLOAT = (torch.float32, *HALF)
+
+DOCS = "torch_npu 2.13.0, _op_plugin_docs.py"
+"""What torch_npu says of its own operators, Chinese; by the operator's name."""
+
+PARAMETER, TILING = 161002, 561002
+"""Codes of aclnn: a parameter that its checks refuse; one that the kernel's tiling refuses."""
+
+_DT = {
+    torch.float64: "DT_DOUBLE",
+    torch.float32: "DT_FLOAT",
+    torch.float16: "DT_FLOAT16",
+    torch.bfloat16: "DT_BFLOAT16",
+    torch.int64: "DT_INT64",
+    torch.int32: "DT_INT32",
+    torch.int16: "DT_INT16",
+    torch.int8: "DT_INT8",
+    torch.uint8: "DT_UINT8",
+    torch.bool: "DT_BOOL",
+    torch.complex64: "DT_COMPLEX64",
+    torch.complex128: "DT_COMPLEX128",
+}
+"""CANN's names: aclDataType in CANN's Runtime API reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that some operators refuse."""
+
+    operators: tuple[str, ...]
+    source: str
+    code: int
+    refusals: Callable[[Arguments], Iterable[str]]
+    """What is wrong with a call, in CANN's words where they are known."""
+
+
+def dtypes(supported: Iterable[torch.dtype], *names: str) -> Callable[[Arguments], Iterator[str]]:
+    """Each tensor among the arguments `names` has one of the dtypes."""
+    allowed = tuple(supported)
+
+    def refusals(arguments: Arguments) -> Iterator[str]:
+        for name in names:
+            tensor = arguments.get(name)
+            if isinstance(tensor, Tensor) and tensor.dtype not in allowed:
+                listed = ",".join(_DT[dtype] for dtype in allowed)
+                yield (
+                    f"Tensor {name} not implemented for {_DT.get(tensor.dtype, tensor.dtype)}, "
+                    f"should be in dtype support list [{listed},]."
+                )
+
+    return refusals
+
+
+def same_dtype(first: str, *others: str) -> Callable[[Arguments], Iterator[str]]:
+    def refusals(arguments: Arguments) -> Iterator[str]:
+        for name in others:
+            tensor = arguments.get(name)
+            if isinstance(tensor, Tensor) and tensor.dtype != arguments[first].dtype:
+                yield f"Tensor {name} expected dtype is {arguments[first].dtype} but found {tensor.dtype}."
+
+    return refusals
+
+
+def contiguous(*names: str) -> Callable[[Arguments], Iterator[str]]:
+    def refusals(arguments: Arguments) -> Iterator[str]:
+        for name in names:
+            tensor = arguments.get(name)
+            if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+                yield f"Tensor {name} is not contiguous, strides {tensor.stride()}."
+
+    return refusals
