@@ -1,0 +1,112 @@
+"""Every RUN line of the Dockerfiles, executed in a root file system, and the service started in what they make."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.docker.dockerfile import DEVICES, ROOT, last_stage, of, read
+from tests.docker.image import Image, base, build, free_port, machine_of_pip, ready, stop, why_not
+from tests.docker.settings import nbytes
+from tests.docker.test_compose import FOUND, plain
+from tools.demo import data_url, picture
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CACHE = ROOT / "build/docker"
+STAND_INS = {
+    "cpu": {},
+    # PyPI's torch, CUDA's build, is gigabytes: test_resolving.py has pip resolve it.
+    "cuda": {"TORCH_INDEX_URL": CPU_INDEX},
+    # The pair that the simulated NPU runs (tests/ascend).
+    "npu": {"TORCH_VERSION": "2.13.0", "TORCH_NPU_VERSION": "2.13.0"},
+}
+"""Build arguments other than the defaults."""
+PREPARE = {"npu": "apt-get update && apt-get install --yes --no-install-recommends python3-venv"}
+"""What of the base image Debian's has not: CANN's brings Python, and CANN, which is not to be had here."""
+AT_RUN = {"cuda": {"MINDIE_MM_DEVICE": "cpu"}, "npu": {"MINDIE_MM_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}
+"""Without a GPU, an NPU and CANN."""
+NOT_SHIPPED = ("gcc", "cc", "make", "git", "curl", "wget")
+
+
+def torch_index() -> str:
+    """Where the CPU build of torch is found from here: at PyTorch's own index, or in pip's folders of wheels."""
+    try:
+        with urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=10):
+            return CPU_INDEX
+    except (urllib.error.URLError, TimeoutError):
+        folders = os.environ.get("PIP_FIND_LINKS", "").split()
+        if not any(list(Path(folder).glob("torch-2.13.0+cpu-cp311-*.whl")) for folder in folders):
+            pytest.skip("no CPU build of torch 2.13.0 for Python 3.11 can be had")
+        return "https://pypi.org/simple"
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def image(device: str) -> Iterator[Image]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        for name, value in machine_of_pip().items():
+            patched.setenv(name, value)
+        arguments = STAND_INS[device] | {"TORCH_INDEX_URL": torch_index()}
+        yield build(device, Path(folder), base(CACHE), arguments, prepare=PREPARE.get(device, ""))
+
+
+def test_every_line_ran(device: str, image: Image) -> None:
+    assert image.ran == [one.value for one in of(read(device), "RUN")]
+
+
+def test_what_is_shipped(device: str, image: Image) -> None:
+    root = image.stage.root
+    for folder in ("bin", "usr/bin", "usr/local/bin", "opt/mindie_mm/bin"):
+        assert not [name for name in NOT_SHIPPED if (root / folder / name).exists()]
+    assert not [path for path in ("src", "wheels", "root/.cache", "root/.config") if (root / path).exists()]
+    assert not list((root / "tmp").iterdir())
+    assert not list((root / "var/lib/apt/lists").glob("*Packages*"))
+    (site,) = (root / "opt/mindie_mm/lib").glob("python3.*/site-packages")
+    installed = {path.name.partition("-")[0] for path in site.glob("*.dist-info")}
+    assert {"mindie_mm", "torch", "transformers", "opentelemetry_sdk"} <= installed
+    assert not {"pytest", "ray", "mypy"} & installed
+    assert ("torch_npu" in installed) is (device == "npu")
+    assert (site / "mindie_mm/assets/tiny/config.json").is_file()
+    uid = int(of(last_stage(read(device)), "USER")[0].value.partition(":")[0])
+    assert not [path for path in site.glob("mindie_mm/**/*") if path.lstat().st_uid == uid], "it may not change itself"
+
+
+def test_the_service_runs_in_it(device: str, image: Image, tmp_path: Path) -> None:
+    """Process 1, with no rights; nothing is writable but /tmp and /dev/shm, that as large as compose.yaml makes it."""
+    service, log = FOUND["services"][device], tmp_path / "log"
+    env = AT_RUN.get(device, {}) | {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(free_port())}
+    assert not image.healthy(env)
+    red = data_url(picture("red", (220, 40, 40), "square", x=0.4))
+    asked = {"type": "image_url", "image_url": {"url": red}}, {"type": "text", "text": "What is in the image?"}
+    with image.run(log, env, shm_bytes=nbytes(plain(service["shm_size"])), tmp_bytes=2**30) as process:
+        with httpx2.Client(base_url=ready(process, log), timeout=120) as http:
+            assert image.healthy(env)
+            body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 16}
+            answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        assert "red square" in answer["choices"][0]["message"]["content"]
+        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        status = dict(line.split(":\t") for line in Path(f"/proc/{first}/status").read_text().splitlines())
+        assert status["NSpid"].split()[1] == "1"
+        assert set(status["Uid"].split() + status["Gid"].split()) == {"10001"}
+        assert status["Groups"].strip() == ""
+        assert {int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapInh")} == {0}
+        assert b"serve" in Path(f"/proc/{first}/cmdline").read_bytes().split(b"\0")
+        assert stop(process) == 0, log.read_text()[-2000:]
+    assert not image.healthy(env)

@@ -1,0 +1,64 @@
+"""What the images start and ask, run here with the embedded checkpoint: entry point, health check, probes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import yaml
+
+from tests.docker.dockerfile import FOLDER, healthcheck, last_stage, of, pairs, read
+from tests.docker.image import free_port, ready
+from tests.docker.settings import nbytes
+from tests.docker.test_compose import FOUND, plain
+
+LAST = last_stage(read("cpu"))
+DEFAULT_SHM_BYTES = 64 * 2**20
+"""Docker's own."""
+
+
+def environment(port: int) -> dict[str, str]:
+    """The image's, with this environment's programs, listening on loopback."""
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = pairs(of(LAST, "ENV")[0].value, {"PATH": programs})
+    return env | {"PATH": programs, "MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(port)}
+
+
+def is_healthy(env: dict[str, str]) -> bool:
+    return subprocess.run(healthcheck(LAST), env=env, capture_output=True, check=False, timeout=20).returncode == 0
+
+
+def probes() -> set[str]:
+    manifest = yaml.safe_load((FOLDER / "kubernetes/base/deployment.yaml").read_text())
+    template = manifest["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    paths = {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
+    return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
+
+
+def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
+    env = environment(free_port()) | {"MINDIE_MM_API_KEY": "a-key", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    assert not is_healthy(env)
+    log = tmp_path / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            of(LAST, "ENTRYPOINT")[0].argv, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        with httpx2.Client(base_url=ready(process, log), timeout=60) as http:
+            assert is_healthy(env)
+            assert {path: http.get(path).status_code for path in probes()} == dict.fromkeys(probes(), 200)
+            assert http.get("/shm").status_code == 401, "all else asks for the key"
+            found = http.get("/shm", headers={"authorization": "Bearer a-key"}).json()
+        reserved = sum(Path("/dev/shm", arena["name"]).stat().st_size for arena in found["arenas"])
+        assert DEFAULT_SHM_BYTES < reserved < nbytes(plain(FOUND["services"]["cpu"]["shm_size"]))
+    finally:
+        process.terminate()
+        status = process.wait(60)
+        assert process.stdout is not None
+        process.stdout.close()
+    assert status == 0, log.read_text()[-2000:]
+    assert not is_healthy(env)
