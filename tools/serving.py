@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,18 +62,19 @@ def running_service(
     *,
     start_timeout_s: float = START_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
+    start: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
 ) -> Iterator[RunningService]:
     """`mindie-mm serve` on a free loopback port, with `settings` as its flags and its log in `log`.
 
-    `model` is the checkpoint's directory; None is the embedded one. `environment` is added to ours. Leaving stops the
-    service, if it is not stopped already. RuntimeError, with the end of the log, if it is not ready within
-    `start_timeout_s` seconds.
+    `model` is the checkpoint's directory; None is the embedded one. `environment` is added to ours. `start` is called
+    as subprocess.Popen. Leaving stops the service, if it is not stopped already. RuntimeError, with the end of the log,
+    if it is not ready within `start_timeout_s` seconds.
     """
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", *_flags({"port": 0, **settings})]
     if model is not None:
         command.append(str(model))
     with log.open("w") as errors:
-        process = subprocess.Popen(  # noqa: S603 - our own
+        process = start(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | dict(environment or {})
         )
     assert process.stdout is not None

@@ -14,7 +14,8 @@ from PIL import Image
 from tests.attacks.conftest import CHAT, with_bytes
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 MiB = 2**20
 LIMIT = 256 * MiB

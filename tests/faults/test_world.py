@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from mindie_mm.shm import collect
+from tests.warm import running_service
 from tools.demo import data_url, picture
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 MiB = 1 << 20
 SETTINGS = {"arena_bytes": 32 * MiB, "kv_cache_bytes": 64 * MiB, "reclaim_interval_s": 0.2, "grace_s": 0.2}

@@ -7,7 +7,8 @@ import httpx2
 import openai
 import pytest
 
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 KEYS = ("first-key", "second key with spaces")
 ORIGIN = "https://example.org"

@@ -18,8 +18,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.service.conftest import SETTINGS
+from tests.warm import running_service
 from tools.demo import encode, picture
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")

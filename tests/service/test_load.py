@@ -22,7 +22,8 @@ import pytest
 from mindie_mm.config import EngineConfig, MiB
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.sampling_params import SamplingParams
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMIT = 3

@@ -9,7 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 KEY, WRONG_KEY = "the-right-api-key", "a-wrong-api-key"
 PROMPT = "Whisper about Ozymandias"

@@ -18,7 +18,8 @@ from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.test_qwen2_5_omni import write_checkpoint
 from tests.service.conftest import SETTINGS
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 FILES = {
     "tone.wav": partial(encode_sound, tone(0.8), 16_000),

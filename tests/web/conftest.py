@@ -11,8 +11,9 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 import mindie_mm
+from tests.warm import running_service
 from tools.demo import picture, write_sound, write_video
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 MiB = 2**20
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"

@@ -10,8 +10,9 @@ import httpx2
 import pytest
 
 from service import page
+from tests.warm import running_service
 from tests.web.conftest import START_TIMEOUT_S, TINY
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 MOST_BYTES = 100_000
 

@@ -12,9 +12,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from tests.warm import running_service
 from tests.web.conftest import START_TIMEOUT_S, TINY, Noted, opened
 from tools.demo import data_url, picture
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 KEY = "a-key-of-the-page"
 LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": True}

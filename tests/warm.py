@@ -1,0 +1,186 @@
+"""Commands of mindie-mm whose processes begin as copies of one that has imported everything.
+
+To the kernel, and to who looks at it, they are what a shell starts: pids, parents, command lines, descriptors,
+signals, exit statuses. What they skip is interpreters that start and import: of a service's three, fifteen seconds of
+work. Tests of just that use `tools.serving` and subprocess as they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
+
+from mindie_mm import cli, ipc
+from tools import serving
+
+_PRELOADED = (
+    __name__,
+    "mindie_mm.batch.process",
+    "mindie_mm.engine.llm",
+    "mindie_mm.engine.process",
+    "mindie_mm.tokenize.process",
+    "service.server",
+    "transformers.modeling_layers",
+    "transformers.models.auto.tokenization_auto",
+)
+"""No family, and nothing of transformers' that is one family's."""
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(list(_PRELOADED))
+
+
+class Popen:
+    """What is asked of subprocess.Popen, for a command of mindie-mm."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: int | IO[str],
+        stderr: IO[str],
+        text: bool = True,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        assert text
+        self.stdout: IO[str] | None = None
+        if isinstance(stdout, int):
+            assert stdout == subprocess.PIPE
+            read, write = os.pipe()
+            self.stdout = os.fdopen(read)
+        else:
+            write = os.dup(stdout.fileno())
+        with Connection(write, readable=False) as out, Connection(os.dup(stderr.fileno()), readable=False) as errors:
+            arguments = (list(map(str, command)), out, errors, dict(os.environ if env is None else env), Path.cwd())
+            self._process = _CONTEXT.Process(target=_begin, args=arguments, daemon=True)
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("mindie-mm", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+running_service = partial(serving.running_service, start=Popen)
+
+
+def run(
+    command: Sequence[object], *, timeout: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`command`, to its end, with what it says."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = Popen(list(map(str, command)), stdout=out, stderr=errors, env=env)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, status, out.read(), errors.read())
+
+
+def _begin(command: list[str], out: Connection, errors: Connection, environment: dict[str, str], folder: Path) -> None:
+    """The first of the copies becomes `command`."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    out.close()
+    errors.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = [entry for entry in sys.path if not entry.endswith("stubs")]  # pytest's own
+    ipc.subprocess = SUBPROCESS  # type: ignore[assignment]
+    sys.argv = command
+    _show([sys.executable, *command])
+    cli.main(command[1:], prog_name="mindie-mm")
+
+
+class _Copy(subprocess.Popen[bytes]):
+    """A copy of this process as `command`, one of a worker's; nothing is open in it but what a new one would have."""
+
+    def __init__(self, command: list[str], pass_fds: tuple[int]) -> None:
+        self._descriptor = pass_fds[0]
+        super().__init__(command)
+
+    def _execute_child(self, command: list[str], *_: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, but none of a worker's
+            self.pid = os.fork()
+        if not self.pid:
+            _end(partial(self._run, command))
+        self._child_created = True
+
+    def _run(self, command: list[str]) -> None:
+        gc.freeze()  # what is collected no more closes no descriptor, whose number may be another's by then
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.closerange(3, self._descriptor)
+        os.closerange(self._descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
+            del sys.modules[name]  # with what they know of this process: they are imported anew
+        _show(command)
+        sys.argv = command[2:]
+        importlib.import_module(command[2]).main()
+
+
+SUBPROCESS = SimpleNamespace(Popen=_Copy)
+"""In the place of `subprocess` in mindie_mm.ipc: the workers that this process starts are copies of it."""
+
+
+def _end(run: Callable[[], None]) -> NoReturn:
+    """Ends this process as the interpreter does behind `run`."""
+    status = 1
+    try:
+        run()
+        status = 0
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:  # noqa: BLE001 - as the interpreter itself
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _show(arguments: Sequence[str]) -> None:
+    """Makes `arguments`, as far as they fit, this process's command line: they are its own memory (proc(5))."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - start - 1]
+    with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(line.ljust(end - start, b"\0"))
