@@ -1,0 +1,46 @@
+"""What several ranks make of prompts: `torchrun -m tests.engine.shared_model CASES`, on the CPU.
+
+CASES is a folder of folders, each with a checkpoint's `path` and prompts <name>.npy, ids with words. Each gets
+<name>.<rank>.logits.npy, and <way>.<rank>.json with greedy tokens of all prompts at once, for each way of the towers;
+or refused.<rank>.txt.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mindie_mm.config import TOWER_PARALLEL, EngineConfig
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.ranks import Ranks, join
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from tests.models.contract import run
+
+NUM_TOKENS = 8
+
+
+def main(case: Path, ranks: Ranks) -> None:
+    """One checkpoint."""
+    try:
+        model = load_model((case / "path").read_text(), "cpu", "float32")
+    except UnsupportedCheckpoint as error:
+        (case / f"refused.{ranks.number}.txt").write_text(str(error))
+        return
+    prompts = {file.stem: torch.from_numpy(np.load(file)) for file in sorted(case.glob("*.npy"))}
+    for name, ids in prompts.items():
+        np.save(case / f"{name}.{ranks.number}.logits", model.logits(ids).numpy())
+    for way in TOWER_PARALLEL:
+        engine = Engine(model, EngineConfig(tower_parallel=way), 2**24, ranks)
+        outputs, errors = run(engine, list(prompts.values()), max_tokens=NUM_TOKENS)
+        assert not errors, errors
+        (case / f"{way}.{ranks.number}.json").write_text(json.dumps(dict(zip(prompts, outputs.values(), strict=True))))
+
+
+if __name__ == "__main__":
+    joined = join(int(os.environ["LOCAL_RANK"]), "cpu", 1)
+    for folder in sorted(Path(sys.argv[1]).iterdir()):
+        main(folder, joined)

@@ -1,0 +1,294 @@
+"""An engine of two ranks: the tokens of one, and when one of its processes is killed, the end of all."""
+
+import asyncio
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from mindie_mm.config import TOWER_PARALLEL, EngineConfig
+from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.ranks import Ranks
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import BadReference, ContextLengthExceeded, InputError, ProcessDied, UnsupportedCheckpoint
+from mindie_mm.inputs import Embeddings
+from mindie_mm.models import load_model
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.engine.shared_model import NUM_TOKENS
+from tests.models.contract import picture, run
+
+TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", measure_s=0, kv_cache_bytes=2**22)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
+PROMPT = np.arange(10, 40, dtype=np.int64)
+PROMPTS = {
+    "text": [{"text": "Describe this picture."}],
+    "one": [{"image": picture(60, 90)}, {"text": "What is in the image?"}],
+    "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
+    "three": [{"image": picture(60, 90, seed)} for seed in (1, 2, 3)],
+}
+
+
+@pytest.fixture(scope="module")
+def model(random_checkpoint):
+    return load_model(random_checkpoint, "cpu", "float32")
+
+
+@pytest.fixture
+def prompts(random_checkpoint, tmp_path):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        yield {name: tokenizer.tokenize(items, tmp_path / name).numpy() for name, items in PROMPTS.items()}
+        for name in PROMPTS:
+            release(tmp_path / name)
+
+
+@pytest.fixture(scope="module")
+async def engine(random_checkpoint):
+    engine = await AsyncEngine.start(random_checkpoint, TWO)
+    processes = everything(engine)
+    assert len(processes) == 3
+    yield engine
+    processes = everything(engine)
+    await engine.close()
+    assert_gone(processes)
+
+
+def everything(engine):
+    """The launcher and the ranks."""
+    launcher = psutil.Process(engine.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+async def tokens(engine, request_id, ids=PROMPT, params=GREEDY):
+    return [token async for progress in engine.generate(request_id, ids, params) for token in progress.token_ids]
+
+
+async def test_all_at_once_are_what_one_process_makes_of_them(engine, model, prompts):
+    ids = [torch.from_numpy(prompt) for prompt in prompts.values()]
+    outputs, errors = run(Engine(model, EngineConfig()), ids, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert not errors
+    found = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
+    assert found == [*outputs.values()]
+    again = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
+    assert again == found, "from the encoder's and the prefix cache"
+    assert engine.stats.prefix_cache_hits > 0
+
+
+async def test_seeds_given_and_drawn(engine):
+    seeded = SamplingParams(temperature=1.5, seed=7, max_tokens=12, ignore_eos=True)
+    drawn = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    first, second, *others = await asyncio.gather(
+        *(tokens(engine, f"{i}", PROMPT, params) for i, params in enumerate([seeded, seeded, drawn, drawn, drawn]))
+    )
+    assert first == second
+    assert all(len(found) == 12 for found in others)
+    assert len({tuple(found) for found in others}) == 3, "each has its own"
+
+
+async def test_a_request_that_fails_fails_alone(engine, prompts, tmp_path):
+    release(tmp_path / "two")
+    long = np.full(9000, 5)
+    good, stale, broken, much = await asyncio.gather(
+        *(
+            tokens(engine, name, ids)
+            for name, ids in {"a": prompts["one"], "b": prompts["two"], "c": np.array([5, -7]), "d": long}.items()
+        ),
+        return_exceptions=True,
+    )
+    assert len(good) == NUM_TOKENS
+    assert isinstance(stale, BadReference)
+    assert isinstance(broken, BadReference)
+    assert isinstance(much, ContextLengthExceeded)
+    assert await tokens(engine, "e", prompts["one"]) == good
+
+
+async def test_an_item_that_only_its_rank_encodes_fails_its_request_alone(engine, random_checkpoint, prompts, tmp_path):
+    """Embeddings of another model: nobody notices before they are read."""
+    other = tmp_path / "other"
+    shutil.copytree(random_checkpoint, other, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((other / "config.json").read_text())
+    config["text_config"]["hidden_size"] = 128
+    (other / "config.json").write_text(json.dumps(config))
+    item = {"image": Embeddings(np.zeros((4, 128), np.float32), (1, 4, 4))}
+    with Tokenizer.from_pretrained(other) as tokenizer:
+        wrong = tokenizer.tokenize([item], tmp_path / "wrong").numpy()
+        good, bad = await asyncio.gather(
+            tokens(engine, "good", prompts["three"]), tokens(engine, "bad", wrong), return_exceptions=True
+        )
+        release(tmp_path / "wrong")
+    assert len(good) == NUM_TOKENS
+    assert isinstance(bad, BadReference)
+    assert "128 wide, the model's 64" in str(bad)
+
+
+async def test_leaving_early_aborts_on_all(engine):
+    stream = engine.generate("left", PROMPT, ENDLESS)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    async with asyncio.timeout(60):
+        while engine.stats.num_running or engine.stats.kv_cache_usage:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+    assert len(await tokens(engine, "next")) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+async def test_a_killed_process_ends_all_and_they_come_back(engine, which):
+    right = await tokens(engine, "before")
+    processes = everything(engine)
+    stream = engine.generate("running", PROMPT, ENDLESS)
+    await anext(stream)
+    processes[which].kill()
+    with pytest.raises(ProcessDied, match=f"engine process {processes[0].pid} died"):
+        async for _ in stream:
+            pass
+    assert_gone(processes)
+    assert await tokens(engine, "after") == right, "it waits for those that are started anew"
+    assert not {process.pid for process in everything(engine)} & {process.pid for process in processes}
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine.async_engine import AsyncEngine
+import psutil
+async def main():
+    engine = await AsyncEngine.start(Path(sys.argv[1]), EngineConfig(device="cpu", tensor_parallel=2, measure_s=0))
+    launcher = psutil.Process(engine.pid)
+    print(*(process.pid for process in [launcher, *launcher.children(recursive=True)]), flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_when_the_service_is_killed_all_end(random_checkpoint):
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(random_checkpoint)], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(processes) == 3
+    assert_gone(processes)
+
+
+SHARED = ("gemma3", "qwen2_5_omni", "qwen3_vl")
+ALSO_SHARED = (
+    "deepseek_vl",
+    "deepseek_vl_hybrid",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
+    "smolvlm",
+)
+REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2")
+
+
+def contract_of(name):
+    """The class that tests the family; not imported by name, or it would be collected here again."""
+    module = importlib.import_module(f"tests.models.test_{name}")
+    (found,) = (
+        value for value in vars(module).values() if isinstance(value, type) and getattr(value, "name", None) == name
+    )
+    return found()
+
+
+def shared(cases):
+    """Runs two ranks over the `cases`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "tests.engine.shared_model", str(cases)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [SHARED, pytest.param(ALSO_SHARED, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_families_come_to_the_same_under_torchrun(tmp_path, names):
+    cases, prompts = tmp_path / "cases", {}
+    with ExitStack() as stack:
+        for name in names:
+            contract, case = contract_of(name), cases / name
+            case.mkdir(parents=True)
+            (path := tmp_path / name).mkdir()
+            contract.write_checkpoint(path)
+            (case / "path").write_text(str(path))
+            tokenizer = stack.enter_context(Tokenizer.from_pretrained(path))
+            path_file = tmp_path / f"{name}.shm"
+            stack.callback(release, path_file)
+            for prompt, items in contract.prompts.items():
+                prompts[name, prompt] = contract.tokenize(tokenizer, prompt, items, path_file)
+                np.save(case / prompt, prompts[name, prompt].numpy())
+        shared(cases)
+        for name in names:
+            model, case = load_model(tmp_path / name, "cpu", "float32"), cases / name
+            own = {prompt: prompts[name, prompt] for prompt in sorted(contract_of(name).prompts)}
+            outputs, _ = run(Engine(model, EngineConfig()), [*own.values()], max_tokens=NUM_TOKENS)
+            for rank in (0, 1):
+                for prompt, ids in own.items():
+                    logits = np.load(case / f"{prompt}.{rank}.logits.npy")
+                    assert np.abs(logits - model.logits(ids).numpy()).max() <= 1e-4, (name, prompt)
+                for way in TOWER_PARALLEL:
+                    found = json.loads((case / f"{way}.{rank}.json").read_text())
+                    assert found == dict(zip(own, outputs.values(), strict=True)), (name, way)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_cannot_be_shared_is_refused_in_words(tmp_path, random_checkpoint):
+    cases = tmp_path / "cases"
+    for name in REFUSED:
+        (path := tmp_path / name).mkdir()
+        contract_of(name).write_checkpoint(path)
+        (cases / name).mkdir(parents=True)
+        (cases / name / "path").write_text(str(path))
+    shutil.copytree(random_checkpoint, tmp_path / "heads")
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    config["text_config"]["num_key_value_heads"] = 1
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+    (cases / "heads").mkdir()
+    (cases / "heads" / "path").write_text(str(tmp_path / "heads"))
+    shared(cases)
+    for rank in (0, 1):
+        said = {case.name: (case / f"refused.{rank}.txt").read_text() for case in cases.iterdir()}
+        assert all("tensor_parallel is 2" in words for words in said.values()), said
+        assert "1 key-value heads" in said["heads"]
+
+
+@pytest.mark.slow
+async def test_what_the_ranks_find_wrong_comes_as_words(tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
+        await AsyncEngine.start(tmp_path, TWO)
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 0}, {"tower_parallel": "layers"}])
+def test_settings_that_cannot_be_meant(settings):
+    with pytest.raises(InputError, match=next(iter(settings))):
+        EngineConfig(**settings)
+
+
+def test_shares_of_items_differ_little():
+    ranks = Ranks()
+    ranks.count = 3
+    assert ranks.owners([]) == []
+    assert ranks.owners([5, 5, 5, 5]) == [0, 1, 2, 0]
+    assert ranks.owners([1, 9, 4, 4, 1]) == [1, 0, 1, 2, 2]
