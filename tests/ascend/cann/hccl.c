@@ -103,7 +103,7 @@ struct collective {
 
 /* To the code that synchronising the stream answers. */
 static int as_acl(int error) {
-    return error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_TASK_TIMEOUT : error ? ACL_ERROR_RT_SUSPECT_REMOTE_ERROR : 0;
+    return error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_FFTS_PLUS_TIMEOUT : error ? ACL_ERROR_RT_SUSPECT_REMOTE_ERROR : 0;
 }
 
 static int agree(struct collective *collective) {

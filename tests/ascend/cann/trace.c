@@ -17,7 +17,7 @@ static atomic_long syncs;
 static int trace_file = -1;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char *rules; /* "name=code", "name=code@N" (the Nth call only) or "name=code@N+" (from the Nth on), by comma */
-static _Thread_local char message[512];
+static _Thread_local char message[1024];
 
 static void read_settings(void) {
     const char *path = getenv("ASCEND_SIM_TRACE");
@@ -94,17 +94,23 @@ int sim_enter(struct sim_function *function, const char *format, ...) {
 }
 
 int sim_error(int code, const char *format, ...) {
+    char line[256];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(message, sizeof message, format, arguments);
+    vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
+    size_t length = strlen(message); /* one cause after the other, until somebody reads them */
+    if (!strstr(message, line)) snprintf(message + length, sizeof message - length, "%s%s", length ? "\n" : "", line);
     return code;
 }
 
 const char *aclGetRecentErrMsg(void) {
     static struct sim_function function = {.name = "aclGetRecentErrMsg"};
     sim_enter(&function, "%s", "");
-    return message;
+    static _Thread_local char told[sizeof message];
+    memcpy(told, message, sizeof told);
+    *message = 0;
+    return told;
 }
 
 static _Thread_local bool just_synced; /* and nothing was queued since */

@@ -1,0 +1,197 @@
+"""Device memory and its limit, pinned memory, host memory registered for copies."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import pytest
+
+from tests.ascend.processes import call, traced
+from tests.ascend.test_runtime import simulator
+
+_MIB = 2**20
+_SPARE = 4096  # torch_npu adds 32 bytes to each allocation and rounds up, large ones to 2 MiB
+_MAPPED = 2  # ACL_HOST_REG_MAPPED
+
+
+def limits() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    found = {"empty": torch.npu.mem_get_info()}
+    first = torch.empty(100 * _MIB - _SPARE, dtype=torch.uint8, device="npu:0")
+    found["after 100 MiB"] = torch.npu.mem_get_info()
+    second = torch.empty(60 * _MIB - _SPARE, dtype=torch.uint8, device="npu:0")
+    del second
+    found["allocated"] = torch.npu.memory_allocated()
+    found["peak"] = torch.npu.max_memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError, match=r"NPU out of memory. Tried to allocate 200.00 MiB"):
+        torch.empty(200 * _MIB - _SPARE, dtype=torch.uint8, device="npu:0")
+    other = torch.ones((200 * _MIB - _SPARE) // 4).to("npu:1")  # each device has its own
+    found["other"] = float(other.cpu().sum())
+    found["other used"] = simulator().sim_memory_used(1)
+    torch.npu.reset_peak_memory_stats()
+    found["peak anew"] = torch.npu.max_memory_allocated()
+    del first
+    torch.npu.empty_cache()
+    found["at the end"] = torch.npu.mem_get_info()
+    third = torch.empty(200 * _MIB - _SPARE, dtype=torch.uint8, device="npu:0")
+    found["peak of the device"] = simulator().sim_memory_peak(0)
+    del third
+    return found
+
+
+def test_device_memory_has_a_limit():
+    total = 256 * _MIB
+    assert call(limits, devices=2, memory_bytes=total) == {
+        "empty": [total, total],
+        "after 100 MiB": [total - 100 * _MIB, total],
+        "allocated": pytest.approx(100 * _MIB, abs=_SPARE),
+        "peak": pytest.approx(160 * _MIB, abs=2 * _SPARE),
+        "other": (200 * _MIB - _SPARE) // 4,
+        "other used": 200 * _MIB,
+        "peak anew": pytest.approx(100 * _MIB, abs=_SPARE),
+        "at the end": [total, total],
+        "peak of the device": 200 * _MIB,
+    }
+
+
+def expandable() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    held = [torch.full((30 * _MIB // 4,), float(number)).to("npu") for number in range(4)]
+    found = {"values": [float(tensor.cpu()[-1]) for tensor in held], "allocated": torch.npu.memory_allocated()}
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(200 * _MIB, dtype=torch.uint8, device="npu:0")
+    held.clear()
+    torch.npu.empty_cache()
+    found["free"] = torch.npu.mem_get_info()[0]
+    return found
+
+
+def test_expandable_segments(tmp_path):
+    settings = {"memory_bytes": 256 * _MIB, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    found = call(expandable, trace=tmp_path / "trace", **settings)
+    assert found["values"] == [0.0, 1.0, 2.0, 3.0]
+    assert found["allocated"] == pytest.approx(120 * _MIB, abs=_SPARE)
+    assert found["free"] == 256 * _MIB
+    assert any(line.startswith("aclrtMapMem ") for line in traced(tmp_path / "trace"))
+
+
+def pinned() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    source = torch.arange(1000)
+    held = source.pin_memory()
+    sim = simulator()
+    copied = held.to("npu", non_blocking=True)
+    return {
+        "is pinned": [source.is_pinned(), held.is_pinned()],
+        "calls": sim.sim_calls(b"aclrtMallocHost"),
+        "same": bool((copied.cpu() == source).all()),
+        "device memory": sim.sim_memory_used(0),
+    }
+
+
+def test_pinned_memory_is_host_memory():
+    found = call(pinned)
+    assert found == {"is pinned": [False, True], "calls": 1, "same": True, "device memory": 2 * _MIB}
+
+
+def registration() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    runtime = torch.npu.npurt()
+    size = 4 * _MIB
+    memory = mmap.mmap(-1, size)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    host[:] = 7
+    start = host.data_ptr()
+    codes = {
+        "registered": runtime.npuHostRegister(start, size, _MAPPED),
+        "twice": runtime.npuHostRegister(start, 4096, _MAPPED),
+        "unaligned": runtime.npuHostRegister(start + 16, 4096, _MAPPED),
+        "null": runtime.npuHostRegister(0, 4096, _MAPPED),
+    }
+    device = torch.empty(size, dtype=torch.uint8, device="npu")
+    sim = simulator()
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtMemcpyAsync.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+    ]  # fmt: skip
+    stream = torch.npu.current_stream().npu_stream
+    sim.sim_syncs_reset()
+    codes["copy"] = library.aclrtMemcpyAsync(device.data_ptr(), size, start, size, 1, stream)
+    codes["syncs"] = sim.sim_syncs()
+    codes["equal"] = bool((device.cpu() == 7).all())
+    codes["unregistered"] = runtime.npuHostUnregister(start)
+    codes["unregistered twice"] = runtime.npuHostUnregister(start)
+    del host
+    memory.close()
+    codes["unmapped"] = runtime.npuHostRegister(start, size, _MAPPED)
+    return codes
+
+
+def test_host_memory_is_registered():
+    assert call(registration) == {
+        "registered": 0,
+        "twice": 507910,
+        "unaligned": 507899,
+        "null": 100000,
+        "copy": 0,
+        "syncs": 0,
+        "equal": True,
+        "unregistered": 0,
+        "unregistered twice": 507911,
+        "unmapped": 507899,
+    }
+
+
+def raw_copies() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtMemcpy.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+    ]  # fmt: skip
+    device = torch.ones(4).to("npu")
+    host = torch.zeros(4)
+
+    def copy(room, kind, target=host, source=device):
+        return library.aclrtMemcpy(target.data_ptr(), room, source.data_ptr(), 16, kind)
+
+    codes = {"too small": copy(15, 2), "wrong kind": copy(16, 1), "good": copy(16, 2)}
+    codes["came"] = host.tolist()
+    codes["wrong place"] = copy(16, 3)
+    return codes
+
+
+def test_copies_are_checked():
+    assert call(raw_copies) == {
+        "too small": 107000,
+        "wrong kind": 107000,
+        "good": 0,
+        "came": [1.0] * 4,
+        "wrong place": 107000,
+    }
+
+
+def exhausted() -> str:
+    import torch
+    import torch_npu  # noqa: F401
+
+    torch.empty(_MIB, device="npu")
+    try:
+        torch.empty(64 * _MIB, device="npu")
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return "no error"
+
+
+def test_memory_runs_out_on_demand():
+    assert "NPU out of memory" in call(exhausted, fail="aclrtMallocAlign32=207001@2+,aclrtMalloc=207001@2+")

@@ -1,0 +1,202 @@
+"""The order of streams and events: what is queued runs when it is waited for, and not before."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.ascend.processes import call
+from tests.ascend.test_runtime import simulator
+
+
+def queued_copies() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    found = {}
+    stream = torch.npu.Stream()
+    source = torch.arange(4.0).pin_memory()
+    landing = torch.full((4,), -1.0).pin_memory()
+    with torch.npu.stream(stream):
+        on_device = source.to("npu", non_blocking=True)
+        landing.copy_(on_device, non_blocking=True)
+    found["before"] = landing.tolist()
+    stream.synchronize()
+    found["after"] = landing.tolist()
+
+    with torch.npu.stream(stream):
+        on_device.copy_(source, non_blocking=True)
+    source.fill_(9.0)  # too early: the copy reads it when it runs
+    stream.synchronize()
+    found["rewritten source"] = on_device.cpu().tolist()
+    return found
+
+
+def test_a_queued_copy_runs_when_its_stream_is_synchronised():
+    assert call(queued_copies) == {
+        "before": [-1.0] * 4,
+        "after": [0.0, 1.0, 2.0, 3.0],
+        "rewritten source": [9.0] * 4,
+    }
+
+
+def waits() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    found = {}
+    first, second = torch.npu.Stream(), torch.npu.Stream()
+    source = torch.arange(4.0).pin_memory()
+    on_device = torch.zeros(4).to("npu")
+    missed, met = (torch.full((4,), -1.0).pin_memory() for _ in range(2))
+    torch.npu.synchronize()
+
+    with torch.npu.stream(first):
+        on_device.copy_(source, non_blocking=True)
+        event = torch.npu.Event()
+        event.record()
+    with torch.npu.stream(second):
+        second.wait_event(event)
+        met.copy_(on_device, non_blocking=True)
+    second.synchronize()
+    found["met"] = met.tolist()
+    found["event"] = event.query()
+    del missed
+    return found
+
+
+def test_a_stream_waits_for_an_event():
+    assert call(waits) == {"met": [0.0, 1.0, 2.0, 3.0], "event": True}
+
+
+def events() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    found = {}
+    stream = torch.npu.Stream()
+    source = torch.ones(4).pin_memory()
+    start, stop, other = (torch.npu.Event(enable_timing=True) for _ in range(3))
+    found["never recorded"] = start.query()
+    with torch.npu.stream(stream):
+        start.record()
+        source.to("npu", non_blocking=True)
+        source.to("npu", non_blocking=True)
+        stop.record()
+    with pytest.raises(RuntimeError):
+        start.elapsed_time(other)
+    polls = 0
+    while not stop.query():
+        polls += 1
+    found["polls"] = polls  # one task a query: the record before it, two copies
+    found["elapsed"] = 0 <= start.elapsed_time(stop) < 60000
+    stop.record(stream)
+    found["recorded anew"] = stop.query()
+    stream.synchronize()
+    found["stream"] = stream.query()
+    return found
+
+
+def test_events_are_reached_in_order():
+    assert call(events) == {
+        "never recorded": True,
+        "polls": 3,
+        "elapsed": True,
+        "recorded anew": True,  # nothing before it: the first query reaches it
+        "stream": True,
+    }
+
+
+def own_exports() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    found = {}
+    sim = simulator()
+    sim.sim_syncs_reset()
+    stream, other = torch.npu.Stream(), torch.npu.Stream()
+    on_device = torch.zeros(4, dtype=torch.uint8).to("npu")
+    landing = torch.zeros(4, dtype=torch.uint8).pin_memory()
+    torch.npu.synchronize()
+    sim.sim_syncs_reset()
+
+    found["queued"] = sim.sim_enqueue_write(stream.npu_stream, on_device.data_ptr(), b"\1\2\3\4", 4)
+    event = stream.record_event()
+    other.wait_event(event)
+    with torch.npu.stream(other):
+        landing.copy_(on_device, non_blocking=True)
+    found["before"] = landing.tolist()
+    found["drained"] = sim.sim_drain(other.npu_stream)
+    found["after"] = landing.tolist()
+    found["syncs"] = sim.sim_syncs()
+    return found
+
+
+def test_a_stream_is_drained_without_a_wait_of_the_host():
+    assert call(own_exports) == {
+        "queued": 0,
+        "before": [0] * 4,
+        "drained": 0,
+        "after": [1, 2, 3, 4],
+        "syncs": 0,
+    }
+
+
+def freed_source() -> str:
+    import ctypes
+    import mmap
+
+    import torch
+    import torch_npu  # noqa: F401
+
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtMemcpyAsync.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+    ]  # fmt: skip
+    memory = mmap.mmap(-1, 4096)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    on_device = torch.zeros(4096, dtype=torch.uint8).to("npu")
+    stream = torch.npu.Stream()
+    assert not library.aclrtMemcpyAsync(on_device.data_ptr(), 4096, host.data_ptr(), 4096, 1, stream.npu_stream)
+    del host
+    memory.close()
+    try:
+        stream.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_source_that_is_gone_is_an_error_of_the_stream():
+    said = call(freed_source)
+    assert "507013" in said
+    assert "freed before a copy of them had run" in said
+
+
+def threads() -> list[float]:
+    import torch
+    import torch_npu  # noqa: F401
+
+    sums = [0.0] * 4
+
+    def work(number):
+        stream = torch.npu.Stream()
+        landing = torch.zeros(64).pin_memory()
+        with torch.npu.stream(stream):
+            for turn in range(50):
+                source = torch.full((64,), float(number + turn)).pin_memory()
+                landing.copy_(source.to("npu", non_blocking=True), non_blocking=True)
+                stream.synchronize()
+                sums[number] += float(landing[0]) - turn
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sums
+
+
+def test_threads_have_streams_of_their_own():
+    assert call(threads) == [0.0, 50.0, 100.0, 150.0]
