@@ -20,6 +20,7 @@ from mindie_mm.cli.settings import configured
 @click.option("--max-tokens", type=int, default=256, help="Most tokens of the answer.")
 @click.option("--temperature", type=float, default=0.0, help="0 always gives the same answer.")
 @click.option("--device", help="auto, or a device that `doctor` lists.")
+@click.option("--tensor-parallel", type=click.IntRange(1), help="Processes, and devices, that share the weights.")
 @click.option("--json", "as_json", is_flag=True, help="Text, token ids, finish reason and timings as JSON.")
 def command(
     question: str,
@@ -32,6 +33,7 @@ def command(
     max_tokens: int,
     temperature: float,
     device: str | None,
+    tensor_parallel: int | None,
     as_json: bool,
 ) -> None:
     """Ask QUESTION about pictures, videos and sound, once."""
@@ -45,7 +47,8 @@ def command(
     items += [{"video": str(path)} for path in videos]
     items += [{"audio": str(path)} for path in sounds]
     items.append({"text": question})
-    config = configured(model, {"device": device, "family": family}).worker
+    flags = {"device": device, "family": family, "tensor_parallel": tensor_parallel}
+    config = configured(model, flags).worker
     status = Console(stderr=True)
     with status.status("loading the model"):
         llm = LLM(config.model, config)

@@ -18,6 +18,7 @@ from mindie_mm.cli.settings import configured
 @click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
 @click.option("--device", help="auto, or a device that `doctor` lists.")
 @click.option("--dtype", help="auto, float32, bfloat16 or float16.")
+@click.option("--tensor-parallel", type=click.IntRange(1), help="Processes, and devices, that share the weights.")
 def command(
     folder: Path,
     output: Path,
@@ -28,6 +29,7 @@ def command(
     limit: int | None,
     device: str | None,
     dtype: str | None,
+    tensor_parallel: int | None,
 ) -> None:
     """Run the model on rows that are tokenised: no preprocessing, the arrays are mapped where they lie.
 
@@ -43,7 +45,8 @@ def command(
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
     path = model or (Path(settings.model) if settings.model else None)
-    flags = {"device": device, "dtype": dtype, "family": settings.family or None, "arena_bytes": 1 << 20}
+    flags = {"device": device, "dtype": dtype, "tensor_parallel": tensor_parallel}
+    flags |= {"family": settings.family or None, "arena_bytes": 1 << 20}
     config = configured(path, flags).worker
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit))

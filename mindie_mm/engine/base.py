@@ -178,9 +178,10 @@ class BaseEngine(ABC):
         if draw is None:
             return self._fail(sequence, WorldError("the model gives no numbers for this request"))
         token, logprobs = draw
-        if sequence.constraint is not None:
-            sequence.constraint.accept(token)
-            if error := sequence.constraint.error:
+        if (constraint := sequence.constraint) is not None:
+            # Of several ranks the first one alone asks it what may follow, which may be more than it can say.
+            error = self._ranks.same(str, lambda: constraint.accept(token))
+            if error:
                 return self._fail(sequence, InputError(f"the output can no longer be kept to its JSON schema: {error}"))
         first = sequence.num_output == 0
         if first:

@@ -46,9 +46,10 @@ class Constraint:
         refused[: len(allowed)] = allowed[:vocab_size] == 0
         return refused
 
-    def accept(self, token: int) -> None:
-        """The token that was drawn."""
+    def accept(self, token: int) -> str:
+        """Takes the token that was drawn; `error` after it."""
         self._matcher.consume_token(token)
+        return self.error
 
 
 class Grammars:

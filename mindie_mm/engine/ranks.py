@@ -6,6 +6,7 @@ through here: what only the first rank can know, what can fail on one rank alone
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,7 +23,9 @@ from mindie_mm.errors import DeviceError, MindieMMError, error_name, error_named
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=10)
+_log = logging.getLogger(__name__)
+
+PATIENCE = timedelta(minutes=2)
 """How long a rank that has failed waits for the others to hear of it. They may never come: a rank that waits inside an
 operation for this one hears nothing. Then this one ends, and all end with it."""
 _FOREVER = timedelta(days=365)  # an engine at rest waits for its next message
@@ -99,10 +102,8 @@ class _Group(Ranks):
 
     def open_device(self, name: str) -> Device:
         device = open_device(name)
-        if device.torch_device.type != "cpu":
-            if (found := torch.accelerator.device_count()) < self.count:
-                raise DeviceError(f"tensor_parallel is {self.count}, but {found} {device.name} devices are visible")
-            torch.accelerator.set_device_index(self.number)
+        if device.name != "cpu" and (found := torch.accelerator.device_count()) < self.count:
+            raise DeviceError(f"tensor_parallel is {self.count}; of the device {device.name} {found} are visible")
         return device
 
     def same(self, kind: Any, make: Callable[[], T]) -> T:
@@ -116,7 +117,11 @@ class _Group(Ranks):
     def agreed(self, error: MindieMMError | None) -> MindieMMError | None:
         first = torch.tensor(self.count if error is None else self.number)
         work = dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control, async_op=True)
-        work.wait(_FOREVER if error is None else PATIENCE)
+        try:
+            work.wait(_FOREVER if error is None else PATIENCE)
+        except RuntimeError:
+            _log.critical("rank %d failed, and the others do not come to hear it", self.number, exc_info=error)
+            raise
         if (rank := int(first)) == self.count:
             return None
         own = None if error is None else msgspec.msgpack.encode((error_name(error), str(error)))
@@ -164,10 +169,9 @@ def join(number: int, device: str, num_threads: int) -> Ranks:
     torch.set_num_threads(num_threads)
     backend = "gloo"
     with suppress(MindieMMError):  # a device that is not there is told when it is opened: then there is whom to tell
-        if (kind := open_device(device).torch_device.type) != "cpu":
+        if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(number)  # before anything else is asked of one: it would be the first
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-            if number < torch.accelerator.device_count():
-                torch.accelerator.set_device_index(number)
     dist.init_process_group(backend)
     return _Group()
 

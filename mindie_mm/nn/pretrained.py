@@ -21,7 +21,7 @@ from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.quantized import check_quantization, refuse_quantized
-from mindie_mm.nn.shares import num_shares, refuse_shares, shared
+from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 
 # Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -155,6 +155,8 @@ def _load(
     # transformers would draw missing ones at random, and the answers would look like a bad model's
     check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
     module.requires_grad_(False).eval()
+    if num_shares() > 1:
+        localize(module)
     if not quantized:
         module.to(device.torch_device)
     return module

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -50,6 +50,7 @@ def shared(
     `text` is the text model's configuration. UnsupportedCheckpoint where it has no plan and `tp_plan` is None, or its
     heads do not go into that many equal shares.
     """
+    from torch.distributed.device_mesh import init_device_mesh  # late: these take a second, and tokenizers import us
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
@@ -77,3 +78,17 @@ def shared(
     # transformers' own takes whatever accelerator there is, also where --device says cpu, and needs accelerate.
     namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
+
+
+def localize(module: nn.Module) -> None:
+    """Leaves of the linear layers' weights what this rank has of them, as plain tensors.
+
+    As parts of a whole they are taken out of it at every call, which costs more than the call of a small layer.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            for name, weight in layer.named_parameters(recurse=False):
+                if isinstance(weight, DTensor):
+                    setattr(layer, name, nn.Parameter(weight.to_local(), requires_grad=False))

@@ -207,10 +207,8 @@ REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2")
 def contract_of(name):
     """The class that tests the family; not imported by name, or it would be collected here again."""
     module = importlib.import_module(f"tests.models.test_{name}")
-    (found,) = (
-        value for value in vars(module).values() if isinstance(value, type) and getattr(value, "name", None) == name
-    )
-    return found()
+    classes = (value for value in vars(module).values() if isinstance(value, type))
+    return next(found() for found in classes if getattr(found, "name", None) == name)
 
 
 def shared(cases):
