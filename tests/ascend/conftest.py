@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 _HERE = Path(__file__).parent
 
@@ -16,3 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if _HERE in item.path.parents:
                 item.add_marker(reason)
+
+
+@pytest.fixture(scope="session")
+def npu() -> torch.device:
+    """The first simulated device of this process; the tests are skipped where it does not see one."""
+    if "ASCEND_HOME_PATH" not in os.environ:
+        pytest.skip("this process sees no CANN: python -m tests.ascend pytest")
+    importlib.import_module("torch_npu")
+    return torch.device("npu:0")

@@ -20,8 +20,8 @@ class Copies:
         self._transfer = torch.library.get_kernel("aten::copy_", "PrivateUse1")
 
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if on_device(target) and on_device(source) and target.device == source.device:
-            return self._on_device(target, source)
+        if on_device(target) and on_device(source):
+            return _between(target, source)
         if source.dtype != target.dtype or source.shape != target.shape or not source.is_contiguous():
             source = source.to(target.dtype).expand_as(target).contiguous()
         if target.is_contiguous():
@@ -31,12 +31,6 @@ class Copies:
         # The second copy must find what the first brings: on the device it does, on the host only after a wait.
         self._transfer.call_boxed(_KEYS, piece, source, non_blocking and on_device(target))
         target.copy_(piece)
-        return target
-
-    def _on_device(self, target: Tensor, source: Tensor) -> Tensor:
-        stream = order.begin(target.device)
-        alias(target).copy_(alias(source))
-        order.publish(stream, target)
         return target
 
     def to_copy(
@@ -61,6 +55,15 @@ class Copies:
             pinned = bool(pin_memory) or non_blocking
             out = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, pin_memory=pinned)
         return out.copy_(tensor, non_blocking)
+
+
+def _between(target: Tensor, source: Tensor) -> Tensor:
+    """Of tensors on devices; the copy is the target's, and the source's device has done before it what is queued."""
+    order.begin(source.device)
+    stream = order.begin(target.device)
+    alias(target).copy_(alias(source))
+    order.publish(stream, target)
+    return target
 
 
 def contiguous(tensor: Tensor, *, memory_format: Any = torch.contiguous_format) -> Tensor:

@@ -1,0 +1,191 @@
+"""torch's operators on the simulated NPU: the host's numbers, in the order of streams, with the syncs that a device has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.ascend.processes import call
+from tests.ascend.test_runtime import simulator
+
+VALUES = torch.linspace(-2, 3, 24).reshape(4, 6)
+IDS = torch.tensor([3, 0, 2])
+
+
+def written(values: torch.Tensor) -> torch.Tensor:
+    """In place, through views of every kind."""
+    values = values.clone()
+    values[1:3, ::2] = 7
+    values.view(-1)[5:9].add_(1)
+    values.t()[2] = values[3, 0]
+    values.index_copy_(0, IDS[:2].to(values.device), values[:2].clone())
+    values.index_put_((IDS.to(values.device),), values[0].clone())
+    values[values > 2] = 0
+    return values.index_fill_(1, IDS.to(values.device), 5)
+
+
+def resized(values: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(0, dtype=values.dtype, device=values.device)
+    torch.add(values, values, out=out)
+    return torch.cumsum(out, 0, out=out)
+
+
+OPERATORS = {
+    "products": lambda x: x @ x.t() + functional.linear(x[:, :4], x[:, :4]),
+    "batched products": lambda x: torch.einsum("bij,bkj->bik", x.view(2, 2, 6), x.view(2, 2, 6)),
+    "softmax": lambda x: functional.log_softmax(x, -1) + x.softmax(0),
+    "norm": lambda x: functional.layer_norm(x, (6,), x[0], x[1]),
+    "reductions": lambda x: torch.stack([x.mean(), x.var(), x.amax(), x.norm(), x.logsumexp((0, 1))]),
+    "sorted": lambda x: torch.cat([x.sort(-1, descending=True).values, x.topk(3).indices.to(x.dtype)], 1),
+    "gathered": lambda x: x.gather(1, IDS.to(x.device).expand(4, 3)) + x.index_select(1, IDS.to(x.device)),
+    "scattered": lambda x: torch.zeros_like(x).scatter(1, IDS.to(x.device).expand(4, 3), x[:, :3]),
+    "unknown sizes": lambda x: torch.cat([x[x > 0], x.nonzero().flatten().to(x.dtype), x.unique()]),
+    "repeated": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1], device=x.device), dim=0),
+    "embedded": lambda x: functional.embedding(IDS.to(x.device), x),
+    "convolved": lambda x: functional.conv2d(x.view(1, 1, 4, 6), x[:2, :2].reshape(1, 1, 2, 2)),
+    "resized picture": lambda x: functional.interpolate(x.view(1, 1, 4, 6), size=(7, 5), mode="bilinear"),
+    "padded": lambda x: functional.pad(x, (1, 2, 0, 1), value=3),
+    "attended": lambda x: functional.scaled_dot_product_attention(*(x.view(1, 2, 2, 6),) * 3, is_causal=True),
+    "masked": lambda x: torch.where(x > 0, x, 0).masked_fill(x > 2, -1).clamp(max=1),
+    "strides": lambda x: x.t().contiguous() + x.t(),
+    "split": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1) + torch.stack(x.unbind(0)),
+    "made": lambda x: torch.arange(4, device=x.device, dtype=x.dtype) + torch.ones(4, device=x.device) * x[0, 0],
+    "written in place": written,
+    "into an empty out": resized,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_gives_the_hosts_numbers(npu, name, dtype):
+    values = VALUES.to(dtype)
+    expected, found = OPERATORS[name](values), OPERATORS[name](values.to(npu))
+    assert found.device == npu
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_outside_of_inference_mode_it_does_too(npu):
+    """torch_npu registers some operators for autograd alone."""
+    values = VALUES.to(npu).requires_grad_()
+    for operator in (OPERATORS["products"], OPERATORS["softmax"], OPERATORS["gathered"]):
+        assert torch.equal(operator(values).detach().cpu(), operator(VALUES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool, torch.float64])
+def test_copies_between_host_and_device_of_any_strides_and_dtype(npu, dtype):
+    on_device = torch.zeros(6, 8, dtype=dtype, device=npu)
+    on_device[1:5, :6] = VALUES  # from the host, into a view, of another dtype
+    expected = torch.zeros(6, 8, dtype=dtype)
+    expected[1:5, :6] = VALUES
+    assert torch.equal(on_device.cpu(), expected)
+    assert torch.equal(on_device.t()[2:].to("cpu", torch.float32), expected.t()[2:].float())
+    target = torch.zeros(8, 6)
+    target[::2] = on_device.t()[::2]  # to the host, into a view
+    assert torch.equal(target[::2], expected.t()[::2].float())
+    assert not target[1::2].any()
+
+
+def test_an_operator_takes_tensors_of_its_device_alone(npu):
+    values = VALUES.to(npu)
+    assert torch.equal((values * torch.tensor(2.0)).cpu(), VALUES * 2), "numbers may come from the host"
+    assert torch.equal(values[:, IDS].cpu(), VALUES[:, IDS]), "so may indices"
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        values + VALUES
+
+
+def test_random_numbers_follow_from_the_seed(npu):
+    generator = torch.Generator(npu).manual_seed(5)
+    drawn = [torch.empty(100, device=npu).exponential_(generator=generator).cpu() for _ in range(2)]
+    assert not torch.equal(*drawn)
+    again = torch.empty(100, device=npu).exponential_(generator=generator.manual_seed(5)).cpu()
+    assert torch.equal(again, drawn[0])
+    torch.manual_seed(3)
+    first = torch.rand(100, device=npu).cpu()
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(100, device=npu).cpu(), first)
+    assert 0.3 < float(first.mean()) < 0.7
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(3, device=npu, generator=torch.Generator())
+
+
+def test_what_a_stream_computes_is_seen_by_those_who_wait_for_it(npu):
+    values, side = VALUES.to(npu), torch.npu.Stream(npu)
+    torch.npu.synchronize()
+    computed = values * 2  # on the default stream
+    with torch.npu.stream(side):
+        unseen = (computed + 0).cpu()
+    assert unseen.isnan().all(), "the side stream did not wait"
+    computed = values * 2
+    side.wait_stream(torch.npu.current_stream(npu))
+    with torch.npu.stream(side):
+        twice = computed + computed
+    assert torch.equal(computed.cpu(), VALUES * 2)
+    assert (twice + 0).cpu().isnan().all(), "the default stream did not wait"
+    with torch.npu.stream(side):
+        twice = computed + computed
+        done = torch.npu.Event()
+        done.record()
+    done.wait()
+    assert torch.equal((twice + 0).cpu(), VALUES * 4)
+
+
+def test_a_change_in_place_is_seen_by_those_who_wait_for_it(npu):
+    values, side = VALUES.to(npu), torch.npu.Stream(npu)
+    torch.npu.synchronize()
+    with torch.npu.stream(side):
+        values.mul_(3)
+    assert (values + 0).cpu().isnan().all()
+    side.synchronize()
+    assert torch.equal((values + 0).cpu(), VALUES * 3)
+
+
+@pytest.mark.parametrize(
+    ("operator", "count"),
+    [
+        (lambda x: x @ x.t(), 0),
+        (lambda x: x.argmax(-1), 0),
+        (lambda x: x.index_select(1, x[0].long().clamp(0, 5)), 0),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: x.unique(), 1),
+        (lambda x: x.sum().item(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.tolist(), 1),
+    ],
+)
+def test_operators_whose_result_the_host_must_see_synchronise(npu, operator, count):
+    values = VALUES.to(npu)
+    torch.npu.synchronize()
+    library = simulator()
+    library.sim_syncs_reset()
+    operator(values)
+    assert library.sim_syncs() == count
+
+
+def two_devices() -> dict:
+    import torch_npu  # noqa: F401
+
+    first, second = VALUES.to("npu:0"), VALUES.to("npu:1")
+    try:
+        first + second
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    moved = first.t().to("npu:1")
+    with torch.npu.device(1):
+        made = torch.ones(3, device="npu")
+    return {
+        "said": said,
+        "moved": torch.equal(moved.cpu(), VALUES.t()),
+        "together": torch.equal((moved.t() + second).cpu(), VALUES * 2),
+        "made": [str(made.device), made.tolist()],
+        "of the second": str((second + second).device),
+    }
+
+
+def test_two_devices():
+    found = call(two_devices, devices=2)
+    assert "npu:0 and npu:1" in found.pop("said")
+    assert found == {"moved": True, "together": True, "made": ["npu:1", [1.0] * 3], "of the second": "npu:1"}
