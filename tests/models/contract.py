@@ -39,7 +39,7 @@ from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.truncate import truncate
 from tests.media_samples import encode_video, encoded
 from tests.sound_samples import encode_sound
-from tools.serving import running_service
+from tests.warm import running_service
 
 Items = Sequence[Mapping[str, Any]]
 NUM_TOKENS = 16

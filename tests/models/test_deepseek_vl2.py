@@ -20,7 +20,7 @@ from mindie_mm.models.deepseek_vl2 import Gate, best_resolution
 from mindie_mm.nn.checkpoint import Checkpoint
 from tests.models.contract import FamilyContract, picture
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
-from tools.serving import running_service
+from tests.warm import running_service
 
 FOLDER = GOLDEN / "deepseek_vl2"
 BOS, EOS, IMAGE = 0, 1, 503

@@ -23,8 +23,8 @@ from tests.models.contract import picture, run
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import save_json, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
+from tests.warm import running_service
 from tools.demo import data_url
-from tools.serving import running_service
 
 SIDE, FEATURES = 96, 10
 BOS, PAD, EOS, IMAGE, PLACE = range(5)
