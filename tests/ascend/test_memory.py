@@ -45,14 +45,14 @@ def limits() -> dict:
 def test_device_memory_has_a_limit():
     total = 256 * _MIB
     assert call(limits, devices=2, memory_bytes=total) == {
-        "empty": [total, total],
-        "after 100 MiB": [total - 100 * _MIB, total],
+        "empty": (total, total),
+        "after 100 MiB": (total - 100 * _MIB, total),
         "allocated": pytest.approx(100 * _MIB, abs=_SPARE),
         "peak": pytest.approx(160 * _MIB, abs=2 * _SPARE),
         "other": (200 * _MIB - _SPARE) // 4,
         "other used": 200 * _MIB,
         "peak anew": pytest.approx(100 * _MIB, abs=_SPARE),
-        "at the end": [total, total],
+        "at the end": (total, total),
         "peak of the device": 200 * _MIB,
     }
 
