@@ -61,6 +61,12 @@ class Device(ABC):
         return False
 
     @classmethod
+    def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
+        """A copy on the device of `stream`, queued there, of a tensor in memory that `pin` registered."""
+        with stream:
+            return source.to(stream.device, non_blocking=True)
+
+    @classmethod
     def unpin(cls, address: int) -> None:
         """Takes back what `pin` did at `address`."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +16,11 @@ from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.npu_kernels import NPUKernels
+from mindie_mm.errors import DeviceError
 
+_HOST_TO_DEVICE = 1
 _REGISTER_MAPPED = 2
-"""ACL_HOST_REG_MAPPED; pages that are only pinned are read at a third of the speed where they are many (docs/npu.md)."""
+"""ACL_HOST_REG_MAPPED; pages that are only pinned are read at a third of the speed (docs/npu.md)."""
 
 
 class NPU(Device):
@@ -51,8 +55,22 @@ class NPU(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it
-        return runtime is not None and runtime().npuHostRegister(address, num_bytes, _REGISTER_MAPPED) == 0
+        runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it, and torch the other
+        return (
+            hasattr(torch.Stream, "native_handle")
+            and runtime is not None
+            and runtime().npuHostRegister(address, num_bytes, _REGISTER_MAPPED) == 0
+        )
+
+    @classmethod
+    def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
+        # torch_npu waits for a copy from memory that its own allocator has not pinned: CANN is asked itself.
+        with stream:
+            target = torch.empty_like(source, device=stream.device)
+        size, handle = source.nbytes, stream.native_handle  # type: ignore[attr-defined]
+        if code := _acl().aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, _HOST_TO_DEVICE, handle):
+            raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with {code}")
+        return target
 
     @classmethod
     def unpin(cls, address: int) -> None:
@@ -66,6 +84,15 @@ class NPU(Device):
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         return allocator_peak_bytes(_npu(), work)
+
+
+@cache
+def _acl() -> ctypes.CDLL:
+    """CANN's runtime, which torch_npu has loaded."""
+    library = ctypes.CDLL("libascendcl.so")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
+    return library
 
 
 def _npu() -> Any:

@@ -45,33 +45,36 @@ class Staging:
         self._device = device
         self._stream = torch.Stream(device)
         self._registered: dict[MappedArena, mmap.mmap | None] = {}
-        self._sources: list[Tensor] = []
-        """What is being read."""
+        self._reading: list[Tensor] = []
+        """What the device reads by itself, until it has."""
 
     def bring(self, view: ItemView, name: str) -> Tensor:
         """As `to_device`."""
-        source = self._source(view, name)
-        self._sources.append(source)
+        array = from_dlpack(view[name])
+        registered = self._registered_memory(view, name, array)
+        if registered is not None:
+            self._reading.append(registered)
+            target = kind_of(self._device).read(registered, self._stream)
+        else:
+            with self._stream:
+                target = array.pin_memory().to(self._device, non_blocking=True)
         computing = torch.accelerator.current_stream(self._device)
-        with self._stream:
-            target = source.to(self._device, non_blocking=True)
         computing.wait_stream(self._stream)
         target.record_stream(computing)
         return target
 
     def settle(self) -> None:
         """As `settle`."""
-        if self._sources:
+        if self._reading:
             self._stream.synchronize()
-            self._sources.clear()
+            self._reading.clear()
 
-    def _source(self, view: ItemView, name: str) -> Tensor:
-        """The array in memory that the driver has pinned."""
-        array = from_dlpack(view[name])
+    def _registered_memory(self, view: ItemView, name: str, array: Tensor) -> Tensor | None:
+        """The array `name`, as `array`, in memory that the driver reads by itself; None where it is in none."""
         place = view.place(name) if isinstance(view, View) else None
         pages = self._pages(place[0]) if place is not None else None
         if place is None or pages is None or not array.numel():
-            return array.pin_memory()
+            return None
         flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=place[1])
         return flat.view(array.shape)
 

@@ -1,0 +1,191 @@
+"""The fused operators against plain torch: what they take, what they give, what happens where one is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ascend.processes import call
+
+HALF_TOLERANCE = 0.03
+
+
+class Recorder:
+    """Names of the npu:: operators that are called within it."""
+
+    def __new__(cls):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Mode(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.names: list[str] = []
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func.namespace == "npu":
+                    self.names.append(func._schema.name.removeprefix("npu::"))
+                return func(*args, **(kwargs or {}))
+
+        return Mode()
+
+
+def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str) -> dict:
+    """Three steps of a mixed batch on CPU and NPU: whole prompts, a chunk behind a context, single tokens."""
+    import torch
+
+    from mindie_mm.device import open_device
+    from mindie_mm.device.npu_kernels import works
+    from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache, paged_attention
+
+    devices = torch.device("cpu"), open_device("npu").torch_device
+    for operator in ("npu_scatter_nd_update_", FUSED):
+        works(operator, devices[1], getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(0)
+    blocks = [[5, 1, 7], [2, 9], [4, 0, 3]]
+    steps = [
+        [Chunk(0, 5, blocks[0]), Chunk(0, block_size + 3, blocks[1]), Chunk(0, 1, blocks[2])],
+        [Chunk(5, 6, blocks[0]), Chunk(block_size + 3, block_size + 9, blocks[1]), Chunk(1, 2, blocks[2])],
+        [Chunk(6, 7, blocks[0]), Chunk(block_size + 9, block_size + 10, blocks[1]), Chunk(2, 3, blocks[2])],
+    ]
+    caches = [
+        PagedCache.allocate(
+            num_layers=1,
+            num_blocks=10,
+            block_size=block_size,
+            num_kv_heads=kv_heads,
+            head_dim=width,
+            value_head_dim=width,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
+        for device in devices
+    ]
+    worst, names = 0.0, []
+    for chunks in steps:
+        count = sum(chunk.stop - chunk.start for chunk in chunks)
+        rows = [
+            torch.randn(n, count, width, generator=generator).to(getattr(torch, dtype))
+            for n in (heads, kv_heads, kv_heads)
+        ]
+        outs = []
+        for device, cache in zip(devices, caches, strict=True):
+            with Recorder() as recorder:
+                batch = PagedBatch(chunks, cache, device)
+                out = paged_attention(0, *(part.to(device) for part in rows), batch, width**-0.5)
+            outs.append(out.float().cpu())
+        names.append(recorder.names)
+        worst = max(worst, float((outs[0] - outs[1]).abs().max()))
+    return {"worst": worst, "names": names}
+
+
+STORE = ["npu_scatter_nd_update_"] * 2
+FUSED = "npu_fused_infer_attention_score"
+
+
+@pytest.mark.parametrize(
+    ("shape", "calls"),
+    [
+        # Heads of 128: all rows in one call.
+        ((4, 2, 128, 128, "bfloat16"), [[FUSED], [FUSED], [FUSED]]),
+        ((8, 1, 128, 256, "float16"), [[FUSED], [FUSED], [FUSED]]),
+        # Others: single rows together, each longer chunk by itself.
+        ((4, 2, 64, 128, "bfloat16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
+        ((3, 3, 32, 128, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
+        # What the operator refuses is plain torch's: 32 bits, other blocks, other widths.
+        ((4, 2, 64, 128, "float32"), [[], [], []]),
+        ((4, 2, 128, 16, "bfloat16"), [[], [], []]),
+        ((4, 2, 72, 128, "bfloat16"), [[], [], []]),
+    ],
+)
+def test_attention_over_pages_equals_plain_torch(shape, calls):
+    found = call(attention, *shape)
+    assert found["worst"] < (1e-5 if shape[-1] == "float32" else HALF_TOLERANCE)
+    assert found["names"] == [STORE + own for own in calls]
+
+
+def layers() -> dict:
+    import torch
+
+    with torch.inference_mode():
+        return layers_in_inference()
+
+
+def layers_in_inference() -> dict:
+    import torch
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    from mindie_mm.device import npu_layers, open_device
+    from mindie_mm.nn.layers import RMSNorm
+
+    device = open_device("npu").torch_device
+    kinds = [Qwen2RMSNorm, modeling_llama.LlamaRMSNorm, RMSNorm, Gemma3RMSNorm]
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.ModuleDict({kind.__name__: kind(48, 1e-6) for kind in kinds})
+        for norm in model.values():
+            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        model.to(device, dtype)
+        values = torch.randn(3, 5, 48, device=device, dtype=dtype)
+        expected = {name: norm(values) for name, norm in model.items()}
+        npu_layers.fuse(model)
+        for name, norm in model.items():
+            with Recorder() as recorder:
+                off = (norm(values).float() - expected[name].float()).abs().max().item()
+            found[f"{name} {dtype}"] = [recorder.names, off]
+
+    config = modeling_llama.LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    layer = torch.nn.ModuleList([modeling_llama.LlamaAttention(config, 0)])
+    q, k, cos, sin = (torch.randn(1, *rest) for rest in ((2, 7, 32), (1, 7, 32), (7, 32), (7, 32)))
+    expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    npu_layers.fuse(layer)
+    npu_layers.fuse(layer)  # again: nothing is wrapped twice
+    with Recorder() as recorder:
+        rotated = modeling_llama.apply_rotary_pos_emb(*(part.to(device) for part in (q, k, cos, sin)))
+        own = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+        narrow = [part[..., :12].contiguous().to(device) for part in (q, k, cos, sin)]
+        modeling_llama.apply_rotary_pos_emb(*narrow)
+    found["rotation"] = [
+        recorder.names[-2:],
+        max(float((a.cpu() - b).abs().max()) for a, b in zip(rotated, expected, strict=True)),
+        all(torch.equal(a, b) for a, b in zip(own, expected, strict=True)),
+        recorder.names.count("npu_rotary_mul"),
+    ]
+    return found
+
+
+def test_norms_and_rotations_are_replaced_where_they_give_the_same_numbers():
+    found = call(layers)
+    names, off, own, calls = found.pop("rotation")
+    assert names == ["npu_rotary_mul"] * 2
+    assert off < 1e-6
+    assert own  # on the host nothing changes
+    assert calls == 3  # the trial, queries, keys; heads that do not fill lanes are rotated in parts
+    for name, (called, off) in found.items():
+        assert called == ([] if name.startswith("Gemma3") else ["npu_rms_norm"]), name
+        assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
+
+
+def without(operators: list[str]) -> dict:
+    import logging
+
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("mindie_mm.device.npu_kernels").addHandler(Kept())
+    found = [attention(4, 2, 128, 128, "bfloat16") for _ in range(2)]
+    for name in operators:
+        assert not any(name in names for one in found for names in one["names"])
+    return {"worst": max(one["worst"] for one in found), "lines": lines}
+
+
+@pytest.mark.parametrize("names", [[FUSED], ["npu_scatter_nd_update_"], [FUSED, "npu_scatter_nd_update_"]])
+def test_an_operator_that_is_missing_is_said_once_and_done_in_plain_torch(names):
+    found = call(without, names, missing=",".join(names))
+    assert found["worst"] < HALF_TOLERANCE
+    assert len(found["lines"]) == len(names)
+    for name, line in zip(sorted(names), sorted(found["lines"]), strict=True):
+        assert line.startswith(f"{name} does not run on npu:0 in torch.bfloat16, plain torch takes its place: ")

@@ -1,0 +1,102 @@
+"""Media from the arena to the device: read by the device itself, from pages registered once, settled, then verified."""
+
+from __future__ import annotations
+
+from tests.ascend.processes import call, traced
+
+
+def staged(releases: bool = False) -> dict:
+    """Two blocks of an arena of another process's, brought to the device; the calls are in the trace."""
+    import logging
+    import subprocess
+    import sys
+
+    import torch
+
+    from mindie_mm.device import open_device
+    from mindie_mm.errors import StaleReference
+    from mindie_mm.nn import staging
+    from mindie_mm.shm import Ref, attach, free
+    from mindie_mm.shm.mapped import drop_removed
+
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("mindie_mm.nn.staging").addHandler(Kept())
+    device = open_device("npu").torch_device
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        refs = [Ref.from_words(*map(int, owner.stdout.readline().split())) for _ in range(2)]
+        views = [attach(ref) for ref in refs]
+        brought = [staging.to_device(view, "a", device) for view in views]
+        staging.settle(device)
+        values = [tensor.cpu().flatten().tolist() for tensor in brought]
+        for view in views:
+            view.verify()
+        late = staging.to_device(views[0], "a", device)
+        free(refs[0])
+        owner.stdin.write("overwrite\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline() == "done\n"
+        staging.settle(device)
+        read = sorted(set(late.cpu().flatten().tolist()))
+        try:
+            views[0].verify()
+            error = ""
+        except StaleReference as stale:
+            error = str(stale)
+    finally:
+        owner.communicate()
+    del views, late, brought
+    drop_removed()
+    found = {"values": [sorted(set(one)) for one in values], "read": read, "error": error, "lines": lines}
+    torch.accelerator.synchronize()
+    return found
+
+
+_OWNER = """
+import sys
+from contextlib import ExitStack
+from mindie_mm.shm import Arena, ArraySpec
+
+with Arena.create(3 * 98304) as arena:
+    for number in range(2):
+        with arena.allocate({"a": ArraySpec((300, 300), "uint8")}, path_file=None) as block:
+            block["a"][...] = number + 1
+            print(*block.publish().to_words(), flush=True)
+    sys.stdin.readline()
+    with ExitStack() as stack:  # as many as there is room for: one lies where the first lay
+        for number in range(2):
+            block = stack.enter_context(arena.allocate({"a": ArraySpec((300, 300), "uint8")}, path_file=None))
+            block["a"][...] = 9
+    print("done", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
+    trace = tmp_path / "trace"
+    found = call(staged, trace=str(trace))
+    assert found["values"] == [[1], [2]]
+    assert not found["lines"]
+    # Bytes that are read when they are another content's come with an error, as they are settled before the check.
+    assert found["read"] == [9]
+    assert "freed" in found["error"] or "generation" in found["error"]
+    calls = traced(trace)
+    registered = [line for line in calls if line.startswith("aclrtHostRegister")]
+    assert len(registered) == 1
+    assert sum(line.startswith("aclrtHostUnregister") for line in calls) == 1
+    assert not any(line.startswith("aclrtMallocHost") for line in calls[: calls.index(registered[0])])
+
+
+def test_where_it_cannot_be_registered_media_go_through_pinned_memory(tmp_path):
+    trace = tmp_path / "trace"
+    found = call(staged, trace=str(trace), fail="aclrtHostRegisterV2=507899,aclrtHostRegister=507899")
+    assert found["values"] == [[1], [2]]
+    assert len(found["lines"]) == 1
+    assert found["read"] == [1]  # what was copied before
+    assert found["error"]
+    assert any(line.startswith("aclrtMallocHost") for line in traced(trace))
