@@ -49,6 +49,7 @@ def configure(settings: LogSettings, process: str, stream: TextIO | None = None)
     global _current  # noqa: PLW0603 - logging is global, and so is what it was set to
     _current = settings
     handler = logging.StreamHandler(stream)
+    handler.setLevel(settings.level.upper())  # some loggers of libraries have a level of their own
     handler.setFormatter(_Json(process) if settings.format == "json" else _Text(process))
     handler.addFilter(_add_request_id)
     logging.basicConfig(level=_ROOT_LEVEL.get(settings.level, settings.level).upper(), handlers=[handler], force=True)

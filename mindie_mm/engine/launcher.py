@@ -7,6 +7,7 @@ gone. The connection is each rank's second lifeline, should this process be kill
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import select
@@ -35,6 +36,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mindie_mm import logs
 from mindie_mm.ipc import ChildChannel, Lifeline
+
+_log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.5
 """How long the ranks may take to end by themselves; less than the parent's patience with this process."""
@@ -68,7 +71,8 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
         run("-m", "mindie_mm.engine.rank", door.name, log_settings, "${local_rank}", device, num_threads)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise SystemExit(f"rank {rank}, process {failure.pid}, ended with status {failure.exitcode}") from None
+        _log.error("rank %d, process %d, ended with status %d", rank, failure.pid, failure.exitcode)
+        raise SystemExit(1) from None
 
 
 class _Door:

@@ -1,4 +1,4 @@
-"""What several ranks make of prompts: `torchrun -m tests.engine.shared_model CASES`, on the CPU.
+"""What several ranks make of prompts: `torchrun -m tests.engine.shared_model CASES DEVICE`, in float32.
 
 CASES is a folder of folders, each with a checkpoint's `path` and prompts <name>.npy, ids with words. Each gets
 <name>.<rank>.logits.npy, and <way>.<rank>.json with greedy tokens of all prompts at once, for each way of the towers;
@@ -23,16 +23,16 @@ from tests.models.contract import run
 NUM_TOKENS = 8
 
 
-def main(case: Path, ranks: Ranks) -> None:
+def main(case: Path, device: str, ranks: Ranks) -> None:
     """One checkpoint."""
     try:
-        model = load_model((case / "path").read_text(), "cpu", "float32")
+        model = load_model((case / "path").read_text(), device, "float32")
     except UnsupportedCheckpoint as error:
         (case / f"refused.{ranks.number}.txt").write_text(str(error))
         return
     prompts = {file.stem: torch.from_numpy(np.load(file)) for file in sorted(case.glob("*.npy"))}
     for name, ids in prompts.items():
-        np.save(case / f"{name}.{ranks.number}.logits", model.logits(ids).numpy())
+        np.save(case / f"{name}.{ranks.number}.logits", model.logits(ids).cpu().numpy())
     for way in TOWER_PARALLEL:
         engine = Engine(model, EngineConfig(tower_parallel=way), 2**24, ranks)
         outputs, errors = run(engine, list(prompts.values()), max_tokens=NUM_TOKENS)
@@ -41,6 +41,7 @@ def main(case: Path, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    joined = join(int(os.environ["LOCAL_RANK"]), "cpu", 1)
+    name = sys.argv[2]
+    joined = join(int(os.environ["LOCAL_RANK"]), name, 1)
     for folder in sorted(Path(sys.argv[1]).iterdir()):
-        main(folder, joined)
+        main(folder, name, joined)

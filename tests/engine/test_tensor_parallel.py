@@ -214,7 +214,14 @@ def contract_of(name):
 def shared(cases):
     """Runs two ranks over the `cases`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "tests.engine.shared_model", str(cases)]
+    command += [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "-m",
+        "tests.engine.shared_model",
+        str(cases),
+        "cpu",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stderr
 

@@ -1,0 +1,92 @@
+"""Two ranks on two simulated NPUs, their collectives over HCCL: what one process on the CPU makes of the same words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.ascend import processes
+from tests.models.contract import picture
+
+NUM_TOKENS = 8
+PROMPTS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "Describe this picture."}],
+    "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
+}
+
+
+def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
+    """Tokens of all prompts at once, of the same again after a rank was killed, the device, and what was left alive."""
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.async_engine import AsyncEngine
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.errors import ProcessDied
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+
+    config = EngineConfig(
+        device="npu", dtype="float32", tensor_parallel=2, tower_parallel=tower_parallel, kv_cache_bytes=2**22
+    )
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    async def tokens(engine: AsyncEngine, name: str, ids: Any) -> list[int]:
+        return [token async for progress in engine.generate(name, ids, params) for token in progress.token_ids]
+
+    def of(engine: AsyncEngine) -> list[psutil.Process]:
+        launcher = psutil.Process(engine.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    async def main() -> dict[str, Any]:
+        engine = await AsyncEngine.start(Path(checkpoint), config)
+        with Tokenizer.from_pretrained(checkpoint) as tokenizer:
+            path_file = Path(folder) / "shm_name.txt"
+            prompts = {name: tokenizer.tokenize(items, path_file).numpy() for name, items in PROMPTS.items()}
+            found = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
+            seen = of(engine)
+            running = engine.generate("running", prompts["text"], SamplingParams(ignore_eos=True))
+            await anext(running)
+            seen[2].kill()
+            with contextlib.suppress(ProcessDied):
+                async for _ in running:
+                    pass
+            again = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
+            seen += of(engine)
+            release(path_file)
+        device = engine.info.device
+        await engine.close()
+        _, alive = psutil.wait_procs(seen, timeout=10)
+        left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return {"found": found, "again": again, "device": device, "left": left}
+
+    return asyncio.run(main())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tower_parallel", ["items", pytest.param("replicate", marks=pytest.mark.slow)])
+def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_parallel, tmp_path, monkeypatch):
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.models import load_model
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+    from tests.models.contract import run
+
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        prompts = [tokenizer.tokenize(items, tmp_path / "shm_name.txt") for items in PROMPTS.values()]
+        engine = Engine(load_model(random_checkpoint, "cpu", torch.float32), EngineConfig())
+        outputs, errors = run(engine, prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
+        release(tmp_path / "shm_name.txt")
+    assert not errors
+    (folder := tmp_path / "npu").mkdir()
+    monkeypatch.setattr(processes, "_LIMIT_S", 280.0)  # six processes start in it
+    said = processes.call(serve, str(random_checkpoint), tower_parallel, str(folder), devices=2)
+    assert said["device"] == "npu:0"
+    assert said["found"] == [*outputs.values()]
+    assert said["again"] == said["found"], "after the death of a rank"
+    assert said["left"] == []
