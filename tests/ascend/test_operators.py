@@ -1,4 +1,4 @@
-"""torch's operators on the simulated NPU: the host's numbers, in the order of streams, with the syncs that a device has."""
+"""torch's operators on the simulated NPU: the host's numbers, in the order of streams, with the syncs of a device."""
 
 from __future__ import annotations
 
