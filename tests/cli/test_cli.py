@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.cli.shell import run
+from tests.cli.shell import run, run_warm
 
 
 def test_models_lists_every_file_of_the_package():
@@ -24,9 +24,9 @@ def test_models_lists_every_file_of_the_package():
 
 
 def test_doctor_says_what_is_fine_and_what_is_not(random_checkpoint, tmp_path):
-    findings = json.loads(run("doctor", random_checkpoint, "--json"))
+    findings = json.loads(run_warm("doctor", random_checkpoint, "--json"))
     assert {finding["status"] for finding in findings} == {"ok"}
-    found = run("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
+    found = run_warm("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
     problems = {finding["subject"]: finding["advice"] for finding in json.loads(found) if finding["status"] == "error"}
     assert problems.keys() == {"checkpoint", "shared memory"}
     assert "--shm-size" in problems["shared memory"]
@@ -43,10 +43,10 @@ def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
 
 
 def test_mistakes_are_one_line(random_checkpoint):
-    said = run("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
+    said = run_warm("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
     assert "/no/such.png" in said
     assert "Traceback" not in said
-    assert "MINDIE_MM_NUM_TOKENIZERS is 'two'" in run("doctor", status=2, MINDIE_MM_NUM_TOKENIZERS="two")
+    assert "MINDIE_MM_NUM_TOKENIZERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_NUM_TOKENIZERS="two")
 
 
 def test_serve_help_names_every_setting():
@@ -67,11 +67,11 @@ def test_a_family_is_chosen_by_name(random_checkpoint, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
     asked = ("ask", "What?", "--model", folder, "--max-tokens", 2)
-    assert "model_type 'other'" in run(*asked, status=2)
-    assert "there are" in run(*asked, "--family", "nothing", status=2)
-    run(*asked, "--family", "qwen2_vl")
-    assert "there are" in run("serve", folder, "--port", 0, "--family", "nothing", status=2)
-    found = json.loads(run("doctor", folder, "--json", MINDIE_MM_FAMILY="qwen2_vl"))
+    assert "model_type 'other'" in run_warm(*asked, status=2)
+    assert "there are" in run_warm(*asked, "--family", "nothing", status=2)
+    run_warm(*asked, "--family", "qwen2_vl")
+    assert "there are" in run_warm("serve", folder, "--port", 0, "--family", "nothing", status=2)
+    found = json.loads(run_warm("doctor", folder, "--json", MINDIE_MM_FAMILY="qwen2_vl"))
     assert {finding["status"] for finding in found} == {"ok"}
 
 
@@ -79,6 +79,6 @@ def test_the_tower_has_a_precision_of_its_own(random_checkpoint, tmp_path):
     picture = tmp_path / "picture.png"
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
     asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)
-    run(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu")
-    assert "vision_bits is 8, it must be 16 or 32" in run(*asked, status=2, MINDIE_MM_VISION_BITS="8")
-    assert "device is 'tpu'" in run("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)
+    run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu")
+    assert "vision_bits is 8, it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
+    assert "device is 'tpu'" in run_warm("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)
