@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -49,7 +50,7 @@ def waits() -> dict:
     first, second = torch.npu.Stream(), torch.npu.Stream()
     source = torch.arange(4.0).pin_memory()
     on_device = torch.zeros(4).to("npu")
-    missed, met = (torch.full((4,), -1.0).pin_memory() for _ in range(2))
+    met = torch.full((4,), -1.0).pin_memory()
     torch.npu.synchronize()
 
     with torch.npu.stream(first):
@@ -62,7 +63,6 @@ def waits() -> dict:
     second.synchronize()
     found["met"] = met.tolist()
     found["event"] = event.query()
-    del missed
     return found
 
 
@@ -144,7 +144,6 @@ def test_a_stream_is_drained_without_a_wait_of_the_host():
 
 
 def freed_source() -> str:
-    import ctypes
     import mmap
 
     import torch
@@ -200,3 +199,92 @@ def threads() -> list[float]:
 
 def test_threads_have_streams_of_their_own():
     assert call(threads) == [0.0, 50.0, 100.0, 150.0]
+
+
+def races() -> dict:
+    import torch
+    import torch_npu  # noqa: F401
+
+    found = {}
+    first, second = torch.npu.Stream(), torch.npu.Stream()
+    source = torch.arange(4.0).pin_memory()
+    landing = torch.full((4,), -1.0).pin_memory()
+    on_device = torch.zeros(4).to("npu")
+
+    def attempt(name, stream, function):
+        with torch.npu.stream(stream):
+            try:
+                function()
+                found[name] = "done"
+            except RuntimeError as error:
+                text = str(error)
+                found[name] = text[text.index("race") :].split("0x", maxsplit=1)[0] if "race" in text else text
+
+    def bring():
+        on_device.copy_(source, non_blocking=True)
+
+    def fetch():
+        landing.copy_(on_device, non_blocking=True)
+
+    attempt("write", first, bring)
+    attempt("read by another stream", second, fetch)
+    attempt("read by the host", second, on_device.cpu)
+    event = first.record_event()
+    attempt("read after the event was recorded", second, fetch)
+    second.wait_event(event)
+    attempt("read after a wait", second, fetch)
+    attempt("write while it is read", first, bring)
+    first.wait_stream(second)
+    attempt("write after a wait", first, bring)
+    attempt("read on the same stream", first, fetch)
+    first.synchronize()
+    attempt("read after the host has waited", second, fetch)
+    attempt("host after the host has waited", second, on_device.cpu)
+    found["value"] = landing.tolist()
+    return found
+
+
+def test_unordered_use_is_an_error():
+    found = call(races)
+    raced = {name: said for name, said in found.items() if str(said).startswith("race")}
+    assert list(raced) == [
+        "read by another stream",
+        "read by the host",
+        "read after the event was recorded",
+        "write while it is read",
+    ]
+    assert " reads " in raced["read by another stream"]
+    assert raced["read by the host"].startswith("race: stream -1 reads")
+    assert " writes " in raced["write while it is read"]
+    assert [said for name, said in found.items() if name not in raced] == ["done"] * 6 + [[0.0, 1.0, 2.0, 3.0]]
+
+
+def operators_race() -> list[int]:
+    import torch
+    import torch_npu  # noqa: F401
+
+    sim = simulator()
+    sim.sim_reads.argtypes = sim.sim_writes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    memory = torch.zeros(1024, dtype=torch.uint8).to("npu")
+    start = memory.data_ptr()
+    torch.npu.synchronize()
+    first, second = (torch.npu.Stream() for _ in range(2))
+    one, other = first.npu_stream, second.npu_stream
+    codes = [
+        sim.sim_writes(one, start + 100, 100),
+        sim.sim_reads(other, start, 100),
+        sim.sim_reads(other, start + 200, 100),
+        sim.sim_reads(other, start + 150, 1),
+        sim.sim_reads(one, start, 1024),
+    ]
+    event = first.record_event()
+    codes.append(sim.sim_writes(one, start + 300, 1))
+    second.wait_event(event)
+    codes += [sim.sim_reads(other, start, 300), sim.sim_reads(other, start, 301)]
+    return codes
+
+
+def test_operators_tell_what_they_use():
+    race = 107003
+    assert call(operators_race) == [0, 0, 0, race, 0, 0, 0, race]
+    assert call(operators_race, races=0) == [0] * 8

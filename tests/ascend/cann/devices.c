@@ -8,7 +8,19 @@
 static _Thread_local int current = -1;
 static char contexts[SIM_MAX_DEVICES]; /* a context is the address of its device's entry here */
 
-int sim_device_count(void) { return (int)sim_setting("ASCEND_SIM_DEVICES", 1, 0, SIM_MAX_DEVICES); }
+int sim_device_count(void) {
+    int devices = (int)sim_setting("ASCEND_SIM_DEVICES", 1, 0, SIM_MAX_DEVICES), visible = 0;
+    const char *list = getenv("ASCEND_RT_VISIBLE_DEVICES"); /* those up to the first that does not exist */
+    if (!list) return devices;
+    while (*list) {
+        char *end;
+        long device = strtol(list, &end, 10);
+        if (end == list || device < 0 || device >= devices) break;
+        visible++;
+        list = *end == ',' ? end + 1 : end;
+    }
+    return visible;
+}
 
 int sim_current_device(void) { return current; }
 

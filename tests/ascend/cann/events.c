@@ -8,10 +8,13 @@ struct sim_event {
     struct sim_stream *stream; /* null: never recorded */
     uint64_t seq;
     uint64_t reached_ns; /* 0: not yet */
+    struct sim_clock clock; /* of the stream when it was recorded */
 };
 
 static void let_go(struct sim_event *event) {
-    if (atomic_fetch_sub(&event->references, 1) == 1) free(event);
+    if (atomic_fetch_sub(&event->references, 1) > 1) return;
+    free(event->clock.steps);
+    free(event);
 }
 
 static int create(aclrtEvent *event) {
@@ -71,6 +74,9 @@ aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
     place->stream = sim_stream_of(stream);
     place->reached_ns = 0;
     place->seq = sim_queue(place->stream, &record->task);
+    free(place->clock.steps);
+    place->clock = (struct sim_clock){0};
+    sim_clock_join(&place->clock, sim_stream_clock(place->stream));
     pthread_mutex_unlock(&sim_lock);
     return 0;
 }
@@ -97,6 +103,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
         task->other = place->stream;
         task->other_seq = place->seq;
         sim_queue(waiter, task);
+        sim_clock_join(sim_stream_clock(waiter), &place->clock);
     }
     pthread_mutex_unlock(&sim_lock);
     return 0;
@@ -106,6 +113,7 @@ static int synchronize(struct sim_event *event) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
     int code = event->stream ? sim_run(event->stream, event->seq) : 0;
+    sim_host_has_waited(&event->clock);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
@@ -125,6 +133,7 @@ static bool is_reached(struct sim_event *event) {
     pthread_mutex_lock(&sim_lock);
     if (event->stream && !sim_has_run(event->stream, event->seq)) sim_run_one(event->stream);
     bool reached = !event->stream || sim_has_run(event->stream, event->seq);
+    if (reached) sim_host_has_waited(&event->clock);
     pthread_mutex_unlock(&sim_lock);
     return reached;
 }

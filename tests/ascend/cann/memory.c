@@ -108,6 +108,7 @@ static int release(void *p, enum sim_kind kind) {
     pthread_mutex_lock(&sim_lock);
     struct sim_range range = take_range(p, kind);
     if (range.kind == SIM_DEVICE) used[range.device] -= range.size;
+    if (range.kind != SIM_FREE) sim_forget(range.start, range.size);
     pthread_mutex_unlock(&sim_lock);
     if (range.kind == SIM_FREE) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%p was not allocated", p);
     munmap(range.start, range.size);
@@ -215,6 +216,7 @@ aclError aclrtHostUnregister(void *p) {
     CALLED("p=%p", p);
     pthread_mutex_lock(&sim_lock);
     struct sim_range range = take_range(p, SIM_REGISTERED);
+    if (range.kind != SIM_FREE) sim_forget(range.start, range.size);
     pthread_mutex_unlock(&sim_lock);
     return range.kind == SIM_FREE ? sim_error(ACL_ERROR_HOST_MEMORY_NOT_REGISTERED, "%p is not registered", p) : 0;
 }
@@ -267,6 +269,11 @@ int sim_check_copy(const void *dst, size_t room, const void *src, size_t n, aclr
 aclError aclrtMemcpy(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind) {
     CALLED("dst=%p src=%p n=%zu kind=%d", dst, src, n, (int)kind);
     int code = sim_check_copy(dst, room, src, n, kind);
+    if (code) return code;
+    pthread_mutex_lock(&sim_lock);
+    code = sim_note_host(src, n, false);
+    if (!code) code = sim_note_host(dst, n, true);
+    pthread_mutex_unlock(&sim_lock);
     if (code) return code;
     if (kind == ACL_MEMCPY_DEVICE_TO_HOST) sim_count_copy_to_host();
     memmove(dst, src, n);
@@ -348,6 +355,7 @@ aclError aclrtUnmapMem(void *p) {
     CALLED("p=%p", p);
     pthread_mutex_lock(&sim_lock);
     struct sim_range range = take_range(p, SIM_DEVICE);
+    if (range.kind != SIM_FREE) sim_forget(range.start, range.size);
     pthread_mutex_unlock(&sim_lock);
     if (range.kind == SIM_FREE) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%p is not mapped", p);
     mmap(p, range.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);

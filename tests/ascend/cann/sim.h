@@ -77,12 +77,31 @@ struct sim_task {
     struct sim_task *next;
 };
 struct sim_stream *sim_stream_of(aclrtStream stream); /* null: the default stream of this thread's device; sim_lock is held */
-int sim_stream_device(const struct sim_stream *stream);
 void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(struct sim_task *));
 /* In all of these sim_lock is held; those that run tasks let go of it meanwhile. */
 uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task); /* returns its number in the stream */
 bool sim_has_run(const struct sim_stream *stream, uint64_t seq);
 int sim_run(struct sim_stream *stream, uint64_t seq); /* all up to seq; returns the error of the stream, if any */
 void sim_run_one(struct sim_stream *stream);          /* one task, unless there is none or it is impatient */
+
+int sim_stream_id(const struct sim_stream *stream);
+
+/* order.c: up to which step of each stream something comes later. sim_lock is held in all of these. */
+struct sim_clock {
+    uint64_t *steps;
+    size_t count;
+};
+uint64_t sim_clock_of(const struct sim_clock *clock, int stream);
+void sim_clock_join(struct sim_clock *clock, const struct sim_clock *other);
+void sim_clock_set(struct sim_clock *clock, int stream, uint64_t step);
+struct sim_clock *sim_host_clock(void);
+void sim_host_has_waited(const struct sim_clock *clock);
+struct sim_clock *sim_stream_clock(struct sim_stream *stream); /* with what the host has waited for; in streams.c, like */
+uint64_t sim_step(struct sim_stream *stream);                  /* the next step of the stream */
+/* 0, or the code of a race with what another stream did to the range. */
+int sim_note_read(struct sim_stream *stream, const void *p, size_t n);
+int sim_note_write(struct sim_stream *stream, void *p, size_t n);
+int sim_note_host(const void *p, size_t n, bool writes);
+void sim_forget(const void *p, size_t n); /* it was freed */
 
 uint64_t sim_now_ns(void);

@@ -12,6 +12,8 @@ struct sim_stream {
     struct sim_task *head, **tail;
     uint64_t queued, done; /* numbers of the task queued last, and of the one that ran last */
     int error;             /* of the first task that failed: what follows does not run */
+    uint64_t steps;        /* taken, see order.c */
+    struct sim_clock clock;
     bool running, gets_on;
     pthread_cond_t changed;
     struct sim_stream *next;
@@ -39,7 +41,17 @@ struct sim_stream *sim_stream_of(aclrtStream stream) {
     return defaults[device];
 }
 
-int sim_stream_device(const struct sim_stream *stream) { return stream->device; }
+int sim_stream_id(const struct sim_stream *stream) { return stream->id; }
+
+struct sim_clock *sim_stream_clock(struct sim_stream *stream) {
+    sim_clock_join(&stream->clock, sim_host_clock());
+    return &stream->clock;
+}
+
+uint64_t sim_step(struct sim_stream *stream) {
+    sim_clock_set(&stream->clock, stream->id, ++stream->steps);
+    return stream->steps;
+}
 
 void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(struct sim_task *)) {
     struct sim_task *task = calloc(1, size);
@@ -166,12 +178,22 @@ aclError aclrtDestroyStreamForce(aclrtStream stream) {
     return 0;
 }
 
+static int wait_for(struct sim_stream *stream) {
+    uint64_t last = stream->queued;
+    struct sim_clock reached = {0}; /* what is queued by others meanwhile is not waited for */
+    sim_clock_join(&reached, sim_stream_clock(stream));
+    int code = sim_run(stream, last);
+    sim_host_has_waited(&reached);
+    free(reached.steps);
+    return code;
+}
+
 /* The host waits until all that is queued on the stream has run; ms is not kept: only a collective takes time, and has its own limit. */
 static int synchronize(aclrtStream stream) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
-    int code = sim_run(queue, queue->queued);
+    int code = wait_for(queue);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
@@ -192,7 +214,7 @@ static int synchronize_device(void) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
     for (struct sim_stream *stream = streams; stream; stream = stream->next) {
-        int code = stream->device == device ? sim_run(stream, stream->queued) : 0;
+        int code = stream->device == device ? wait_for(stream) : 0;
         if (!first) first = code;
     }
     pthread_mutex_unlock(&sim_lock);
@@ -215,6 +237,7 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
     struct sim_stream *queue = sim_stream_of(stream);
     sim_run_one(queue); /* asking makes the device get on by one task, so that whoever polls comes to an end */
     *status = queue->head ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
+    if (!queue->head) sim_host_has_waited(sim_stream_clock(queue));
     int code = queue->error;
     pthread_mutex_unlock(&sim_lock);
     return code;
@@ -230,14 +253,23 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) {
 
 aclError aclrtGetStreamId(aclrtStream stream, int32_t *id) { return aclrtStreamGetId(stream, id); }
 
-static int launch(aclrtStream stream, struct sim_task *task) {
+/* Queues a task that reads and writes n bytes each (null: none), unless that would be a race. */
+static int launch_on(aclrtStream stream, struct sim_task *task, void *writes, const void *reads, size_t n) {
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
-    sim_queue(queue, task);
-    int code = queue->error;
+    int code = reads ? sim_note_read(queue, reads, n) : 0;
+    if (!code && writes) code = sim_note_write(queue, writes, n);
+    if (!code) {
+        sim_queue(queue, task);
+        code = queue->error;
+    } else {
+        task->drop(task);
+    }
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
+
+static int launch(aclrtStream stream, struct sim_task *task) { return launch_on(stream, task, NULL, NULL, 0); }
 
 /* ---- tasks ---- */
 
@@ -269,7 +301,7 @@ aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, acl
     CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
     int code = sim_check_copy(dst, room, src, n, kind);
     if (code || !n) return code;
-    return launch(stream, &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task);
+    return launch_on(stream, &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task, dst, src, n);
 }
 
 struct fill {
@@ -296,7 +328,7 @@ aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtSt
     fill->value = value;
     fill->n = n;
     fill->kind = sim_kind_of(p, n);
-    return launch(stream, &fill->task);
+    return launch_on(stream, &fill->task, p, NULL, n);
 }
 
 struct host_call {
@@ -341,5 +373,5 @@ SIM_EXPORT int sim_drain(void *stream) {
 }
 
 SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_t n) {
-    return launch(stream, &new_copy(dst, src, n, true)->task);
+    return launch_on(stream, &new_copy(dst, src, n, true)->task, dst, NULL, n);
 }
