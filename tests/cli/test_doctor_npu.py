@@ -102,7 +102,10 @@ def test_a_board_without_a_driver_is_a_sign(tmp_path, monkeypatch):
 
 
 def test_a_container_without_the_drivers_files(tree):
-    tree.remove("/usr/local/Ascend/driver/version.info", "/usr/local/Ascend/driver/lib64/driver/libascend_hal.so")
+    tree.remove("/usr/local/Ascend/driver/version.info")
+    assert only(tree).status == "warning"
+    tree.remove("/usr/local/Ascend/driver/lib64/driver/libascend_hal.so")
+    assert only(tree).status == "error"
     assert only(tree).found == "the driver is loaded, but /usr/local/Ascend/driver/version.info can't be read"
     assert "-v /usr/local/Ascend/driver/lib64" in only(tree).advice
 
@@ -182,6 +185,11 @@ def test_cann_is_installed_but_its_environment_is_not_set(tree, monkeypatch):
     assert only(tree).status == "error"
     assert "9.2.0 in /usr/local/Ascend/cann, but its environment is not set" in only(tree).found
     assert only(tree).advice.startswith("source /usr/local/Ascend/cann/set_env.sh")
+
+
+def test_a_loaders_path_without_the_environment(tree, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    assert only(tree).found.endswith("ASCEND_HOME_PATH and ASCEND_TOOLKIT_HOME are not set")
 
 
 def test_an_environment_without_the_loaders_path(tree, monkeypatch):
@@ -340,6 +348,7 @@ def test_npu_smi_is_not_mounted(tree, monkeypatch):
     [
         ("2", "error", "which leaves none of 2"),
         ("", "error", "which leaves none of 2"),
+        ("7,0", "error", "which leaves none of 2"),
         ("npu0", "error", "which leaves none of 2"),
         ("0, 1", "warning", "CANN reads only 0"),
         ("0,1,7", "warning", "CANN reads only 0, 1"),
@@ -472,9 +481,10 @@ def test_an_npu_that_does_not_answer():
 
 
 def test_npu_smi_that_does_not_answer(tree):
-    tree.write("/bin/npu-smi", "#!/bin/sh\nexec sleep 100\n").chmod(0o755)
-    one, *_ = smi.findings(Machine.here(tree.root), None, timeout_s=0.2)
-    assert (one.status, one.found) == ("error", "npu-smi info gives no answer within 0 s")
+    tree.write("/bin/npu-smi", f"#!/bin/sh\necho $$ > {tree.root}/pid\nexec sleep 100\n").chmod(0o755)
+    one, *_ = smi.findings(Machine.here(tree.root), None, timeout_s=5)
+    assert (one.status, one.found) == ("error", "npu-smi info gives no answer within 5 s")
+    assert not Path("/proc", tree.at("/pid").read_text().strip()).exists()
     tree.write("/bin/npu-smi", "\x7fELF").chmod(0o755)
     one, *_ = smi.findings(Machine.here(tree.root), None)
     assert one.found.startswith("npu-smi can't be run: ")
