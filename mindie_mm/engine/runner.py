@@ -72,7 +72,7 @@ class Runner:
             upload(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step]), device),
             upload(torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1), device),
             splices,
-            PagedBatch.build(
+            PagedBatch(
                 [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.groups) for s in step], self._cache, device
             ),
             upload(torch.tensor(wanted, dtype=torch.int64), device),

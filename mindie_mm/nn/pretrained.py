@@ -126,9 +126,9 @@ def _load(
     unused: Sequence[str],
     tp_plan: Mapping[str, str] | None,
 ) -> Any:
-    quantized = check_quantization(checkpoint, device)
-    # Quantised layers are made on their device; others are moved there as they are.
-    placed = {"device_map": {"": device.torch_device}} if quantized else {}
+    check_quantization(checkpoint, device)
+    # Straight to the device, by accelerate: the host never holds them all.
+    placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:
         config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
         _check_rope(checkpoint, config)
@@ -157,7 +157,6 @@ def _load(
     module.requires_grad_(False).eval()
     if num_shares() > 1:
         localize(module)
-    if not quantized:
         module.to(device.torch_device)
     return module
 

@@ -9,13 +9,13 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
 
-def check_quantization(checkpoint: Checkpoint, device: Device) -> bool:
-    """Whether the weights are quantised; UnsupportedCheckpoint names the package or device that is missing for it.
+def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
+    """UnsupportedCheckpoint names the package or device that is missing for weights that are quantised.
 
     Also for a method that transformers does not know: it would take the packed weights for plain ones.
     """
     if (settings := _settings(checkpoint)) is None:
-        return False
+        return
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer  # late, like all of its modelling
 
     method = _method(settings)
@@ -31,7 +31,6 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> bool:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} is quantised with {method!r}, which cannot be run here: {error}"
         ) from error
-    return True
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
