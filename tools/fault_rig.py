@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +34,11 @@ MODULES = {"tokenizer": "mindie_mm.tokenize.process", "engine": "mindie_mm.engin
 class Rig:
     """A service with fault points armed, started again whenever it is gone. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, running: Callable[..., AbstractContextManager[RunningService]] = running_service
+    ) -> None:
+        """`running` starts the service, as `tools.serving.running_service`."""
+        self._running = running
         self.folder = folder
         self.spool = folder / "spool"
         self.faults = folder / "faults"
@@ -57,7 +61,7 @@ class Rig:
             log = self.folder / f"log-{self._starts}"
             settings = SETTINGS | {"spool": self.spool}
             environment = {"MINDIE_MM_FAULTS": str(self.faults)}
-            self._service = self._stack.enter_context(running_service(settings, log, environment=environment))
+            self._service = self._stack.enter_context(self._running(settings, log, environment=environment))
         return self._service
 
     def drop(self) -> None:

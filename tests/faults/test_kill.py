@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.warm import running_service
 from tools.fault_matrix import run
 from tools.fault_points import POINTS, Point
 from tools.fault_rig import Rig
@@ -22,7 +23,7 @@ SLICE = (
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with Rig(tmp_path_factory.mktemp("kill")) as rig:
+    with Rig(tmp_path_factory.mktemp("kill"), running_service) as rig:
         yield rig
 
 

@@ -22,7 +22,8 @@ from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
 from mindie_mm.shm import collect
 from service.server import _bound
-from tools.serving import RunningService, running_service
+from tests.warm import running_service
+from tools.serving import RunningService
 
 ENGINE = "mindie_mm.engine.process"
 
