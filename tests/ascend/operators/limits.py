@@ -43,6 +43,14 @@ _TORCHS = (
 LIMITS: tuple[Limit, ...] = (*_TORCHS, *attention_limits.LIMITS, *layer_limits.LIMITS)
 
 
+class Refused(RuntimeError):
+    """As torch_npu raises it; with the row of the table, for those who test that."""
+
+    def __init__(self, words: str, limit: Limit) -> None:
+        super().__init__(words)
+        self.limit = limit
+
+
 def of(operator: str) -> Callable[[Arguments], None] | None:
     """A check of a call's arguments; None where nothing is known that the device refuses."""
     found = [limit for limit in LIMITS if operator in limit.operators]
@@ -54,7 +62,8 @@ def _check(operator: str, limits: list[Limit], arguments: Arguments) -> None:
         for refusal in limit.refusals(arguments):
             # As in issue 8045 and pull request 9632 of vllm-project/vllm-ascend, and CANN's OP_CHECK_DTYPE_NOT_SUPPORT.
             kind = "AclNN_Parameter_Error(EZ1001)" if limit.code == PARAMETER else "E89999: Inner Error! E89999"
-            raise RuntimeError(
+            raise Refused(
                 f"{operator.partition('::')[2]}: NPU function error: call aclnn failed, error code is {limit.code}\n"
-                f"[ERROR] ERR00100 PTA call acl api failed.\n{kind}: {refusal}"
+                f"[ERROR] ERR00100 PTA call acl api failed.\n{kind}: {refusal}",
+                limit,
             )

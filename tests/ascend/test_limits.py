@@ -1,0 +1,227 @@
+"""What an Ascend 910B refuses is refused: each row of the table, and its neighbour on the right side passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ascend.operators.limits import LIMITS, Refused
+
+HALF, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+def moved(value: Any, npu: torch.device) -> Any:
+    """To the device, a tensor with its gaps."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
+    return whole.to(npu).as_strided(value.size(), value.stride(), value.storage_offset())
+
+
+def fused(npu: torch.device, **changes: Any) -> Any:
+    """A decode of two sequences over pages of 128 tokens, rows packed; `changes` to its arguments."""
+    given = {
+        "query": torch.zeros(2, 4, 128, dtype=HALF),
+        "key": torch.zeros(3, 128, 256, dtype=HALF),
+        "value": torch.zeros(3, 128, 256, dtype=HALF),
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "input_layout": "TND",
+        "actual_seq_lengths": [1, 2],
+        "actual_seq_lengths_kv": [130, 5],
+        "block_table": torch.tensor([[0, 1], [2, 2]], dtype=torch.int32),
+        "block_size": 128,
+        "sparse_mode": 3,
+        "atten_mask": TRIANGLE,
+    } | changes
+    given = {name: moved(value, npu) for name, value in given.items()}
+    rows = [given.pop(name) for name in ("query", "key", "value")]
+    return torch.ops.npu.npu_fused_infer_attention_score(*rows, **{k: v for k, v in given.items() if v is not None})
+
+
+def prefill(npu: torch.device, **changes: Any) -> Any:
+    """A sequence of 6 rows over 9 keys, with a batch axis."""
+    rows = {"query": torch.zeros(1, 6, 64, dtype=HALF)} | {
+        name: torch.zeros(1, 9, 32, dtype=HALF) for name in ("key", "value")
+    }
+    none = dict.fromkeys(("block_table", "atten_mask", "actual_seq_lengths", "actual_seq_lengths_kv"))
+    return fused(npu, **{**rows, **none, "block_size": 0, "sparse_mode": 0, "input_layout": "BSH"} | changes)
+
+
+def unpaged(npu: torch.device, **changes: Any) -> Any:
+    """Packed rows whose keys are packed, too."""
+    rows = {name: torch.zeros(2, 4, 128, dtype=HALF) for name in ("query", "key", "value")}
+    settings = {"num_key_value_heads": 4, "block_table": None, "block_size": 0, "actual_seq_lengths_kv": [1, 2]}
+    return fused(npu, **{**rows, **settings} | changes)
+
+
+def training(npu: torch.device, **changes: Any) -> Any:
+    given = {name: torch.zeros(5, 4, 20, dtype=FULL) for name in ("query", "key", "value")}
+    given |= {"head_num": 4, "input_layout": "TND", "actual_seq_qlen": [2, 5], "actual_seq_kvlen": [2, 5]} | changes
+    given = {name: moved(value, npu) for name, value in given.items()}
+    return torch.ops.npu.npu_fusion_attention(**given)
+
+
+def plain(operator: str) -> Callable[..., Any]:
+    """A call of an operator with positional arguments."""
+
+    def launch(npu: torch.device, *arguments: Any) -> Any:
+        namespace, name = operator.split("::")
+        return getattr(getattr(torch.ops, namespace), name)(*(moved(value, npu) for value in arguments))
+
+    return launch
+
+
+def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+MM, BMM, ADDMM, SOFTMAX = (plain(f"aten::{name}") for name in ("mm", "bmm", "addmm", "softmax"))
+NORM, ADD_NORM, ROTARY = (plain(f"npu::npu_{name}") for name in ("rms_norm", "add_rms_norm", "rotary_mul"))
+IN_PLACE, SWIGLU = plain("npu::npu_apply_rotary_pos_emb"), plain("npu::npu_swiglu")
+SCATTER, SLOTS = plain("npu::npu_scatter_nd_update_"), plain("npu::npu_scatter_pa_kv_cache")
+INDEX = torch.zeros(2, 1, dtype=torch.int64)
+PAGES = zeros(2, 8, 2, 16)
+SLOT = torch.zeros(2, dtype=torch.int32)
+
+REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
+    "products of float64": (MM, (zeros(2, 2, dtype=DOUBLE),) * 2, "self not implemented for DT_DOUBLE"),
+    "products of int64": (MM, (zeros(2, 2, dtype=torch.int64),) * 2, "self not implemented for DT_INT64"),
+    "batched products of float64": (BMM, (zeros(1, 2, 2, dtype=DOUBLE),) * 2, "DT_DOUBLE"),
+    "products and a sum of float64": (ADDMM, (zeros(2, 2, dtype=DOUBLE),) * 3, "mat1 not implemented for DT_DOUBLE"),
+    "softmax of int64": (SOFTMAX, (zeros(2, 2, dtype=torch.int64), -1), "self not implemented for DT_INT64"),
+    "attention in float32": (prefill, {n: zeros(1, 6, 64, dtype=FULL) for n in ("query",)}, "query not implemented"),
+    "keys of another dtype": (prefill, {"key": zeros(1, 9, 32, dtype=torch.float16)}, "key expected dtype"),
+    "a mask of floats": (prefill, {"atten_mask": zeros(1, 1, 6, 9, dtype=FULL), "sparse_mode": 1}, "atten_mask not"),
+    "rows with gaps": (fused, {"query": zeros(2, 8, 128)[:, ::2]}, "query is not contiguous"),
+    "a layout": (prefill, {"input_layout": "SBH"}, "inputLayout SBH"),
+    "heads that do not share": (fused, {"num_heads": 4, "num_key_value_heads": 3}, "must be a multiple"),
+    "heads that are not the query's": (fused, {"num_heads": 2}, "numHeads"),
+    "a head of 20": (prefill, {n: zeros(1, 9, 20 * h) for n, h in (("query", 4), ("key", 2), ("value", 2))}, "headDim"),
+    "a head of 528": (
+        prefill,
+        {n: zeros(1, 9, 528 * h) for n, h in (("query", 4), ("key", 2), ("value", 2))},
+        "headDim",
+    ),
+    "a causal mode without its mask": (prefill, {"sparse_mode": 3}, "attenMask must be given"),
+    "a mask of its own for it": (
+        prefill,
+        {"sparse_mode": 3, "atten_mask": TRIANGLE[:6, :9].contiguous()},
+        "2048, 2048",
+    ),
+    "a mode": (prefill, {"sparse_mode": 5}, "sparseMode"),
+    "a packed head of 96": (unpaged, {n: zeros(2, 4, 96) for n in ("query", "key", "value")}, "192/128/64"),
+    "packed rows too many": (fused, {"query": zeros(3, 4, 128)}, "queryT"),
+    "packed rows without lengths": (fused, {"actual_seq_lengths": None}, "must be given"),
+    "packed rows with a mask of their own": (unpaged, {"sparse_mode": 1}, "must be 0 without a mask"),
+    "more queries than keys": (unpaged, {"actual_seq_lengths": [2, 2]}, "more queries than keys"),
+    "a packed window without its mask": (unpaged, {"sparse_mode": 4, "atten_mask": None}, "attenMask"),
+    "a block of 100": (fused, {"block_size": 100, **{n: zeros(3, 100, 256) for n in ("key", "value")}}, "blockSize"),
+    "a packed block of 256": (
+        fused,
+        {"block_size": 256, **{n: zeros(3, 256, 256) for n in ("key", "value")}},
+        "blockSize",
+    ),
+    "a table of int64": (fused, {"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "blockTable must be int32"),
+    "a table too narrow": (fused, {"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "columns"),
+    "a table too short": (fused, {"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "rows"),
+    "a cache by heads": (fused, {n: zeros(3, 2, 128, 128) for n in ("key", "value")}, "must be \\(blocks"),
+    "training in int8": (training, {n: zeros(5, 4, 20, dtype=torch.int8) for n in ("query",)}, "DT_INT8"),
+    "training in two dtypes": (training, {"key": zeros(5, 4, 20)}, "expected dtype"),
+    "a mask of int8 in training": (training, {"atten_mask": zeros(5, 5, dtype=torch.int8)}, "DT_INT8"),
+    "a layout in training": (training, {"input_layout": "NTD"}, "inputLayout"),
+    "heads in training": (training, {"head_num": 2}, "head_num"),
+    "a head of 769 in training": (
+        training,
+        {n: zeros(5, 4, 769, dtype=FULL) for n in ("query", "key", "value")},
+        "headDim",
+    ),
+    "lengths in training": (training, {"actual_seq_qlen": [2, 6]}, "beyond 5"),
+    "a norm of float64": (NORM, (zeros(2, 8, dtype=DOUBLE), zeros(8, dtype=DOUBLE)), "DT_DOUBLE"),
+    "a norm in two dtypes": (NORM, (zeros(2, 8), zeros(8, dtype=FULL)), "gamma expected dtype"),
+    "a norm of other axes": (NORM, (zeros(2, 8), zeros(4)), "last axes"),
+    "a sum's norm of float64": (ADD_NORM, (*(zeros(2, 8, dtype=DOUBLE),) * 2, zeros(8, dtype=DOUBLE)), "DT_DOUBLE"),
+    "a sum's norm in two dtypes": (ADD_NORM, (zeros(2, 8), zeros(2, 8), zeros(8, dtype=FULL)), "expected dtype"),
+    "a rotation of float64": (ROTARY, (zeros(1, 2, 2, 4, dtype=DOUBLE),) * 3, "DT_DOUBLE"),
+    "a rotation of three axes": (ROTARY, (zeros(2, 2, 4),) * 3, "four axes"),
+    "a rotation of 896": (ROTARY, (zeros(1, 1, 1, 896),) * 3, "less than 896"),
+    "a rotation by other rows": (ROTARY, (zeros(1, 2, 3, 4), *(zeros(1, 3, 3, 4),) * 2), "must be as x"),
+    "a rotation of quarters": (ROTARY, (*(zeros(1, 2, 2, 4),) * 3, "quarter"), "rotary_mode"),
+    "pairs rotated by heads": (ROTARY, (*(zeros(1, 2, 2, 4),) * 3, "interleave"), "11SD"),
+    "a rotation in place of float64": (IN_PLACE, (zeros(1, 2, 2, 64, dtype=DOUBLE),) * 4, "DT_DOUBLE"),
+    "a rotation in place of 32": (IN_PLACE, (zeros(1, 2, 1, 32),) * 4, "128 or 64"),
+    "an activation of float64": (SWIGLU, (zeros(2, 4, dtype=DOUBLE),), "DT_DOUBLE"),
+    "a scatter of float64": (SCATTER, (zeros(4, 2, dtype=DOUBLE), INDEX, zeros(2, 2, dtype=DOUBLE)), "DT_DOUBLE"),
+    "a scatter by int16": (SCATTER, (zeros(4, 2), INDEX.short(), zeros(2, 2)), "indices not implemented for DT_INT16"),
+    "a scatter of two dtypes": (SCATTER, (zeros(4, 2), INDEX, zeros(2, 2, dtype=FULL)), "updates expected dtype"),
+    "a scatter of other shapes": (SCATTER, (zeros(4, 2), INDEX, zeros(3, 2)), "updates"),
+    "a scatter by one axis": (SCATTER, (zeros(4, 2), INDEX[:, 0], zeros(2, 2)), "two axes"),
+    "rows with gaps to the cache": (
+        SLOTS,
+        (zeros(2, 4, 16)[:, ::2], zeros(2, 2, 16), PAGES, PAGES, SLOT),
+        "contiguous",
+    ),
+    "rows of another dtype to it": (
+        SLOTS,
+        (zeros(2, 2, 16, dtype=FULL), zeros(2, 2, 16), PAGES, PAGES, SLOT),
+        "expected",
+    ),
+    "a slot too few": (SLOTS, (zeros(2, 2, 16), zeros(2, 2, 16), PAGES, PAGES, SLOT[:1]), "slot_mapping"),
+}
+
+TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
+    "products of float32": (MM, (zeros(2, 2, dtype=FULL),) * 2),
+    "softmax of float64": (SOFTMAX, (zeros(2, 2, dtype=DOUBLE), -1)),
+    "a sum of float64": (plain("aten::add"), (zeros(2, dtype=DOUBLE),) * 2),
+    "pages": (fused, {}),
+    "packed keys": (unpaged, {}),
+    "a packed head of 64": (unpaged, {n: zeros(2, 4, 64) for n in ("query", "key", "value")}),
+    "packed heads of 192 and 128": (
+        unpaged,
+        {"query": zeros(2, 4, 192), "key": zeros(2, 4, 192), "value": zeros(2, 4, 128)},
+    ),
+    "a batch axis": (prefill, {}),
+    "a head of 512": (prefill, {n: zeros(1, 9, 512 * h) for n, h in (("query", 4), ("key", 2), ("value", 2))}),
+    "a triangle": (prefill, {"sparse_mode": 2, "atten_mask": TRIANGLE.view(1, 1, 2048, 2048)}),
+    "a mask of its own": (prefill, {"sparse_mode": 1, "atten_mask": zeros(1, 1, 6, 9, dtype=torch.bool)}),
+    "a packed block of 16": (
+        fused,
+        {"block_size": 16, "block_table": torch.zeros(2, 9, dtype=torch.int32)}
+        | {n: zeros(3, 16, 256) for n in ("key", "value")},
+    ),
+    "training in float32, a head of 20": (training, {}),
+    "a norm": (NORM, (zeros(2, 8), zeros(8))),
+    "a rotation": (ROTARY, (zeros(1, 2, 3, 4), *(zeros(1, 2, 1, 4),) * 2)),
+    "a scatter of int8": (SCATTER, (zeros(4, 2, dtype=torch.int8), INDEX.int(), zeros(2, 2, dtype=torch.int8))),
+}
+
+
+def ask(launch: Callable[..., Any], npu: torch.device, given: Any) -> Any:
+    return launch(npu, **given) if isinstance(given, dict) else launch(npu, *given)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused(npu, name):
+    launch, given, words = REFUSED[name]
+    with pytest.raises(RuntimeError, match=words) as refused:
+        ask(launch, npu, given)
+    assert "NPU function error: call aclnn failed, error code is " in str(refused.value)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_is_taken(npu, name):
+    ask(TAKEN[name][0], npu, TAKEN[name][1])
+
+
+def test_every_row_of_the_table_refuses_something_and_has_a_source(npu):
+    refusing = set()
+    for launch, given, _ in REFUSED.values():
+        with pytest.raises(Refused) as refused:
+            ask(launch, npu, given)
+        refusing.add(refused.value.limit)
+    assert [limit.source for limit in LIMITS if limit not in refusing] == []
+    assert all(limit.source for limit in LIMITS)
