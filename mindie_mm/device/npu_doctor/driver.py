@@ -50,7 +50,7 @@ def _driver(machine: Machine) -> Finding:
         folder = f"{_folder(machine)}/lib64"
         if not machine.exists(folder):
             return Finding("npu driver", "error", f"{installed}, but {folder} is not there", _DOCKER)
-        # https://gitee.com/ascend: "export LD_LIBRARY_PATH=.../driver/lib64/driver" is the maker's answer to it.
+        # CANN does not bring it. On a machine itself ld.so.conf.d names its folder, in a container nothing does.
         advice = f"export LD_LIBRARY_PATH={folder}/driver:{folder}/common:$LD_LIBRARY_PATH"
         return Finding("npu driver", "error", f"{installed}, but the loader does not find {_LIBRARY}", advice)
     if machine.device_ids():

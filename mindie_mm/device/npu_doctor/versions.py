@@ -56,7 +56,7 @@ def _torch_build(software: Software) -> Finding:
     # torch_npu/__init__.py, _check_device_conflict: refused as soon as that accelerator is there, too.
     found = f"{software.torch} is built for {software.accelerator}; torch_npu wants the CPU build"
     advice = f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
-    if software.architecture == "aarch64":  # since 2.11 PyPI's own wheel for it is a CUDA build
+    if software.architecture == "aarch64":  # torch_npu's README has the CPU index for it since 2.11
         advice += "; for aarch64 PyPI has CUDA builds alone, so pin it before anything else that needs torch"
     return Finding(subject, "warning", found, advice)
 
