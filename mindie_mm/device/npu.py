@@ -51,6 +51,8 @@ class NPU(Device):
         return torch.device("npu", _npu().current_device())
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        if checkpoint_dtype == torch.bfloat16 and not _npu().is_bf16_supported():  # such as on a 310P
+            return torch.float16
         return checkpoint_dtype
 
     @classmethod

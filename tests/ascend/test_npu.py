@@ -1,0 +1,99 @@
+"""`--device npu`: when it can be used, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ascend.processes import call
+
+
+def opened() -> dict:
+    import torch
+
+    from mindie_mm.device import kind_of, open_device
+    from mindie_mm.errors import DeviceError
+
+    try:
+        device = open_device("npu")
+    except DeviceError as error:
+        return {"error": str(error)}
+    before = device.free_bytes()
+    kept: list[torch.Tensor] = []
+    found = {
+        "device": str(device.torch_device),
+        "auto": open_device("auto").name,
+        "kind": kind_of(device.torch_device).name,
+        "bfloat16": str(device.default_dtype(torch.bfloat16)),
+        "float32": str(device.default_dtype(torch.float32)),
+        "peak": device.peak_bytes(lambda: torch.empty(3 * 2**20, dtype=torch.uint8, device="npu")),
+    }
+    kept.append(torch.empty(2**28, dtype=torch.uint8, device="npu"))
+    return found | {"taken": before - device.free_bytes()}
+
+
+@pytest.mark.parametrize(("soc", "dtype"), [("Ascend910B1", "torch.bfloat16"), ("Ascend310P3", "torch.float16")])
+def test_an_npu_is_opened_and_measured(soc, dtype):
+    found = call(opened, soc=soc)
+    assert found["device"] == "npu:0"
+    assert (found["auto"], found["kind"]) == ("npu", "npu")
+    assert (found["bfloat16"], found["float32"]) == (dtype, "torch.float32")
+    assert 3 * 2**20 <= found["peak"] < 32 * 2**20
+    assert 2**28 <= found["taken"] < 2**28 + 32 * 2**20
+
+
+def test_no_npu_is_visible():
+    found = call(opened, fail="aclrtGetDeviceCount=507033")
+    assert found == {"error": "the device npu can't be used: no NPU is visible, see npu-smi info"}
+
+
+def test_cann_is_missing():
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "LD_LIBRARY"))}
+    variables["PYTHONPATH"] = str(Path.cwd())
+    code = (
+        "from mindie_mm.device import open_device\ntry:\n    open_device('npu')\nexcept Exception as e:\n    print(e)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert answer.stdout.startswith("the device npu can't be used: torch_npu does not load (")
+    assert "source CANN's set_env.sh first" in answer.stdout
+
+
+def reading() -> str:
+    """What a copy from registered memory says."""
+    import mmap
+
+    import torch
+
+    from mindie_mm.device import open_device
+    from mindie_mm.errors import DeviceError
+
+    device = open_device("npu")
+    pages = mmap.mmap(-1, 2**20)
+    source = torch.frombuffer(pages, dtype=torch.uint8)
+    assert device.pin(source.data_ptr(), source.nbytes)
+    stream = torch.Stream(device.torch_device)
+    try:
+        device.read(source, stream)
+        said = "copied"
+    except DeviceError as error:
+        said = str(error)
+    stream.synchronize()
+    device.unpin(source.data_ptr())
+    return said
+
+
+def test_a_copy_that_fails_is_an_error():
+    assert call(reading) == "copied"
+    said = call(reading, fail="aclrtMemcpyAsync=507899")
+    assert said == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with 507899"
