@@ -53,6 +53,21 @@ test: install browser
 test-all: install browser
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
 
+# On the simulated NPU: the simulator's own tests, what is fused and what is not, families of each kind, an engine. Minutes.
+NPU := .venv-npu/bin/python -m tests.ascend
+NPU_SLICE := tests/ascend $(addprefix tests/models/test_, qwen2_vl.py gemma3.py florence2.py) tests/engine/test_not_a_number.py
+
+test-npu: .venv-npu/installed gcc
+	$(NPU) pytest --device npu -n auto --dist loadfile --no-loadscope-reorder $(NPU_SLICE)
+
+# The contract of every family, engine, service and faults, and which lines of the NPU's own code they came by.
+test-npu-all: .venv-npu/installed gcc
+	rm -rf build/coverage
+	$(NPU) coverage run -m pytest --device npu -n auto --dist loadfile --no-loadscope-reorder -m '' \
+	  tests/ascend tests/models tests/engine tests/service tests/faults/test_world.py
+	.venv-npu/bin/coverage combine --quiet
+	.venv-npu/bin/coverage report --show-missing --fail-under=100
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -69,7 +84,7 @@ bench: install
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf .venv .venv-npu .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 .PHONY: families fuzz stress faults soak screenshots
 

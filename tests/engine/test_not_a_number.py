@@ -15,8 +15,8 @@ from tests.models.contract import run
 
 
 @pytest.fixture(scope="module")
-def model(random_checkpoint):
-    return load_model(random_checkpoint, device="cpu")
+def model(random_checkpoint, device):
+    return load_model(random_checkpoint, device=device)
 
 
 @pytest.fixture(scope="module")

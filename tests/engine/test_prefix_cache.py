@@ -36,8 +36,8 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def model(random_checkpoint):
-    return load_model(random_checkpoint, device="cpu")
+def model(random_checkpoint, device):
+    return load_model(random_checkpoint, device=device)
 
 
 @pytest.fixture

@@ -76,8 +76,8 @@ def calls(engine, prompts):
     return sizes, outputs
 
 
-def test_a_burst_of_large_pictures_goes_through_the_tower_in_parts(random_checkpoint, tmp_path):
-    model = load_model(random_checkpoint, device="cpu")
+def test_a_burst_of_large_pictures_goes_through_the_tower_in_parts(random_checkpoint, device, tmp_path):
+    model = load_model(random_checkpoint, device=device)
     path_file = tmp_path / "shm_name.txt"
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         prompts = [tokenizer.tokenize([{"image": picture(112, 112, i)}], path_file) for i in range(12)]

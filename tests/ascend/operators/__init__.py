@@ -7,12 +7,12 @@ from functools import cache
 
 import torch
 
-from tests.ascend.operators import aten, fused
-
 
 @cache
 def install() -> dict[str, torch.library.Library]:
     """Puts the operators in place of torch_npu's kernels, for this process. What it returns keeps them there."""
+    from tests.ascend.operators import aten, fused  # both need torch_npu, which is not wherever this package is read
+
     libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "npu", "atb")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are overridden: that is what is meant
