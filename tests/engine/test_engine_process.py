@@ -24,8 +24,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-async def engine(random_checkpoint):
-    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device="cpu", max_model_len=256))
+async def engine(random_checkpoint, device):
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, max_model_len=256))
     yield engine
     await engine.close()
 
@@ -102,8 +102,8 @@ async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, 
     assert len(await neighbour) == 16
 
 
-async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint):
-    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device="cpu"))
+async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint, device):
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device))
     right, before = await tokens(engine, "before"), engine.pid
     stream = engine.generate("r", PROMPT, SamplingParams(temperature=0, ignore_eos=True))
     await anext(stream)
@@ -123,10 +123,10 @@ async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint)
         await tokens(engine, "too late")
 
 
-async def test_an_engine_that_cannot_come_back_says_why_and_is_tried_again(random_checkpoint, tmp_path):
+async def test_an_engine_that_cannot_come_back_says_why_and_is_tried_again(random_checkpoint, device, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.symlink_to(random_checkpoint)
-    engine = await AsyncEngine.start(checkpoint, EngineConfig(device="cpu"))
+    engine = await AsyncEngine.start(checkpoint, EngineConfig(device=device))
     checkpoint.unlink()
     os.kill(engine.pid, signal.SIGKILL)
     async with asyncio.timeout(60):
