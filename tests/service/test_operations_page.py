@@ -36,9 +36,9 @@ OTHERS = {
         "--file",
     ),
     *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
-    *("--kustomize", "--from-literal", "--help"),
+    *("--kustomize", "--from-literal", "--index-url", "--help"),
 }
-"""Options of docker and kubectl; and click's own."""
+"""Options of docker, kubectl and pip; and click's own."""
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
