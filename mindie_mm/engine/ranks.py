@@ -103,7 +103,7 @@ class _Group(Ranks):
     def open_device(self, name: str) -> Device:
         device = open_device(name)
         if device.name != "cpu" and (found := torch.accelerator.device_count()) < self.count:
-            raise DeviceError(f"tensor_parallel is {self.count}; of the device {device.name} {found} are visible")
+            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {found}")
         return device
 
     def same(self, kind: Any, make: Callable[[], T]) -> T:
@@ -120,7 +120,8 @@ class _Group(Ranks):
         try:
             work.wait(_FOREVER if error is None else PATIENCE)
         except RuntimeError:
-            _log.critical("rank %d failed, and the others do not come to hear it", self.number, exc_info=error)
+            if error is not None:
+                _log.critical("rank %d failed, and the others do not come to hear it", self.number, exc_info=error)
             raise
         if (rank := int(first)) == self.count:
             return None

@@ -20,7 +20,7 @@ from mindie_mm.nn import attention
 from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.quantized import check_quantization, refuse_quantized
+from mindie_mm.nn.quantized import check_quantization, is_quantized
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 
 # Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
@@ -126,6 +126,8 @@ def _load(
     unused: Sequence[str],
     tp_plan: Mapping[str, str] | None,
 ) -> Any:
+    if is_quantized(checkpoint):
+        refuse_shares(checkpoint, "is quantised")
     check_quantization(checkpoint, device)
     # Straight to the device, by accelerate: the host never holds them all.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
@@ -133,7 +135,6 @@ def _load(
         config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
         _check_rope(checkpoint, config)
         if num_shares() > 1:
-            refuse_quantized(checkpoint)
             cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
         module, loaded = cls.from_pretrained(
             checkpoint.path,
@@ -157,7 +158,6 @@ def _load(
     module.requires_grad_(False).eval()
     if num_shares() > 1:
         localize(module)
-        module.to(device.torch_device)
     return module
 
 

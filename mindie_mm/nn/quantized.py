@@ -9,6 +9,11 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
 
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Whether config.json says that the weights are."""
+    return _settings(checkpoint) is not None
+
+
 def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
     """UnsupportedCheckpoint names the package or device that is missing for weights that are quantised.
 

@@ -33,13 +33,10 @@ def num_shares() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def refuse_shares(checkpoint: Checkpoint) -> None:
-    """UnsupportedCheckpoint of a family for whose layers there is no plan, where several ranks are to share them."""
+def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose layers there is no plan") -> None:
+    """UnsupportedCheckpoint, where several ranks are to share the weights of a checkpoint that `what` keeps whole."""
     if num_shares() > 1:
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is of a family whose layers cannot be shared: tensor_parallel is {num_shares()}, it "
-            "must be 1"
-        )
+        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}, it must be 1")
 
 
 def shared(
@@ -55,13 +52,9 @@ def shared(
     from transformers.distributed.utils import TransformersDeviceMesh
 
     shares = num_shares()
-    if text.base_model_tp_plan is None:
-        if tp_plan is None:
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has a text model of type {text.model_type!r}, for whose layers there is no plan of "
-                f"shares: tensor_parallel is {shares}, it must be 1"
-            )
-        text.base_model_tp_plan = dict(tp_plan)
+    if (plan := text.base_model_tp_plan or tp_plan) is None:
+        refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, for which there is no plan")
+    text.base_model_tp_plan = plan
     heads = text.num_attention_heads
     for what, count in (("attention", heads), ("key-value", getattr(text, "num_key_value_heads", None) or heads)):
         if count % shares:
@@ -72,10 +65,11 @@ def shared(
     names = ("pp", "dp_replicate", "fsdp", "tp")
     mesh = init_device_mesh(device.torch_device.type, (1, 1, 1, shares), mesh_dim_names=names)
 
-    def on_our_mesh(_: type[Any], config: Any, device_map: object = None) -> tuple[Any, object, Any]:
-        return config, device_map, TransformersDeviceMesh(mesh, mesh)
+    def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
+        del device_map  # nobody gives one
+        return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
-    # transformers' own takes whatever accelerator there is, also where --device says cpu, and needs accelerate.
+    # transformers' own takes whatever accelerator there is, also where --device says cpu.
     namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
 

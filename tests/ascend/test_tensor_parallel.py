@@ -67,6 +67,25 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
     return asyncio.run(main())
 
 
+def refuse(checkpoint: str) -> str:
+    """What a start with more ranks than devices says."""
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.async_engine import AsyncEngine
+    from mindie_mm.errors import DeviceError
+
+    try:
+        asyncio.run(AsyncEngine.start(Path(checkpoint), EngineConfig(device="npu", tensor_parallel=2)))
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_more_ranks_than_devices_are_refused(random_checkpoint):
+    said = processes.call(refuse, str(random_checkpoint), devices=1)
+    assert said == "tensor_parallel is 2, the visible npu devices are 1"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tower_parallel", ["items", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_parallel, tmp_path, monkeypatch):

@@ -55,10 +55,12 @@ def test_what_stays():
             "embedding": nn.Embedding(WIDTH, WIDTH),
             "tied": nn.Linear(WIDTH, WIDTH, bias=False),
             "moved": nn.Linear(WIDTH, WIDTH),
+            "shared": nn.Linear(WIDTH, WIDTH),
         }
     )
     module["tied"].weight = module["embedding"].weight
     module["moved"].register_forward_pre_hook(lambda *_: None)
+    module["shared"].forward = lambda rows: rows  # as tensor parallel has it
     pack(module, always)
     assert [name for name, layer in module.items() if isinstance(layer, PackedLinear)] == ["large"]
 

@@ -16,11 +16,14 @@ import torch
 from mindie_mm.config import TOWER_PARALLEL, EngineConfig
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.detokenizer import load_tokenizer
+from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import BadReference, ContextLengthExceeded, InputError, ProcessDied, UnsupportedCheckpoint
 from mindie_mm.inputs import Embeddings
 from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.shared_model import NUM_TOKENS
@@ -97,6 +100,19 @@ async def test_seeds_given_and_drawn(engine):
     assert first == second
     assert all(len(found) == 12 for found in others)
     assert len({tuple(found) for found in others}) == 3, "each has its own"
+
+
+async def test_a_schema_holds_on_all(engine, model, random_checkpoint):
+    schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]})
+    one = Engine(model, EngineConfig())
+    one.grammars = Grammars(lambda: load_tokenizer(Checkpoint.open(random_checkpoint)), model.spec.eos_token_ids)
+    outputs, errors = run(one, [torch.from_numpy(PROMPT)], max_tokens=16, json_schema=schema)
+    assert not errors
+    params = SamplingParams(temperature=0, max_tokens=16, json_schema=schema)
+    assert await tokens(engine, "schema", PROMPT, params) == outputs[0]
+    with pytest.raises(InputError, match="no JSON"):
+        await tokens(engine, "none", PROMPT, SamplingParams(json_schema="{"))
+    assert await tokens(engine, "again", PROMPT, params) == outputs[0]
 
 
 async def test_a_request_that_fails_fails_alone(engine, prompts, tmp_path):
@@ -270,8 +286,13 @@ def test_what_cannot_be_shared_is_refused_in_words(tmp_path, random_checkpoint):
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     config["text_config"]["num_key_value_heads"] = 1
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
-    (cases / "heads").mkdir()
-    (cases / "heads" / "path").write_text(str(tmp_path / "heads"))
+    shutil.copytree(random_checkpoint, tmp_path / "quantised")
+    config = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    for name in ("heads", "quantised"):
+        (cases / name).mkdir()
+        (cases / name / "path").write_text(str(tmp_path / name))
     shared(cases)
     for rank in (0, 1):
         said = {case.name: (case / f"refused.{rank}.txt").read_text() for case in cases.iterdir()}
