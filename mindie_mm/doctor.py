@@ -71,10 +71,11 @@ def _device(name: str, broken: Collection[str]) -> tuple[Finding, str]:
         return Finding("device", "error", absent, f"see what is said of {chosen} below"), chosen
     try:
         device = open_device(chosen)
+        torch_device = torch.empty(1, device=device.torch_device).device  # starts it: some say nothing before
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
-    found = f"{device.torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
+    found = f"{torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
     if name == "auto" and broken:
         advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"
         return Finding("device", "warning", found, advice), chosen

@@ -56,6 +56,12 @@ def test_an_internal_error_of_the_driver(said):
     assert "error code is 507899" in one.found
 
 
+def test_an_error_that_is_not_known(said):
+    one = said(fail="aclrtGetMemInfo=500000")["npu runtime"]
+    assert one.status == "error"
+    assert one.found.startswith("starting the NPU ends with status 1: RuntimeError: GetDeviceMemories")
+
+
 def test_no_npu_is_visible(said):
     one = said(fail="aclrtGetDeviceCount=507899")["npu runtime"]
     assert one.status == "error"

@@ -14,10 +14,11 @@ def main() -> None:
     if reason := NPU.missing():
         raise SystemExit(reason)
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
-    free_bytes, total_bytes = npu.mem_get_info()
+    device = torch.empty(1, device=NPU().torch_device).device  # starts it: before, it is asked nothing (107002)
+    free_bytes, total_bytes = npu.mem_get_info(device)
     said = {
         "count": npu.device_count(),
-        "name": npu.get_device_name(NPU().torch_device),
+        "name": npu.get_device_name(device),
         "free_bytes": free_bytes,
         "total_bytes": total_bytes,
     }

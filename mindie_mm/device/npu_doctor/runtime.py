@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 from mindie_mm.device.finding import Finding
@@ -44,7 +45,7 @@ def _failed(subject: str, stderr: str, status: int) -> Finding:
         line = next((line for line in lines if explain(line) is symptom), lines[-1])
         return Finding(subject, "error", f"{symptom.meaning}: {line[:300]}", symptom.advice)
     # Of a trace the exception is at the end; torch_npu adds lines of its own below.
-    errors = [line for line in lines if "Error" in line] or lines[-1:]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)] or lines[-1:]
     ended = f"signal {-status}" if status < 0 else f"status {status}"
     said = errors[-1][:300] if errors else ""
     advice = "see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
