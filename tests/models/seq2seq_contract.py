@@ -55,7 +55,7 @@ class Seq2SeqContract(FamilyContract):
         return Seq2SeqEngine(model, EngineConfig(**settings))
 
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        return model.logits(ids, torch.tensor([*self.decoder_input_ids]))
+        return model.logits(ids, torch.tensor([*self.decoder_input_ids])).cpu()
 
     def test_a_flat_batch_of_all_in_two_orders(self, reference, model, tokenized):
         for names in ([*self.prompts], [*self.prompts][::-1]):

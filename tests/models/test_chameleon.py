@@ -102,12 +102,12 @@ class TestChameleon(FamilyContract):
         tokens = reference.model.get_image_tokens(pixels)
         embedding = model.module.model.embed_tokens
         for alone, together, own in zip(items, model.encode(items), tokens, strict=True):
-            assert torch.equal(together, embedding(own))
+            assert torch.equal(together, embedding(own.to(together.device)))
             assert torch.equal(model.encode([alone])[0], together)
             assert len(own.unique()) > 8
 
-    def test_pictures_are_the_same_tokens_in_sixteen_bits(self, path, model, tokenizer, path_file):
-        half = load_model(path, device="cpu", dtype="bfloat16")
+    def test_pictures_are_the_same_tokens_in_sixteen_bits(self, path, device, model, tokenizer, path_file):
+        half = load_model(path, device=device, dtype="bfloat16")
         items = model.read(tokenizer.tokenize(self.prompts["two images"], path_file).numpy())
         for full, rounded in zip(model.encode(items), half.encode(items), strict=True):
             assert torch.equal(full.to(torch.bfloat16), rounded)

@@ -62,7 +62,7 @@ class TestMolmo(FamilyContract):
 
     def assert_arrays(self, expected, items, model):
         (item,), arrays = items, expected["case"].arrays
-        assert np.abs(model.patches(item)[:, 5::48].numpy() - arrays["pixels"]).max() <= 3e-4
+        assert np.abs(model.patches(item)[:, 5::48].cpu().numpy() - arrays["pixels"]).max() <= 3e-4
         assert np.array_equal(paddings(item).numpy(), arrays["padding"])
         slots = arrays["image_input_idx"].flatten()[slot_order(*item.shape.grid).numpy()]
         assert np.array_equal(slots, item.slots)
@@ -82,7 +82,7 @@ class TestMolmo(FamilyContract):
             ids = tokenizer.tokenize(case.items, directory.path_file)
             items = model.read(ids.numpy())
             assert np.array_equal(plain_ids(ids.numpy(), items), case.input_ids)
-            assert (model.logits(ids) - case.hidden @ weights[HEAD].T).abs().max() <= self.tolerance
+            assert (self.logits(model, ids) - case.hidden @ weights[HEAD].T).abs().max() <= self.tolerance
             outputs, _ = run(Engine(model, EngineConfig()), [ids], max_tokens=8, ignore_eos=True)
             assert outputs == {0: case.about["generated"]}
 
@@ -98,7 +98,7 @@ class TestMolmo(FamilyContract):
         hidden = model.embed(plain)
         for item, features in zip(items, alone, strict=True):
             hidden[item.slots] += features
-        given = [{"image": Embeddings(f.numpy(), item.shape.grid)} for f, item in zip(alone, items, strict=True)]
+        given = [{"image": Embeddings(f.cpu().numpy(), item.shape.grid)} for f, item in zip(alone, items, strict=True)]
         logits = model.logits(tokenizer.tokenize([text, *given], path_file))
         assert (model.logits(ids) - logits).abs().max() <= 1e-4
         slots = np.concatenate([item.slots for item in items])
@@ -113,7 +113,7 @@ class TestMolmo(FamilyContract):
         ids = tokenizer.tokenize(TWO.items, path_file)
         assert np.array_equal(plain_ids(ids.numpy(), model.read(ids.numpy())), TWO.input_ids)
         expected = TWO.hidden @ load_file(path / "model.safetensors")[HEAD].T
-        assert (model.logits(ids) - expected).abs().max() <= self.tolerance
+        assert (self.logits(model, ids) - expected).abs().max() <= self.tolerance
         for budget in (1000, 100):
             engine = Engine(model, EngineConfig(max_num_batched_tokens=budget))
             outputs, _ = run(engine, [ids], max_tokens=8, ignore_eos=True)

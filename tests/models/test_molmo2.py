@@ -150,13 +150,13 @@ class TestMolmo2(FamilyContract):
         return Reference(path)
 
     def assert_arrays(self, expected, items, model):
-        found = [model.patches(item) for item in items]
+        found = [model.patches(item).cpu() for item in items]
         pixels, pooling = ("pixel_values", "image_token_pooling")
         if items[0].shape.kind == "video":
             pixels, pooling = ("pixel_values_videos", "video_token_pooling")
         assert torch.equal(torch.cat(found).flatten(0, -3), expected[pixels].flatten(0, -3))
         first = np.cumsum([0, *(len(patches) * patches.shape[1] for patches in found)])
-        windows = [model.windows(item) for item in items]
+        windows = [model.windows(item).cpu() for item in items]
         moved = [torch.where(own < 0, own, own + start) for own, start in zip(windows, first, strict=False)]
         assert torch.equal(torch.cat(moved), expected[pooling].long())
 

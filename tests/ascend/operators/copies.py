@@ -47,9 +47,9 @@ class Copies:
         del layout
         device = tensor.device if device is None else device
         if device.type == "npu":
-            out = torch.empty_like(
-                tensor, dtype=dtype, device=device, memory_format=memory_format or torch.preserve_format
-            )
+            shape = torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
+            strides = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format).stride()
+            out = torch.empty_strided(tensor.size(), strides, dtype=dtype or tensor.dtype, device=device)
         else:
             # As in torch's own, what is copied without a wait comes into pinned memory.
             pinned = bool(pin_memory) or non_blocking
