@@ -35,10 +35,10 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.attention import Chunk, PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer

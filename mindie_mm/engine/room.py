@@ -22,9 +22,9 @@ from mindie_mm.device import Device, kind_of
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
 

@@ -13,8 +13,8 @@ from mindie_mm.device import upload
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.towers import Features
-from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import Splice
 
 

@@ -22,11 +22,12 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.crops import Canvas, choose_tiling, cut_crops, cut_patches
 from mindie_mm.media.image import Data, open_image
-from mindie_mm.nn.attention import PagedBatch, paged_attention
+from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device

@@ -21,12 +21,12 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.media.video import DecodedVideo, Video
 from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
-from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Spelling
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.mrope import Grid, mrope_positions
+from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.shares import DECODER_PLAN
 from mindie_mm.nn.splice import MediaItem
@@ -217,9 +217,7 @@ class Qwen3VL(Family):
     def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen3VLModel:
         from transformers import Qwen3VLForConditionalGeneration
 
-        module, spec = load_pretrained(
-            Qwen3VLForConditionalGeneration, checkpoint, device, dtype, tp_plan=DECODER_PLAN
-        )
+        module, spec = load_pretrained(Qwen3VLForConditionalGeneration, checkpoint, device, dtype, tp_plan=DECODER_PLAN)
         levels = len(module.config.vision_config.deepstack_visual_indexes)
         spec = replace(spec, extra_width=levels * spec.hidden_size)
         return Qwen3VLModel(module, spec, Qwen3VLProcessor(checkpoint))

@@ -16,8 +16,8 @@ from torch import Tensor
 from mindie_mm import faults
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import Kind
-from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.mindie import Layout
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
 from mindie_mm.nn.staging import settle
 from mindie_mm.shm.mindie import SegmentsView

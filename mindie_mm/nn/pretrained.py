@@ -17,9 +17,9 @@ from torch import Tensor
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention
-from mindie_mm.nn.attention import PagedBatch
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, is_quantized
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 

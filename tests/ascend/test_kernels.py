@@ -34,7 +34,8 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
 
     from mindie_mm.device import open_device
     from mindie_mm.device.npu_kernels import works
-    from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache, paged_attention
+    from mindie_mm.nn.attention import paged_attention
+    from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
     devices = torch.device("cpu"), open_device("npu").torch_device
     for operator in ("npu_scatter_nd_update_", FUSED):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mindie_mm.nn.attention import Chunk, PagedBatch, PagedCache, attend
+from mindie_mm.nn.attention import attend
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
 HEADS, HEAD_DIM, BLOCK = 6, 16, 4
 CPU = torch.device("cpu")

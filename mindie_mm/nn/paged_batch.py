@@ -1,0 +1,201 @@
+"""A flat batch of sequences over a paged KV cache: which rows belong together, where their keys and values are kept.
+
+A flat batch lays the tokens of all its sequences in one row: transformers' decoder sees a batch of one, [1, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mindie_mm.device import Rows, upload, zeros
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """Keys and values of every layer, in blocks that sequences hold in any order."""
+
+    keys: tuple[Tensor, ...]
+    """Per layer: [blocks + 1, block_size, kv_heads, head_dim]; the last one pads, and stays zero."""
+    values: tuple[Tensor, ...]
+    """The same for the values, which can be of another width."""
+    block_size: int
+    """Tokens in a block."""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PagedCache:
+        """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers. See `clear`."""
+        shape = (num_blocks + 1, block_size, num_kv_heads)
+        keys, values = (
+            tuple(zeros((*shape, width), dtype, device) for _ in range(num_layers))
+            for width in (head_dim, value_head_dim)
+        )
+        return cls(keys, values, block_size)
+
+    @property
+    def padding(self) -> int:
+        """The block that no sequence holds."""
+        return len(self.keys[0]) - 1
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks that are about to be filled in part.
+
+        What an earlier sequence left behind the part would be masked, but its weight of nought times a NaN is a NaN.
+        """
+        if blocks:
+            which = upload(torch.tensor(blocks, dtype=torch.int64), self.keys[0].device)
+            for pages in (*self.keys, *self.values):
+                pages.index_fill_(0, which, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence in a flat batch."""
+
+    start: int
+    """Position of the first token in its sequence: as many tokens are in the cache already."""
+    stop: int
+    """Position behind the last one."""
+    blocks: Sequence[int]
+    """Blocks of the sequence, enough for `stop` tokens; empty where no cache is kept."""
+    groups: Tensor | None = None
+    """int64 [n], n >= stop: tokens of the sequence that attend to each other both ways have one number, -1 none.
+
+    A chunk holds a group's first token and its last, or neither.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Rows of a chunk of several tokens."""
+
+    rows: slice
+    context: int
+    """Tokens before the chunk, to be read from the pages."""
+    blocks: Tensor | None
+    """int64 [blocks] of the sequence; None without a context."""
+    groups: Tensor | None
+    """int64 [context + rows]: as Chunk's; None where the rows have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Rows of sequences with one new token each and contexts of similar length, attended to in one call."""
+
+    rows: Tensor
+    """int64 [S]."""
+    blocks: Tensor
+    """int64 [S * blocks], padded with the cache's block for that."""
+    lengths: Tensor
+    """int64 [S, 1, 1, 1]: tokens of each, the new one counted."""
+
+
+class PagedBatch:
+    """Which rows of a flat batch attend to what. Built once a step, read by every layer."""
+
+    def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
+        """The batch of `chunks`, whose tokens lie one behind another in the flat row.
+
+        `cache` None: nothing is kept, every chunk is a whole sequence.
+        """
+        self.cache = cache
+        self._chunks = chunks
+        self._device = device
+        self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
+        """int64 [T]: the token's place in the flattened cache."""
+        self.is_causal = all(not _has_groups(chunk) for chunk in chunks)
+        """Whether no row attends to one behind it."""
+
+    @cached_property
+    def rows(self) -> Rows:
+        """As fused attention takes them."""
+        chunks = self._chunks
+        return Rows.build(
+            [chunk.stop - chunk.start for chunk in chunks],
+            [chunk.stop for chunk in chunks],
+            [chunk.blocks for chunk in chunks],
+            self._device,
+        )
+
+    @cached_property
+    def prefills(self) -> list[Prefill]:
+        """The chunks that are attended to one by one."""
+        return [_prefill_of(chunk, row, self._device) for chunk, row in self._placed() if not self._is_decode(chunk)]
+
+    @cached_property
+    def decodes(self) -> list[Decode]:
+        """Those of one new token each, together where their contexts are of similar length."""
+        groups: dict[int, list[tuple[int, Chunk]]] = {}
+        for chunk, row in self._placed():
+            if self._is_decode(chunk):
+                # Powers of two bound what padding to the longest of a group costs to a factor of two.
+                groups.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
+        if self.cache is None:
+            return []
+        return [_decode_group(group, self.cache.padding, self._device) for group in groups.values()]
+
+    def _placed(self) -> Iterator[tuple[Chunk, int]]:
+        """Each chunk with its first row."""
+        row = 0
+        for chunk in self._chunks:
+            yield chunk, row
+            row += chunk.stop - chunk.start
+
+    def _is_decode(self, chunk: Chunk) -> bool:
+        return self.cache is not None and chunk.stop - chunk.start == 1 and chunk.start > 0
+
+
+def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
+    slots: list[NDArray[np.int64]] = []
+    for chunk in chunks:
+        block, within = np.divmod(np.arange(chunk.start, chunk.stop), block_size)
+        slots.append(np.asarray(chunk.blocks, np.int64)[block] * block_size + within)
+    return np.concatenate(slots)
+
+
+def _has_groups(chunk: Chunk) -> bool:
+    return chunk.groups is not None and bool((chunk.groups[chunk.start : chunk.stop] >= 0).any())
+
+
+def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> Prefill:
+    return Prefill(
+        slice(row, row + chunk.stop - chunk.start),
+        chunk.start,
+        upload(torch.tensor(chunk.blocks), device) if chunk.start else None,
+        _groups(chunk, device),
+    )
+
+
+def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
+    """Numbers of the chunk's context and rows; None for rows that attend causally alone, as decodes do."""
+    if chunk.groups is None or not _has_groups(chunk):
+        return None
+    missing = max(0, chunk.stop - len(chunk.groups))  # output tokens, where a preempted sequence comes again
+    return upload(torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1), device)
+
+
+def _decode_group(group: Sequence[tuple[int, Chunk]], padding: int, device: torch.device) -> Decode:
+    width = max(len(chunk.blocks) for _, chunk in group)
+    tables = [[*chunk.blocks, *[padding] * (width - len(chunk.blocks))] for _, chunk in group]
+    return Decode(
+        upload([row for row, _ in group], device),
+        upload(tables, device).flatten(),
+        upload([chunk.stop for _, chunk in group], device).view(-1, 1, 1, 1),
+    )
