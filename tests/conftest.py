@@ -17,7 +17,7 @@ from mindie_mm.errors import DeviceError
 from mindie_mm.shm import survey
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
-pytest_plugins = ["tests.checkpoints"]
+pytest_plugins = ["tests.checkpoints", "tests.warm"]
 
 settings.register_profile("here", deadline=None)  # a busy machine makes no test wrong; pytest's own time limit holds
 settings.load_profile("here")

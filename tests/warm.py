@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
+
+import pytest
+import torch
 
 from mindie_mm import cli, ipc
 from tools import serving
@@ -150,6 +154,7 @@ class _Copy(subprocess.Popen[bytes]):
         os.closerange(3, self._descriptor)
         os.closerange(self._descriptor + 1, os.sysconf("SC_OPEN_MAX"))
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        logging.root.handlers.clear()  # not closed: what they wrote to is
         for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
             del sys.modules[name]  # with what they know of this process: they are imported anew
         _show(command)
@@ -159,6 +164,13 @@ class _Copy(subprocess.Popen[bytes]):
 
 SUBPROCESS = SimpleNamespace(Popen=_Copy)
 """In the place of `subprocess` in mindie_mm.ipc: the workers that this process starts are copies of it."""
+
+
+@pytest.fixture
+def copied_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that a test starts begin as copies of its process; those of its module's fixtures as always."""
+    if torch.get_num_threads() == 1:  # threads that have worked together are missed in a copy
+        monkeypatch.setattr(ipc, "subprocess", SUBPROCESS)
 
 
 def _end(run: Callable[[], None]) -> NoReturn:

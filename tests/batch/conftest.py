@@ -19,6 +19,7 @@ from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.shard import complete_shards
 from mindie_mm.batch.source import chunks
 from mindie_mm.batch.stage import Stage
+from tests import warm
 from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
@@ -98,6 +99,8 @@ def written(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`mindie-mm tokenize`, to its end."""
+    """`mindie-mm tokenize`, to its end; unless something is `given` on its standard input, of `tests.warm`."""
     command = [CLI, "tokenize", *map(str, arguments)]
+    if given is None:
+        return warm.run(command, timeout=100)
     return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=100, cwd=cwd)

@@ -27,6 +27,8 @@ from tests.shm.test_hostile import require
 
 BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 
 def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_path, monkeypatch):
     manifest = made(settings(lines), tmp_path / "run")

@@ -22,6 +22,8 @@ from mindie_mm.errors import (
 PROMPT = np.arange(10, 40, dtype=np.int64)
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 
 @pytest.fixture(scope="module")
 async def engine(random_checkpoint, device):

@@ -15,6 +15,8 @@ from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 
 @pytest.fixture(scope="module")
 def llm(random_checkpoint):

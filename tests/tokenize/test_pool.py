@@ -25,6 +25,8 @@ from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 ARENA_BYTES = 16 * 2**20
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 
 @pytest.fixture(scope="module")
 async def pool(checkpoint_path):
