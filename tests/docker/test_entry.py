@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx2
+import pytest
 import yaml
 
 from tests.docker.dockerfile import FOLDER, healthcheck, last_stage, of, pairs, read
@@ -24,7 +25,8 @@ def environment(port: int) -> dict[str, str]:
     """The image's, with this environment's programs, listening on loopback."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = pairs(of(LAST, "ENV")[0].value, {"PATH": programs})
-    return env | {"PATH": programs, "MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(port)}
+    here = {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return env | {"PATH": programs, "MINDIE_MM_MEASURE_S": "0"} | here
 
 
 def is_healthy(env: dict[str, str]) -> bool:
@@ -39,6 +41,7 @@ def probes() -> set[str]:
     return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
 
 
+@pytest.mark.timeout(300)
 def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
     env = environment(free_port()) | {"MINDIE_MM_API_KEY": "a-key", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     assert not is_healthy(env)
