@@ -13,8 +13,17 @@ _HERE = Path(__file__).parent
 def environment(**settings: str | int) -> dict[str, str]:
     """This process's environment with the simulated CANN in it.
 
-    `settings` are those of the library, without ASCEND_SIM_ and in small letters: devices, memory_bytes, trace, soc,
-    fail, ...; a name in capitals is that of a variable as it stands.
+    `settings` in small letters are the library's, as ASCEND_SIM_ and the name in capitals:
+    devices          how many, 0 to 8 (1); ASCEND_RT_VISIBLE_DEVICES is obeyed, too
+    memory_bytes     of each device (8 GiB), counted in each process for itself
+    poison_bytes     how much of fresh device memory is filled with 0xFF (32 MiB)
+    soc, cann        what the device and CANN are called (Ascend910B1, 9.1.0)
+    trace            a file to which each call is added: seconds, process, thread, name, arguments
+    fail             "name=code" (always), "name=code@N" (the Nth call only), "name=code@N+" (from it on), by comma
+    races            0: use of memory that another stream may still write is no error (1)
+    patience_ms      how long a collective waits for somebody to synchronise before the device runs it by itself (20)
+    missing          npu:: operators that this CANN does not have, by comma
+    A name in capitals is that of a variable as it stands.
     """
     folder = build()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_SIM_")}

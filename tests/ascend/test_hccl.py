@@ -71,6 +71,10 @@ def collectives() -> dict:
     dist.all_gather_into_tensor(gathered, torch.full((3,), float(rank)).to(here))
     found["all_gather"] = gathered.cpu().tolist()
 
+    said = [{"from": rank}] if rank == 0 else [None]
+    dist.broadcast_object_list(said, src=0)
+    found["object"] = said
+
     scattered = torch.empty(2, device=here)
     dist.reduce_scatter_tensor(scattered, torch.arange(2.0 * ranks).to(here))
     found["reduce_scatter"] = scattered.cpu().tolist()
@@ -82,6 +86,11 @@ def collectives() -> dict:
 
     total = torch.full((2,), float(rank + 1)).to(here)
     dist.reduce(total, dst=1)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        both = torch.full((1,), float(rank + 1)).to(here)
+        dist.all_reduce(both, group=pair)
+        found["pair"] = both.cpu().tolist()
     found["reduce"] = total.cpu().tolist() if rank == 1 else None
 
     if rank == 0:
@@ -105,10 +114,11 @@ def test_collectives(ranks):
             "long": True,
             "broadcast": True,
             "all_gather": [float(r) for r in range(ranks) for _ in range(3)],
+            "object": [{"from": 0}],
             "reduce_scatter": [2.0 * rank * ranks, (2.0 * rank + 1) * ranks],
             "scatter": [float(rank)] * 2,
             "reduce": [sum(range(1, ranks + 1))] * 2 if rank == 1 else None,
-        } | ({"received": True} if rank == 1 else {})
+        } | ({"received": True} if rank == 1 else {}) | ({"pair": [3.0]} if rank < 2 else {})
     assert set(Path("/dev/shm").iterdir()) == before
 
 

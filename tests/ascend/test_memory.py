@@ -57,6 +57,18 @@ def test_device_memory_has_a_limit():
     }
 
 
+def fresh() -> list[bool]:
+    import torch
+    import torch_npu  # noqa: F401
+
+    return [bool(torch.empty(5 * _MIB, device="npu").cpu().isnan().all()) for _ in range(2)]
+
+
+def test_fresh_memory_is_not_zero():
+    assert call(fresh) == [True, True]
+    assert call(fresh, poison_bytes=0) == [False, False]
+
+
 def expandable() -> dict:
     import torch
     import torch_npu  # noqa: F401

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests.ascend.cann.build import build
+from tests.ascend.environment import environment
 from tests.ascend.processes import call, traced
 
 
@@ -54,6 +57,11 @@ def test_torch_npu_finds_the_devices(count):
     assert found["current"] == list(range(count))
     assert found["values"] == [[float(device)] * 3 for device in range(count)]
     assert found["in_thread"] == [[float(count - 1)] * 3]
+
+
+@pytest.mark.parametrize(("visible", "count"), [("3,1", 2), ("0,9,1", 1), ("", 0)])
+def test_visible_devices(visible, count):
+    assert call(no_device, devices=4, ASCEND_RT_VISIBLE_DEVICES=visible) == [count > 0, count]
 
 
 def no_device() -> list:
@@ -155,7 +163,7 @@ def failures() -> list[str]:
         except RuntimeError as error:
             said.append("507033" if "507033" in str(error) else str(error))
 
-    attempt(lambda: torch.npu.set_device(1))  # set_device(0) was the first call
+    attempt(lambda: torch.npu.set_device(1))
     attempt(lambda: torch.npu.set_device(1))
     sim = simulator()
     tensor = torch.ones(2).to("npu:1")
@@ -167,8 +175,17 @@ def failures() -> list[str]:
 
 
 def test_calls_fail_on_demand():
-    said = call(failures, devices=2, fail="aclrtSetDevice=507033@2,aclrtNothing=5")
+    said = call(failures, devices=2, fail="aclrtSetDevice=507033@1,aclrtNothing=5")
     assert said == ["507033", "done", "507033", "done"]
+
+
+def test_the_version_of_cann():
+    script = "import torch, torch_npu; print(torch.npu.utils.get_cann_version(), torch.npu.utilization())"
+    command = [sys.executable, "-c", script]  # not forked: torch_npu asks when it is imported
+    done = subprocess.run(
+        command, env=environment(cann="8.5.0"), capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.split() == ["8.5.0", "0"]
 
 
 def first_tensor() -> str:

@@ -173,6 +173,24 @@ def test_a_source_that_is_gone_is_an_error_of_the_stream():
     assert "freed before a copy of them had run" in said
 
 
+def foreign_stream() -> list[int]:
+    import torch
+    import torch_npu  # noqa: F401
+
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtSynchronizeStream.argtypes = [ctypes.c_void_p]
+    stream = torch.npu.Stream("npu:1")
+    codes = []
+    for device in (0, 1):
+        torch.npu.set_device(device)
+        codes.append(library.aclrtSynchronizeStream(stream.npu_stream))
+    return codes
+
+
+def test_a_stream_belongs_to_its_device():
+    assert call(foreign_stream, devices=2) == [107003, 0]
+
+
 def threads() -> list[float]:
     import torch
     import torch_npu  # noqa: F401

@@ -6,6 +6,7 @@
 #include <string.h>
 
 static _Thread_local int current = -1;
+static int default_device = -1;
 static char contexts[SIM_MAX_DEVICES]; /* a context is the address of its device's entry here */
 
 int sim_device_count(void) {
@@ -22,10 +23,18 @@ int sim_device_count(void) {
     return visible;
 }
 
-int sim_current_device(void) { return current; }
+int sim_current_device(void) { return current < 0 ? default_device : current; }
 
+/* The file may name the device of threads that set none: {"defaultDevice": {"default_device": "0"}}. */
 aclError aclInit(const char *path) {
     CALLED("path=%s", path ? path : "");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    if (!file) return 0;
+    char text[1024];
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    const char *found = strstr(text, "\"default_device\"");
+    if (found && sscanf(found, "\"default_device\" : \"%d", &default_device) != 1) default_device = -1;
     return 0;
 }
 
@@ -51,15 +60,15 @@ aclError aclrtResetDevice(int32_t device) {
 
 aclError aclrtGetDevice(int32_t *device) {
     CALLED("%s", "");
-    if (current < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
-    *device = current;
+    *device = sim_current_device();
+    if (*device < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
     return 0;
 }
 
 aclError aclrtGetCurrentContext(aclrtContext *context) {
     CALLED("%s", "");
-    if (current < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
-    *context = &contexts[current];
+    if (sim_current_device() < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
+    *context = &contexts[sim_current_device()];
     return 0;
 }
 
@@ -75,7 +84,7 @@ aclError aclrtSetCurrentContext(aclrtContext context) {
 aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) {
     CALLED("device=%d", device);
     if (flags) *flags = 0;
-    if (active) *active = device == current;
+    if (active) *active = device == sim_current_device();
     return 0;
 }
 
@@ -110,6 +119,32 @@ aclError aclrtDeviceGetUuid(int32_t device, aclrtUuid *uuid) {
     CALLED("device=%d", device);
     memset(uuid, 0, sizeof *uuid);
     uuid->bytes[15] = (char)device;
+    return 0;
+}
+
+aclError aclrtGetDeviceUtilizationRate(int32_t device, aclrtUtilizationInfo *rate) {
+    CALLED("device=%d", device);
+    rate->cubeUtilization = rate->vectorUtilization = rate->aicpuUtilization = rate->memoryUtilization = 0;
+    return 0;
+}
+
+/* "9.1.0" of ASCEND_SIM_CANN, the release that torch_npu 2.13 is for, if nothing else is said. */
+static const char *cann(void) {
+    const char *version = getenv("ASCEND_SIM_CANN");
+    return version && *version ? version : "9.1.0";
+}
+
+aclError aclsysGetVersionStr(char *package, char *version) {
+    CALLED("package=%s", package);
+    snprintf(version, ACL_PKG_VERSION_MAX_SIZE, "%s", cann());
+    return 0;
+}
+
+aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion *version) {
+    CALLED("package=%d", (int)package);
+    memset(version, 0, sizeof *version);
+    snprintf(version->version, sizeof version->version, "%s", cann());
+    sscanf(cann(), "%63[^.].%63[^.].%63s", version->majorVersion, version->minorVersion, version->releaseVersion);
     return 0;
 }
 

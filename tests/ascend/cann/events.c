@@ -67,11 +67,17 @@ static void drop_record(struct sim_task *task) {
 aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
     CALLED("event=%p stream=%p", event, stream);
     struct sim_event *place = event;
+    pthread_mutex_lock(&sim_lock);
+    struct sim_stream *queue = sim_stream_of(stream);
+    int code = sim_check_device(queue);
+    if (code) {
+        pthread_mutex_unlock(&sim_lock);
+        return code;
+    }
     struct record *record = sim_new_task(sizeof *record, run_record, drop_record);
     record->event = place;
     atomic_fetch_add(&place->references, 1);
-    pthread_mutex_lock(&sim_lock);
-    place->stream = sim_stream_of(stream);
+    place->stream = queue;
     place->reached_ns = 0;
     place->seq = sim_queue(place->stream, &record->task);
     free(place->clock.steps);

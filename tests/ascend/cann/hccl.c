@@ -83,6 +83,11 @@ HcclResult HcclGetCommAsyncError(HcclComm comm, HcclResult *error) {
     return 0;
 }
 
+HcclResult HcclSetConfig(int config, int32_t value) {
+    CALLED("config=%d value=%d", config, value);
+    return 0;
+}
+
 uint32_t HcclGetCommConfigCapability(void) { return 0; } /* a communicator has no options here */
 
 const char *HcclGetErrorString(HcclResult code) {
@@ -203,12 +208,13 @@ static int queue(enum operation operation, void *send, uint64_t sends, void *rec
     pthread_mutex_lock(&sim_lock);
     collective->statement = (struct statement){communicator->operations++, count, (int)operation, type, reduction, (int)root};
     struct sim_stream *on = sim_stream_of(stream);
-    int race = sim_note_read(on, send, collective->sent);
-    if (!race) race = sim_note_write(on, receive, collective->received);
-    if (race) drop_collective(&collective->task);
+    int refused = sim_check_device(on);
+    if (!refused) refused = sim_note_read(on, send, collective->sent);
+    if (!refused) refused = sim_note_write(on, receive, collective->received);
+    if (refused) drop_collective(&collective->task);
     else sim_queue(on, &collective->task);
     pthread_mutex_unlock(&sim_lock);
-    return race ? HCCL_E_RUNTIME : 0;
+    return refused ? HCCL_E_RUNTIME : 0;
 }
 
 #define RANKS(comm) ((comm) ? ((struct communicator *)(comm))->ranks : 0)
@@ -350,14 +356,14 @@ static int queue_exchange(const HcclSendRecvItem *items, uint32_t count, HcclCom
     atomic_fetch_add(&exchange->communicator->references, 1);
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *on = sim_stream_of(stream);
-    int race = 0;
-    for (uint32_t i = 0; i < count && !race; i++)
-        race = exchange->item[i].sends ? sim_note_read(on, exchange->item[i].bytes, exchange->item[i].left)
-                                       : sim_note_write(on, exchange->item[i].bytes, exchange->item[i].left);
-    if (race) drop_exchange(&exchange->task);
+    int refused = sim_check_device(on);
+    for (uint32_t i = 0; i < count && !refused; i++)
+        refused = exchange->item[i].sends ? sim_note_read(on, exchange->item[i].bytes, exchange->item[i].left)
+                                          : sim_note_write(on, exchange->item[i].bytes, exchange->item[i].left);
+    if (refused) drop_exchange(&exchange->task);
     else sim_queue(on, &exchange->task);
     pthread_mutex_unlock(&sim_lock);
-    return race ? HCCL_E_RUNTIME : 0;
+    return refused ? HCCL_E_RUNTIME : 0;
 }
 
 HcclResult HcclSend(void *buffer, uint64_t count, HcclDataType type, uint32_t remote, HcclComm comm, aclrtStream stream) {

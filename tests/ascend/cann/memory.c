@@ -73,6 +73,12 @@ static struct sim_range take_range(const void *p, enum sim_kind kind) {
     return range;
 }
 
+/* Fresh device memory is not zero: NaN as a float, -1 as an integer. Only so much of it, since a page that is written costs. */
+static void poison(char *start, size_t size) {
+    size_t most = (size_t)sim_setting("ASCEND_SIM_POISON_BYTES", 32L << 20, 0, 1L << 46);
+    memset(start, 0xff, size < most ? size : most);
+}
+
 static int charge(int device, size_t size) {
     if (used[device] + size > limit())
         return sim_error(ACL_ERROR_RT_MEMORY_ALLOCATION, "device %d: %zu bytes wanted, %zu of %zu are in use", device, size,
@@ -96,6 +102,7 @@ static int allocate(void **p, size_t size, enum sim_kind kind) {
             if (kind == SIM_DEVICE) used[device] -= size;
             code = sim_error(ACL_ERROR_RT_MEMORY_ALLOCATION, "mmap of %zu bytes: %s", size, strerror(errno));
         } else {
+            if (kind == SIM_DEVICE) poison(start, size);
             add_range((struct sim_range){start, size, kind, device});
             *p = start;
         }
@@ -345,6 +352,7 @@ aclError aclrtMapMem(void *p, size_t size, size_t offset, aclrtDrvMemHandle hand
     int protection = PROT_READ | PROT_WRITE, how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (size > physical->size || mmap(p, size, protection, how, -1, 0) == MAP_FAILED)
         return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes at %p", size, p);
+    poison(p, size);
     pthread_mutex_lock(&sim_lock);
     add_range((struct sim_range){p, size, SIM_DEVICE, physical->device});
     pthread_mutex_unlock(&sim_lock);

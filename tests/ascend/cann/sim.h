@@ -84,6 +84,8 @@ bool sim_has_run(const struct sim_stream *stream, uint64_t seq);
 int sim_run(struct sim_stream *stream, uint64_t seq); /* all up to seq; returns the error of the stream, if any */
 void sim_run_one(struct sim_stream *stream);          /* one task, unless there is none or it is impatient */
 
+/* What is launched on a stream, recorded on it or waited for by the host must come from a thread of its device. */
+int sim_check_device(const struct sim_stream *stream);
 int sim_stream_id(const struct sim_stream *stream);
 
 /* order.c: up to which step of each stream something comes later. sim_lock is held in all of these. */

@@ -43,6 +43,12 @@ struct sim_stream *sim_stream_of(aclrtStream stream) {
 
 int sim_stream_id(const struct sim_stream *stream) { return stream->id; }
 
+int sim_check_device(const struct sim_stream *stream) {
+    int device = sim_current_device();
+    if (stream->device == device) return 0;
+    return sim_error(ACL_ERROR_RT_STREAM_CONTEXT, "a stream of device %d, and the thread's is %d", stream->device, device);
+}
+
 struct sim_clock *sim_stream_clock(struct sim_stream *stream) {
     sim_clock_join(&stream->clock, sim_host_clock());
     return &stream->clock;
@@ -193,7 +199,8 @@ static int synchronize(aclrtStream stream) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
-    int code = wait_for(queue);
+    int code = sim_check_device(queue);
+    if (!code) code = wait_for(queue);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
@@ -269,7 +276,12 @@ static int launch_on(aclrtStream stream, struct sim_task *task, void *writes, co
     return code;
 }
 
-static int launch(aclrtStream stream, struct sim_task *task) { return launch_on(stream, task, NULL, NULL, 0); }
+static int check_stream(aclrtStream stream) {
+    pthread_mutex_lock(&sim_lock);
+    int code = sim_check_device(sim_stream_of(stream));
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
 
 /* ---- tasks ---- */
 
@@ -299,7 +311,8 @@ static struct copy *new_copy(void *dst, const void *src, size_t n, bool owned) {
 
 aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind, aclrtStream stream) {
     CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
-    int code = sim_check_copy(dst, room, src, n, kind);
+    int code = check_stream(stream);
+    if (!code) code = sim_check_copy(dst, room, src, n, kind);
     if (code || !n) return code;
     return launch_on(stream, &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task, dst, src, n);
 }
@@ -323,6 +336,8 @@ static int run_fill(struct sim_task *task) {
 aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtStream stream) {
     CALLED("p=%p value=%d n=%zu stream=%p", p, value, n, stream);
     if (n > room) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes of %zu", n, room);
+    int code = check_stream(stream);
+    if (code) return code;
     struct fill *fill = sim_new_task(sizeof *fill, run_fill, free_task);
     fill->p = p;
     fill->value = value;
@@ -344,11 +359,13 @@ static int run_host_call(struct sim_task *task) {
 }
 
 static int launch_host_call(aclrtStream stream, void (*function)(void *), void *argument) {
+    int code = check_stream(stream);
+    if (code) return code;
     struct host_call *call = sim_new_task(sizeof *call, run_host_call, free_task);
     call->function = function;
     call->argument = argument;
     call->task.impatient = true; /* somebody may wait for what it says */
-    return launch(stream, &call->task);
+    return launch_on(stream, &call->task, NULL, NULL, 0);
 }
 
 aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *argument) {

@@ -15,15 +15,31 @@ static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct sim_function *functions;
 static atomic_long syncs;
 static int trace_file = -1;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static atomic_bool ready;
 static char *rules; /* "name=code", "name=code@N" (the Nth call only) or "name=code@N+" (from the Nth on), by comma */
 static _Thread_local char message[1024];
 
+/* A fork may have another environment, and starts to count anew. */
+static void start_anew(void) {
+    pthread_mutex_init(&list_lock, NULL);
+    atomic_store(&ready, false);
+    atomic_store(&syncs, 0);
+    for (struct sim_function *function = functions; function; function = function->next) atomic_store(&function->calls, 0);
+}
+
 static void read_settings(void) {
-    const char *path = getenv("ASCEND_SIM_TRACE");
-    if (path && *path) trace_file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    const char *fail = getenv("ASCEND_SIM_FAIL");
-    if (fail && *fail) rules = strdup(fail);
+    static bool registered;
+    pthread_mutex_lock(&list_lock);
+    if (!atomic_load(&ready)) {
+        if (!registered) registered = !pthread_atfork(NULL, NULL, start_anew);
+        const char *path = getenv("ASCEND_SIM_TRACE"), *fail = getenv("ASCEND_SIM_FAIL");
+        if (trace_file >= 0) close(trace_file);
+        trace_file = path && *path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600) : -1;
+        free(rules);
+        rules = fail && *fail ? strdup(fail) : NULL;
+        atomic_store(&ready, true);
+    }
+    pthread_mutex_unlock(&list_lock);
 }
 
 long sim_setting(const char *name, long fallback, long least, long most) {
@@ -63,7 +79,7 @@ static int injected(const char *name, long call) {
 }
 
 int sim_enter(struct sim_function *function, const char *format, ...) {
-    pthread_once(&once, read_settings);
+    if (!atomic_load(&ready)) read_settings();
     long call = atomic_fetch_add(&function->calls, 1) + 1;
     if (!atomic_exchange(&function->listed, true)) {
         pthread_mutex_lock(&list_lock);
@@ -142,7 +158,7 @@ SIM_EXPORT long sim_calls(const char *name) {
 
 /* Replaces the rules of ASCEND_SIM_FAIL; an empty text takes all away. Calls are counted on from where they are. */
 SIM_EXPORT void sim_fail(const char *text) {
-    pthread_once(&once, read_settings);
+    if (!atomic_load(&ready)) read_settings();
     pthread_mutex_lock(&list_lock);
     free(rules);
     rules = text && *text ? strdup(text) : NULL;
