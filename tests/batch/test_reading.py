@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from tests import warm
 from tests.batch.conftest import CLI, made, settings
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
@@ -83,10 +83,11 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(folder: P
         release(tmp_path / "shm_name.txt")
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8"]
-    done = subprocess.run([CLI, *arguments], capture_output=True, text=True, check=False, timeout=100)
+    done = warm.run([CLI, *arguments], timeout=100)
     assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 1 row failed\n"), done.stderr
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]

@@ -136,6 +136,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         tags = tokenizer.tokenize([{"text": "<|grounding|><|ref|>a<|/ref|>"}], path_file).tolist()
         assert [token for token in tags if token > IMAGE] == [508, 504, 505]
 
+    @pytest.mark.usefixtures("copied_workers")
     def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
         """The reference decodes special tokens, too, and reads the places from between them."""
         tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]

@@ -66,6 +66,7 @@ def test_another_model_type_is_refused_by_name(renamed, model_type):
     assert "docs/adding-a-model.md" in str(error.value)
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_a_family_is_chosen_against_the_config(renamed):
     folder, name = renamed("llama"), RANDOM
     with Tokenizer.from_pretrained(folder, family=name) as tokenizer:
@@ -78,6 +79,7 @@ def test_a_family_is_chosen_against_the_config(renamed):
         LLM(folder)
 
 
+@pytest.mark.usefixtures("copied_workers")
 @pytest.mark.parametrize("name", ["nothing", "", "../qwen2_vl", "__init__", "os"])
 def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
     with pytest.raises(InputError, match=r"there are .*qwen2_vl"):

@@ -251,6 +251,7 @@ def test_who_reads_nothing_does_not_keep_the_service_from_stopping(loaded: Runni
         assert loaded.stop() == 0
 
 
+@pytest.mark.usefixtures("copied_workers")
 async def test_an_abort_stops_the_engine_within_one_step() -> None:
     """The engine is halted in the midst of a step while the client leaves: that step is the last with its request."""
     engine = await AsyncEngine.start(

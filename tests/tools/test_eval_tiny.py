@@ -12,6 +12,8 @@ from tools.speech import DIGITS, HELD_OUT_VOICES, recorded
 
 TINY = ROOT / "mindie_mm" / "assets" / "tiny"
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 
 def test_it_answers_scenes_and_sounds_that_it_has_not_met():
     samples = [
