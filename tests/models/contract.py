@@ -71,6 +71,18 @@ def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) ->
     return outputs, errors
 
 
+def likeliest(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> list[list[list[int]]]:
+    """For each prompt, at each of its greedy tokens, the five likeliest; the token itself is the first."""
+    found: list[list[list[int]]] = [[] for _ in prompts]
+    params = SamplingParams(temperature=0, logprobs=5, **settings)
+    for i, ids in enumerate(prompts):
+        assert engine.add(Add(str(i), ids.numpy().tobytes(), params)) is None
+    while engine.has_work():
+        for progress in engine.step().progress:
+            found[int(progress.request_id)] += [[token for token, _ in one.top] for one in progress.logprobs or ()]
+    return found
+
+
 FILES: Mapping[str, Callable[[np.ndarray], bytes]] = {
     "image": lambda pixels: encoded(Image.fromarray(pixels), "PNG"),
     "video": lambda frames: encode_video(frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]),
@@ -279,6 +291,19 @@ class FamilyContract:
             open_ = expected > -1e30
             difference = (self.logits(model, tokenized[name]) - expected)[open_].abs().max()
             assert difference <= self.bf16_tolerance * expected[open_].std(), name
+
+    def test_tokens_generated_in_bfloat16(self, path, device, model, tokenized):
+        """Those of float32, up to one where others are nearly as good: it is among the likeliest there."""
+        if device == "cpu":
+            pytest.skip("the CPU computes in float32; the fused operators of others do not")
+        half = load_model(path, device=device, dtype="bfloat16")
+        outputs, errors = run(self.engine(half), [*tokenized.values()], max_tokens=self.num_tokens)
+        assert not errors
+        expected = likeliest(self.engine(model), [*tokenized.values()], max_tokens=self.num_tokens)
+        for i, name in enumerate(tokenized):
+            pairs = zip(outputs[i], expected[i], strict=False)
+            token, likely = next(((token, likely) for token, likely in pairs if token != likely[0]), (None, [None]))
+            assert token in likely, name
 
     def test_embeddings_in_place_of_media(self, model, tokenizer, tokenized, path_file):
         for name, items in self.prompts.items():

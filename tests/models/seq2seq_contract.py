@@ -112,12 +112,12 @@ class Seq2SeqContract(FamilyContract):
         assert engine.stats.kv_cache_usage == 0
         assert not engine._decodings
 
-    def test_the_room_is_measured(self, model, processor):
-        config, device = EngineConfig(max_num_seqs=2), open_device("cpu")
-        room = kv_cache_bytes(model, processor, family_named(self.name).kinds, device, config)
+    def test_the_room_is_measured(self, model, device, processor):
+        config, opened = EngineConfig(max_num_seqs=2), open_device(device)
+        room = kv_cache_bytes(model, processor, family_named(self.name).kinds, opened, config)
         assert room == useful_bytes(model, config), "a small model's sequences all fit"
         with pytest.raises(DeviceError, match="does not fit"):
-            kv_cache_bytes(model, processor, ("image",), device, EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
+            kv_cache_bytes(model, processor, ("image",), opened, EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
 
     def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
         """And a picture that comes again is not encoded again."""
