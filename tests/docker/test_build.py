@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -30,10 +33,27 @@ STAND_INS = {
     "npu": {"TORCH_VERSION": "2.13.0", "TORCH_NPU_VERSION": "2.13.0"},
 }
 """Build arguments other than the defaults."""
-PREPARE = {"npu": "apt-get update && apt-get install --yes --no-install-recommends python3-venv"}
-"""What of the base image Debian's has not: CANN's brings Python, and CANN, which is not to be had here."""
-AT_RUN = {"cuda": {"MINDIE_MM_DEVICE": "cpu"}, "npu": {"MINDIE_MM_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}
-"""Without a GPU, an NPU and CANN."""
+PREPARE = {
+    "npu": "apt-get update && apt-get install --yes --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*"
+}
+"""What of the base image Debian's has not: CANN's brings Python."""
+CANN = "/usr/local/Ascend/cann"
+AT_RUN = {
+    "cpu": {},
+    "cuda": {"MINDIE_MM_DEVICE": "cpu"},
+    # The simulated CANN, its variables as the true base image has its own.
+    "npu": {
+        "ASCEND_HOME_PATH": CANN,
+        "ASCEND_OPP_PATH": f"{CANN}/opp",
+        "LD_LIBRARY_PATH": CANN,
+        "PYTHONPATH": f"{CANN}/tests/ascend/site:{CANN}",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TASK_QUEUE_ENABLE": "0",
+        "MINDIE_MM_KV_CACHE_BYTES": str(64 * 2**20),
+        "MINDIE_MM_MEASURE_S": "0",
+    },
+}
+"""There is no GPU here, and of the NPU what tests/ascend simulates."""
 NOT_SHIPPED = ("gcc", "cc", "make", "git", "curl", "wget")
 
 
@@ -47,6 +67,20 @@ def torch_index() -> str:
         if not any(list(Path(folder).glob("torch-2.13.0+cpu-cp311-*.whl")) for folder in folders):
             pytest.skip("no CPU build of torch 2.13.0 for Python 3.11 can be had")
         return "https://pypi.org/simple"
+
+
+def simulated_cann(root: Path) -> None:
+    """Puts tests/ascend's CANN, made for the image's own torch_npu, where the true base image has its own."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc, which makes the simulated CANN")
+    (site,) = (root / "opt/mindie_mm/lib").glob("python3.*/site-packages")
+    command = [sys.executable, str(ROOT / "tests/ascend/cann/build.py")]
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
+    place = root / CANN.lstrip("/")
+    shutil.copytree(done.stdout.strip(), place)
+    shutil.copytree(ROOT / "tests/ascend", place / "tests/ascend")
+    place.chmod(0o755)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -90,8 +124,10 @@ def test_what_is_shipped(device: str, image: Image) -> None:
 
 def test_the_service_runs_in_it(device: str, image: Image, tmp_path: Path) -> None:
     """Process 1, with no rights; nothing is writable but /tmp and /dev/shm, that as large as compose.yaml makes it."""
+    if device == "npu":
+        simulated_cann(image.stage.root)
     service, log = FOUND["services"][device], tmp_path / "log"
-    env = AT_RUN.get(device, {}) | {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(free_port())}
+    env = AT_RUN[device] | {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(free_port())}
     assert not image.healthy(env)
     red = data_url(picture("red", (220, 40, 40), "square", x=0.4))
     asked = {"type": "image_url", "image_url": {"url": red}}, {"type": "text", "text": "What is in the image?"}
