@@ -19,6 +19,9 @@ def limits() -> dict:
     import torch
     import torch_npu  # noqa: F401
 
+    torch.empty(1, device="npu:0")  # a device has memory to ask for once something has started it
+    torch.npu.empty_cache()
+    torch.npu.reset_peak_memory_stats()
     found = {"empty": torch.npu.mem_get_info()}
     first = torch.empty(100 * _MIB - _SPARE, dtype=torch.uint8, device="npu:0")
     found["after 100 MiB"] = torch.npu.mem_get_info()
