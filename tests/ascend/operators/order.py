@@ -26,6 +26,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libhccl.so")
     library.sim_drain.argtypes = [ctypes.c_void_p]
     library.sim_enqueue_write.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
     return library
 
 
@@ -55,7 +56,8 @@ def put(stream: int, tensor: Tensor, value: Tensor) -> None:
 
 
 def _defer(stream: int, target: int, source: int, size: int) -> None:
-    _library().sim_enqueue_write(stream, target, source, size)
+    if _library().sim_enqueue_write(stream, target, source, size):  # nothing was queued: another stream still uses it
+        raise RuntimeError(_library().aclGetRecentErrMsg().decode())
     ctypes.memset(target, _POISON, size)
 
 
