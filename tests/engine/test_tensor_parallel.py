@@ -29,6 +29,8 @@ from mindie_mm.tokenize import Tokenizer
 from tests.engine.shared_model import NUM_TOKENS
 from tests.models.contract import picture, run
 
+pytestmark = pytest.mark.timeout(300)  # three processes start, on as many cores as there are
+
 TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", measure_s=0, kv_cache_bytes=2**22)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
