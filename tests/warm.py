@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,12 @@ _PRELOADED = (
 """No family, and nothing of transformers' that is one family's."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(list(_PRELOADED))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Of one of several processes: what is copied is imported while the first tests run, and waited for by none."""
+    if hasattr(session.config, "workerinput"):
+        forkserver.ensure_running()
 
 
 class Popen:
