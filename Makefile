@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+# Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test test-all test-npu test-npu-all gcc lint format serve bench clean python3-venv browser
 
