@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,11 @@ class CUDA(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+        if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # the driver keeps the error for the next kernel: let it be this one
+            torch.zeros(1, device=torch.device("cuda"))
+        return False
 
     @classmethod
     def unpin(cls, address: int) -> None:

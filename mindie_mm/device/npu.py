@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import platform
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,8 +21,10 @@ from mindie_mm.device.npu_kernels import NPUKernels
 from mindie_mm.errors import DeviceError
 
 _HOST_TO_DEVICE = 1
-_REGISTER_MAPPED = 2
-"""ACL_HOST_REG_MAPPED; pages that are only pinned are read at a third of the speed (docs/npu.md)."""
+_REGISTER = (0x1000_0000 | 0x2, 0x2)
+"""ACL_HOST_REG_PINNED and _MAPPED, or the latter alone: what is only pinned is read more slowly (docs/npu.md)."""
+_KERNEL_THAT_FAILS = (5, 10)
+"""Up to this one, CANN says of aclrtHostRegisterV2, memory that it did not allocate itself leads to exceptions."""
 
 
 class NPU(Device):
@@ -58,11 +62,9 @@ class NPU(Device):
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
         runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it, and torch the other
-        return (
-            hasattr(torch.Stream, "native_handle")
-            and runtime is not None
-            and runtime().npuHostRegister(address, num_bytes, _REGISTER_MAPPED) == 0
-        )
+        if runtime is None or not hasattr(torch.Stream, "native_handle") or not registers(platform.release()):
+            return False
+        return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
@@ -82,10 +84,17 @@ class NPU(Device):
         npu_layers.fuse(module)
 
     def free_bytes(self) -> int:
+        torch.zeros(1, device=self.torch_device)  # starts it: CANN says nothing of one that is not
         return int(_npu().mem_get_info()[0])
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         return allocator_peak_bytes(_npu(), work)
+
+
+def registers(kernel: str) -> bool:
+    """Whether CANN registers shared memory where the host's kernel has this release, such as 5.10.0-136.oe2203."""
+    found = re.match(r"(\d+)\.(\d+)", kernel)
+    return found is not None and (int(found[1]), int(found[2])) > _KERNEL_THAT_FAILS
 
 
 @cache

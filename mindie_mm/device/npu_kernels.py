@@ -21,6 +21,7 @@ from mindie_mm.device.transfer import upload
 _log = logging.getLogger(__name__)
 
 HALF = (torch.float16, torch.bfloat16)
+ATTENTION = "npu_fused_infer_attention_score"
 PACKED = "npu_fusion_attention"
 _PACKED_WIDTH = 128
 """Width of the heads that attention takes with the rows of all sequences in one row (TND)."""
@@ -30,7 +31,7 @@ _MAX_SHARE = 64
 _MASK_SIZE = 2048
 """Side of the triangle that stands for every causal mask (sparse_mode 3)."""
 _BLOCK_STEP, _MAX_BLOCK = 128, 512
-"""A block's tokens must be a multiple of the one, and at most the other, where a sequence has several rows."""
+"""A block's tokens must be a multiple of the one, and at most the other; in TND the one alone is taken for sure."""
 
 
 class NPUKernels(Kernels):
@@ -45,8 +46,8 @@ class NPUKernels(Kernels):
             and width % 16 == 0
             and heads <= _MAX_SHARE * kv_heads
             and block_size % _BLOCK_STEP == 0
-            and block_size <= _MAX_BLOCK
-            and works("npu_fused_infer_attention_score", query.device, query.dtype)
+            and block_size <= (_BLOCK_STEP if width == _PACKED_WIDTH else _MAX_BLOCK)
+            and works(ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
         )
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
@@ -147,10 +148,13 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _try_attention(device: torch.device, dtype: torch.dtype) -> None:
-    query = torch.zeros(1, 2, 16, dtype=dtype, device=device)
-    pages = torch.zeros(2, _BLOCK_STEP, 1, 16, dtype=dtype, device=device)
-    NPUKernels().attend(query, pages, pages, Rows.build([2], [2], [[1]], device), 1.0)
+def _try_attention(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, block_size: int
+) -> None:
+    """A single row and a longer chunk: what steps are made of."""
+    query = torch.zeros(heads, 3, width, dtype=dtype, device=device)
+    pages = torch.zeros(3, block_size, kv_heads, width, dtype=dtype, device=device)
+    NPUKernels().attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], device), 1.0)
 
 
 def _try_store(device: torch.device, dtype: torch.dtype) -> None:
@@ -168,8 +172,8 @@ def _try_rotary(device: torch.device, dtype: torch.dtype) -> None:
     rotary(ones, ones, ones)
 
 
-_TRIALS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
-    "npu_fused_infer_attention_score": _try_attention,
+_TRIALS: dict[str, Callable[..., None]] = {
+    ATTENTION: _try_attention,
     "npu_scatter_nd_update_": _try_store,
     PACKED: _try_packed,
     "npu_rms_norm": _try_rms_norm,
@@ -178,11 +182,17 @@ _TRIALS: dict[str, Callable[[torch.device, torch.dtype], None]] = {
 
 
 @cache
-def works(operator: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the operator of that name runs on `device` with `dtype`: tried once, with a wait for the device."""
+def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) -> bool:
+    """Whether the operator of that name runs on `device` with `dtype`: tried once, with a wait for the device.
+
+    `shape` are the sizes that it is asked for, as its trial takes them.
+    """
+    torch.accelerator.synchronize(device)  # what failed before is not this operator's
     try:
-        _TRIALS[operator](device, dtype)
+        _TRIALS[operator](device, dtype, *shape)
         torch.accelerator.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         _log.warning("%s does not run on %s in %s, plain torch takes its place: %s", operator, device, dtype, reason)
@@ -190,4 +200,4 @@ def works(operator: str, device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-__all__ = ["HALF", "PACKED", "NPUKernels", "rms_norm", "rotary", "works"]
+__all__ = ["ATTENTION", "HALF", "PACKED", "NPUKernels", "rms_norm", "rotary", "works"]

@@ -59,26 +59,32 @@ def _pack_towers(module: nn.Module) -> None:
 
 
 def _fuse_norms(module: nn.Module) -> None:
-    same: dict[type[nn.Module], bool] = {}
+    same: dict[tuple[type[nn.Module], torch.dtype], bool] = {}
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
             if not type(child).__name__.endswith("RMSNorm") or isinstance(child, FusedRMSNorm):
+                continue
+            if child._forward_pre_hooks or child._forward_hooks:  # noqa: SLF001 - moved apart (nn/placement.py)
                 continue
             weight = getattr(child, "weight", None)
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
             if weight is None or eps is None or weight.device.type != "npu":
                 continue
             fused = FusedRMSNorm(weight, eps)
-            if type(child) not in same:
-                same[type(child)] = works("npu_rms_norm", weight.device, weight.dtype) and _agree(child, fused, weight)
-            if same[type(child)]:
+            kind = type(child), weight.dtype
+            if kind not in same:
+                same[kind] = works("npu_rms_norm", weight.device, weight.dtype) and _agree(child, fused, weight)
+            if same[kind]:
                 setattr(parent, name, fused)
 
 
 def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
     with torch.inference_mode():
         values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
-        return _close(layer(values), fused(values))
+        try:
+            return _close(layer(values), fused(values))
+        except (TypeError, AttributeError):  # it takes more than values
+            return False
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -113,6 +119,7 @@ def _rotate(
         or unsqueeze_dim != 1
         or q.dim() != 4
         or q.dtype != cos.dtype
+        or cos.shape[-1] != width
         or width >= _MAX_ROTATED
         or width * q.itemsize % _LANE_BYTES
         or not works("npu_rotary_mul", q.device, q.dtype)

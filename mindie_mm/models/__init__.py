@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mindie_mm.device import Device, open_device
-from mindie_mm.errors import InputError, MindieMMError, UnsupportedCheckpoint
+from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
@@ -137,10 +137,14 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     opened = open_device(device)
     chosen = family_of(checkpoint, family)
-    with reading(checkpoint, chosen):
-        model = chosen.model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
-    place(model, vision, projector)
-    opened.prepare(model.module)
+    try:
+        with reading(checkpoint, chosen):
+            model = chosen.model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+        place(model, vision, projector)
+        opened.prepare(model.module)
+    except torch.OutOfMemoryError as error:
+        where, reason = opened.torch_device, str(error).partition("\n")[0]
+        raise DeviceError(f"{checkpoint.path} does not fit into the memory of {where}: {reason}") from error
     return model
 
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
@@ -446,8 +446,7 @@ class DeepseekVL2Model(Model):
         """float32 [tiles, 3, size, size], on the device, to the last bit as the reference."""
         tiles = to_device(item.view, _TILES, self.spec.device).permute(0, 3, 1, 2)
         mean, std = (
-            torch.tensor(values, device=tiles.device).view(1, 3, 1, 1)
-            for values in (self._processor.mean, self._processor.std)
+            upload(values, tiles.device).view(1, 3, 1, 1) for values in (self._processor.mean, self._processor.std)
         )
         return tiles.float().div_(255).sub_(mean).div_(std)
 

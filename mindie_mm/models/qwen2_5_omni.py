@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings
@@ -113,9 +113,19 @@ class Qwen25OmniModel(Qwen2VLModel):
     def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device = self.spec.device
         spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
-        lengths = torch.tensor([item.shape.grid[0] for item in items], device=device)
+        # Worked out on the host, as the tower would on the device, which then would wait at each of its layers.
+        from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
+
+        lengths = torch.tensor([item.shape.grid[0] for item in items])
         tower = self.module.model.audio_tower
-        features: Tensor = tower(torch.cat(spectrograms, dim=1), feature_lens=lengths).last_hidden_state
+        chunks, chunk_lengths = theirs.chunk_and_pad_features(torch.cat(spectrograms, dim=1), lengths, tower.n_window)
+        features: Tensor = tower(
+            padded_feature=chunks,
+            chunk_lengths=upload(chunk_lengths, device),
+            valid_indices=upload(theirs.get_valid_indices(chunk_lengths), device),
+            pool_indices=upload(theirs.get_pool_indices(lengths), device),
+            cu_seqlens=theirs.get_audio_cu_seqlens(chunk_lengths),
+        ).last_hidden_state
         return list(features.split([item.shape.num_features for item in items]))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.audio import open_audio
@@ -136,8 +136,10 @@ class Qwen2AudioModel(PretrainedModel):
         hidden = F.gelu(tower.conv2(F.gelu(tower.conv1(batch.to(self.spec.dtype)))))  # [items, width, time]
         hidden = hidden[..., : max(lengths)].transpose(1, 2)
         hidden = hidden + tower.embed_positions.weight[: hidden.shape[1]]
-        inside = torch.arange(hidden.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
-        mask = None if inside.all() else inside[:, None, None].expand(-1, -1, hidden.shape[1], -1)
+        mask = None
+        if min(lengths) < hidden.shape[1]:
+            inside = torch.arange(hidden.shape[1], device=device) < upload(lengths, device)[:, None]
+            mask = inside[:, None, None].expand(-1, -1, hidden.shape[1], -1)
         for layer in tower.layers:
             hidden = layer(hidden, mask)
         pooled = tower.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2)

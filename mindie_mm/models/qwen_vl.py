@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
@@ -125,7 +125,7 @@ class QwenVLProcessor(Processor):
 
 def normalize(images: Tensor) -> Tensor:
     """uint8 [n, size, size, 3] -> float32 [n, 3, size, size], to the last bit as the reference."""
-    mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (_MEAN, _STD))
+    mean, std = (upload(values, images.device).view(1, 3, 1, 1) for values in (_MEAN, _STD))
     return images.permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindie_mm.device import upload
 from mindie_mm.errors import UnsupportedCheckpoint
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class GenerationRules:
         """
         scores = row.unsqueeze(0)
         if self._rules or self._barred:
-            ids = torch.tensor([[self.start_token_id, *output_ids]], device=row.device)
+            ids = upload([[self.start_token_id, *output_ids]], row.device)
             scores = self._rules(ids, scores)
         if last and self.forced_eos_token_ids:
             scores = torch.full_like(scores, -torch.inf)

@@ -19,7 +19,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
-from mindie_mm.nn.staging import settle
+from mindie_mm.nn.staging import settle, to_device
 from mindie_mm.shm.mindie import SegmentsView
 
 EMBEDDINGS = "embeddings"
@@ -149,7 +149,7 @@ class MediaModel(ABC):
         width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
         if width != expected:
             raise CorruptReference(f"the {item.shape.kind}'s embeddings are {width} wide, the model's {expected}")
-        return torch.tensor(item.view[EMBEDDINGS], device=self.spec.device, dtype=self.spec.dtype)
+        return to_device(item.view, EMBEDDINGS, self.spec.device).to(self.spec.dtype, copy=True)
 
 
 class Model(MediaModel):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mindie_mm.device import upload
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
@@ -30,8 +32,8 @@ def normalize_planes(
 ) -> torch.Tensor:
     """The same of patches whose channels lie apart: uint8 [n, channels * k] or [n, channels, k]."""
     channels = (1, len(mean), 1)
-    scaled_mean = torch.tensor(mean, device=planes.device) * (1.0 / rescale_factor)
-    scaled_std = torch.tensor(std, device=planes.device) * (1.0 / rescale_factor)
+    scaled_mean = upload(torch.tensor(mean) * (1.0 / rescale_factor), planes.device)
+    scaled_std = upload(torch.tensor(std) * (1.0 / rescale_factor), planes.device)
     values = planes.view(len(planes), len(mean), -1).to(torch.float32)
     return values.sub_(scaled_mean.view(channels)).div_(scaled_std.view(channels)).view(len(planes), -1)
 
@@ -78,7 +80,7 @@ class Normalization:
             rows, (width, channels) = values.flatten(2), pixels.shape[2:]
             scale = 1.0 / self.rescale_factor
             mean, std = (
-                (torch.tensor(v, device=pixels.device) * scale).expand(channels).repeat(width)
+                upload((torch.tensor(v) * scale).expand(channels).repeat(width), pixels.device)
                 for v in (self.mean, self.std)
             )
             values = rows.sub_(mean).div_(std).view(pixels.shape)  # `rows` is a copy where the pixels lie otherwise

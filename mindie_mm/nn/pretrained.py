@@ -145,6 +145,8 @@ def _load(
             ignore_mismatched_sizes=True,  # its own error names none of them
             **placed,
         )
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
     if misfits := sorted(loaded["mismatched_keys"]):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
@@ -51,7 +51,7 @@ class Seq2SeqModel(MediaModel):
         from transformers import DynamicCache, EncoderDecoderCache
 
         embeddings = self.text_model.get_input_embeddings()
-        hidden = splice(embeddings(input_ids.to(self.spec.device)), splices)
+        hidden = splice(embeddings(upload(input_ids, self.spec.device)), splices)
         states = self.text_model.encoder(inputs_embeds=hidden.unsqueeze(0)).last_hidden_state
         return Decoding(states, EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
@@ -59,7 +59,7 @@ class Seq2SeqModel(MediaModel):
     def decode(self, decoding: Decoding, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [n, vocabulary] behind each of the next n ids of an answer, the start token's first."""
         out = self.text_model.decoder(
-            input_ids=torch.tensor([list(token_ids)], device=self.spec.device),
+            input_ids=upload([list(token_ids)], self.spec.device),
             encoder_hidden_states=decoding.prompt,
             past_key_values=decoding.cache,
             use_cache=True,

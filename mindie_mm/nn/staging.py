@@ -82,16 +82,18 @@ class Staging:
         """The arena's file as registered memory; None where it cannot be."""
         if arena not in self._registered:
             pages = arena.writable_pages()
-            if pages is not None and not kind_of(self._device).pin(_address(pages), len(pages)):
-                _log.warning("the driver registers no shared memory: media are copied once more on their way")
+            if pages is None:
+                return None
+            if not kind_of(self._device).pin(_address(pages), len(pages)):
+                _log.warning("the driver does not register an arena: media in it are copied once more on their way")
                 pages = None
             self._registered[arena] = pages
             arena.before_close(partial(self._unregister, arena))
         return self._registered[arena]
 
     def _unregister(self, arena: MappedArena) -> None:
-        self.settle()
         pages = self._registered.pop(arena)
+        self.settle()
         if pages is not None:
             kind_of(self._device).unpin(_address(pages))
 

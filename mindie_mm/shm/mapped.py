@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from mindie_mm.shm.layout import (
 from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.scatter import map_pieces
+
+_log = logging.getLogger(__name__)
 
 
 class MappedArena:
@@ -82,11 +85,21 @@ class MappedArena:
         self._closing: list[Callable[[], object]] = []
 
     def writable_pages(self) -> mmap.mmap | None:
-        """The whole file mapped again, as drivers ask it of memory that they pin; None for one on disk.
+        """The whole file mapped again, as drivers ask it of memory that they pin; None for one on disk, or no room.
 
         It is for reading all the same: blocks are their owner's to write.
         """
-        return None if self._on_disk else mmap.mmap(self._descriptor, self._file_bytes)
+        if self._on_disk:
+            return None
+        try:
+            return mmap.mmap(self._descriptor, self._file_bytes)
+        except OSError:
+            return None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something has to be done before it is given up."""
+        return bool(self._closing)
 
     def before_close(self, action: Callable[[], object]) -> None:
         """Has `action` called when the arena is given up."""
@@ -105,7 +118,10 @@ class MappedArena:
         if self._populator is not None:
             self._populator.stop()
         while self._closing:
-            self._closing.pop()()
+            try:
+                self._closing.pop()()
+            except Exception:  # noqa: BLE001 - a device that fails is no failure of whoever looks for another arena
+                _log.exception("an arena is given up")
 
     def check(self, ref: Ref) -> None:
         """StaleReference unless the block is published at the reference's generation, and not freed."""
@@ -200,8 +216,8 @@ class ArenaCache:
         mapped = self._arenas.get(arena)
         if mapped is not None and mapped.is_intact():
             return mapped
+        self._drop_removed(held=True)
         with self._lock:
-            self._drop_removed()
             mapped = self._arenas.get(arena)
             if mapped is None:
                 mapped = self._arenas[arena] = MappedArena(SHM_DIRECTORY / file_name(arena), arena)
@@ -212,8 +228,8 @@ class ArenaCache:
 
         `reserved`: the arena of that number in /dev/shm is there to keep it for this file.
         """
+        self._drop_removed(held=True)
         with self._lock:
-            self._drop_removed()
             if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
                 raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
             self._arenas[number] = mapped
@@ -223,17 +239,26 @@ class ArenaCache:
         with self._lock:
             if self._arenas.get(number) is mapped:
                 del self._arenas[number]
+        mapped.close()
 
     def drop_removed(self) -> None:
-        """Gives up the arenas whose files are gone, so that their pages can go too."""
-        with self._lock:
-            self._drop_removed()
+        """Gives up the arenas whose files are gone, so that their pages can go too.
 
-    def _drop_removed(self) -> None:
-        for number, mapped in list(self._arenas.items()):
-            if not mapped.is_intact():
-                mapped.close()
+        Those that a device reads are left to whoever reads: any thread may call this, also that of a process's end.
+        """
+        self._drop_removed(held=False)
+
+    def _drop_removed(self, *, held: bool) -> None:
+        with self._lock:
+            gone = {
+                number: mapped
+                for number, mapped in self._arenas.items()
+                if not mapped.is_intact() and (held or not mapped.is_held)
+            }
+            for number in gone:
                 del self._arenas[number]
+        for mapped in gone.values():  # outside of the lock: a device may be waited for
+            mapped.close()
 
 
 _cache = ArenaCache()

@@ -44,6 +44,40 @@ def decode(dtype: str) -> list[int]:
     return waits
 
 
+def encode(kind: str) -> list[int]:
+    """How often the host waits while 1, 2 and 4 items are encoded, not for the first time."""
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+
+    from mindie_mm.models import load_model
+    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+    from tests.ascend.test_runtime import simulator
+
+    model = load_model(None, "npu", "bfloat16")
+    data = {"image": np.full((56, 84, 3), 90, np.uint8), "audio": np.zeros(16000, np.float32)}[kind]
+    waits = []
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(Checkpoint.open(None).path) as tokenizer:
+        path_file = Path(folder) / "shm_name.txt"
+        for count in (1, 2, 4):
+            items = model.read(tokenizer.tokenize([{kind: data}] * count, path_file).numpy())
+            model.encode(items)
+            simulator().sim_syncs_reset()
+            model.encode(items)
+            waits.append(simulator().sim_syncs())
+        del items
+        release(path_file)
+    return waits
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_media_are_encoded_behind_one_wait_for_their_copies(kind):
+    assert call(encode, kind) == [1, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_waits_for_the_device_once(dtype):
     assert call(decode, dtype) == [1] * 5

@@ -38,8 +38,8 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
     devices = torch.device("cpu"), open_device("npu").torch_device
-    for operator in ("npu_scatter_nd_update_", FUSED):
-        works(operator, devices[1], getattr(torch, dtype))
+    works("npu_scatter_nd_update_", devices[1], getattr(torch, dtype))
+    works(FUSED, devices[1], getattr(torch, dtype), heads, kv_heads, width, block_size)
     generator = torch.Generator().manual_seed(0)
     blocks = [[5, 1, 7], [2, 9], [4, 0, 3]]
     steps = [
@@ -87,13 +87,14 @@ FUSED = "npu_fused_infer_attention_score"
     [
         # Heads of 128: all rows in one call.
         ((4, 2, 128, 128, "bfloat16"), [[FUSED], [FUSED], [FUSED]]),
-        ((8, 1, 128, 256, "float16"), [[FUSED], [FUSED], [FUSED]]),
+        ((8, 1, 128, 128, "float16"), [[FUSED], [FUSED], [FUSED]]),
         # Others: single rows together, each longer chunk by itself.
         ((4, 2, 64, 128, "bfloat16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
-        ((3, 3, 32, 128, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
+        ((3, 3, 32, 256, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
         # What the operator refuses is plain torch's: 32 bits, other blocks, other widths.
         ((4, 2, 64, 128, "float32"), [[], [], []]),
         ((4, 2, 128, 16, "bfloat16"), [[], [], []]),
+        ((8, 1, 128, 256, "float16"), [[], [], []]),
         ((4, 2, 72, 128, "bfloat16"), [[], [], []]),
     ],
 )
@@ -121,13 +122,14 @@ def layers_in_inference() -> dict:
 
     device = open_device("npu").torch_device
     kinds = [Qwen2RMSNorm, modeling_llama.LlamaRMSNorm, RMSNorm, Gemma3RMSNorm]
+    torch.manual_seed(0)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = torch.nn.ModuleDict({kind.__name__: kind(48, 1e-6) for kind in kinds})
         for norm in model.values():
             torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
         model.to(device, dtype)
-        values = torch.randn(3, 5, 48, device=device, dtype=dtype)
+        values = torch.rand(3, 5, 48, device=device, dtype=dtype) - 0.5
         expected = {name: norm(values) for name, norm in model.items()}
         npu_layers.fuse(model)
         for name, norm in model.items():

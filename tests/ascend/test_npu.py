@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.device.npu import registers
 from tests.ascend.processes import call
 
 
@@ -49,6 +50,36 @@ def test_an_npu_is_opened_and_measured(soc, dtype):
 def test_no_npu_is_visible():
     found = call(opened, fail="aclrtGetDeviceCount=507033")
     assert found == {"error": "the device npu can't be used: no NPU is visible, see npu-smi info"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "does"),
+    [
+        ("5.10.0-136.12.0.86.oe2203.aarch64", False),
+        ("4.19.90-52", False),
+        ("5.15.0-91-generic", True),
+        ("6.6.0", True),
+        ("?", False),
+    ],
+)
+def test_shared_memory_is_registered_on_kernels_on_which_cann_does(kernel, does):
+    assert registers(kernel) is does
+
+
+def too_large() -> str:
+    from mindie_mm.errors import DeviceError
+    from mindie_mm.models import load_model
+
+    try:
+        load_model(None, "npu", "float32")
+    except DeviceError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_weights_that_do_not_fit_are_the_devices_failure():
+    said = call(too_large, memory_bytes=4 * 2**20)
+    assert "does not fit into the memory of npu:0: NPU out of memory" in said
 
 
 def test_cann_is_missing():

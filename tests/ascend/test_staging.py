@@ -10,14 +10,16 @@ def staged(releases: bool = False) -> dict:
     import logging
     import subprocess
     import sys
+    from contextlib import suppress
 
     import torch
 
     from mindie_mm.device import open_device
-    from mindie_mm.errors import StaleReference
+    from mindie_mm.errors import SegmentMissing, StaleReference
     from mindie_mm.nn import staging
     from mindie_mm.shm import Ref, attach, free
     from mindie_mm.shm.mapped import drop_removed
+    from tests.ascend.test_runtime import simulator
 
     lines: list[str] = []
 
@@ -51,8 +53,11 @@ def staged(releases: bool = False) -> dict:
     finally:
         owner.communicate()
     del views, late, brought
-    drop_removed()
-    found = {"values": [sorted(set(one)) for one in values], "read": read, "error": error, "lines": lines}
+    drop_removed()  # from whatever thread: what a device reads is left alone
+    kept = simulator().sim_calls(b"aclrtHostUnregister")
+    with suppress(SegmentMissing):
+        attach(refs[0])  # here it is given up
+    found = {"values": [sorted(set(one)) for one in values], "read": read, "error": error, "lines": lines, "kept": kept}
     torch.accelerator.synchronize()
     return found
 
@@ -82,6 +87,7 @@ def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
     found = call(staged, trace=str(trace))
     assert found["values"] == [[1], [2]]
     assert not found["lines"]
+    assert not found["kept"]
     # Bytes that are read when they are another content's come with an error, as they are settled before the check.
     assert found["read"] == [9]
     assert "freed" in found["error"] or "generation" in found["error"]
@@ -100,3 +106,40 @@ def test_where_it_cannot_be_registered_media_go_through_pinned_memory(tmp_path):
     assert found["read"] == [1]  # what was copied before
     assert found["error"]
     assert any(line.startswith("aclrtMallocHost") for line in traced(trace))
+
+
+def mounted() -> list[int]:
+    """What this process has of files of blocks after each of three was read and unmounted: descriptors and mappings."""
+    import gc
+    import tempfile
+    from pathlib import Path
+
+    from mindie_mm.device import open_device
+    from mindie_mm.nn import staging
+    from mindie_mm.shm import ArraySpec, DiskArena, attach, mount
+
+    device = open_device("npu").torch_device
+
+    def held(folder: Path) -> int:
+        links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return sum(map(str(folder).__contains__, links)) + Path("/proc/self/maps").read_text().count(str(folder))
+
+    def read(folder: Path, number: int) -> int:
+        path = folder / str(number)
+        specs = {"a": ArraySpec((64,), "uint8")}
+        with DiskArena.create(path, number, 2**20) as arena, arena.allocate(specs) as block:
+            block["a"][...] = number
+            ref = block.publish()
+        with mount(path):
+            brought = staging.to_device(attach(ref), "a", device)
+            staging.settle(device)
+            assert set(brought.cpu().tolist()) == {number}
+        gc.collect()
+        return held(folder)
+
+    with tempfile.TemporaryDirectory() as folder:
+        return [read(Path(folder), number) for number in (1, 2, 3)]
+
+
+def test_files_that_were_mounted_are_let_go():
+    assert call(mounted) == [0, 0, 0]

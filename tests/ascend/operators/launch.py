@@ -52,7 +52,7 @@ class Launch:
                 f"{self.device} and {tensor.device}!"
             )
         # An empty target of out= is resized by the operator, which an alias can't be.
-        same = torch.empty(0, dtype=tensor.dtype) if written and not tensor.numel() else alias(tensor)
+        same = torch.empty(0, dtype=tensor.dtype) if written and tensor.shape == (0,) else alias(tensor)
         self.lent[same.untyped_storage().data_ptr()] = tensor
         self.aliases[id(same)] = tensor
         self._kept.append(same)
