@@ -53,6 +53,7 @@ OPERATORS = {
     "made": lambda x: torch.arange(4, device=x.device, dtype=x.dtype) + torch.ones(4, device=x.device) * x[0, 0],
     "written in place": written,
     "into an empty out": resized,
+    "nothing": lambda x: x[:0].masked_fill_(x[:0] > 0, 1).add_(x[:0]).softmax(-1) @ x.t(),
 }
 
 
