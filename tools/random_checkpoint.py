@@ -1,4 +1,4 @@
-"""Writes a Qwen2-VL checkpoint with random weights: `python -m tools.random_checkpoint OUT [tiny|small|mid]`.
+"""Writes a Qwen2-VL checkpoint with random weights: `python -m tools.random_checkpoint OUT [tiny|wide|small|mid]`.
 
 What parity tests and benchmarks run on: seeded, with a byte-level tokenizer of about 300 tokens, no training.
 """
@@ -51,10 +51,11 @@ class Size:
 
 SIZES = {
     "tiny": Size(64, 2, 4, 2, 128, 64, 2, 4),
+    "wide": Size(256, 2, 2, 1, 512, 64, 2, 4),
     "small": Size(256, 4, 4, 2, 512, 256, 4, 4),
     "mid": Size(512, 8, 8, 2, 1536, 320, 8, 4),
 }
-"""About 0.4, 7 and 37 million parameters."""
+"""About 0.4, 2, 7 and 37 million parameters; the heads of `wide` are 128 wide, as those of most published models."""
 
 
 def write_checkpoint(out: Path, size: str = "tiny", *, seed: int = 0, max_pixels: int = 12845056) -> Path:

@@ -1,0 +1,90 @@
+"""The engine over the fused operators: what plain torch gives on the same device, in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ascend.processes import call
+
+TOLERANCE = 0.25
+"""Of a log-probability: bfloat16 rounds each of the layers' sums apart."""
+
+
+def answers(size: str | None, settings: dict) -> dict:
+    """Log-probabilities of all prompts' tokens and of the answers', the tokens, and how often attention was fused."""
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.device import npu_kernels
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.models import load_model
+    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+    from tools.random_checkpoint import write_checkpoint
+
+    fused: list[str] = []
+    own = npu_kernels._fused
+    npu_kernels._fused = lambda *args, **kwargs: fused.append(kwargs["input_layout"]) or own(*args, **kwargs)
+    rng = np.random.default_rng(0)
+    first, second = (rng.integers(0, 255, shape, dtype=np.uint8) for shape in ((112, 140, 3), (84, 56, 3)))
+    text = "The quick brown fox jumps over the lazy dog. " * 5
+    prompts = [
+        [{"text": text * 2 + "One"}],
+        [{"text": text * 2 + "Two"}],  # begins as the one before
+        [{"image": first}, {"text": "describe"}],
+        [{"text": "x"}],
+        [{"image": second}, {"image": first}, {"text": text}],
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "model", size) if size else Checkpoint.open(None).path
+        model = load_model(path, "npu", "bfloat16")
+        engine = Engine(model, EngineConfig(**settings), 2**24)
+        path_file = Path(folder) / "shm_name.txt"
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+            for number, prompt in enumerate(prompts):
+                ids = tokenizer.tokenize(prompt, path_file).numpy()
+                assert engine.add(Add(request_id=str(number), input_ids=ids.tobytes(), params=params)) is None
+            found: dict[str, list] = {str(number): [[], []] for number in range(len(prompts))}
+            torch.accelerator.synchronize()
+            while engine.has_work():
+                for progress in engine.step().progress:
+                    assert progress.error is None, progress.error
+                    prompt_logprobs, tokens = found[progress.request_id]
+                    prompt_logprobs += [entry.logprob for entry in progress.prompt_logprobs or []]
+                    tokens += [(entry.token_id, [value for _, value in entry.top]) for entry in progress.logprobs or []]
+            release(path_file)
+    return {"found": found, "fused": sorted(set(fused))}
+
+
+SETTINGS = {
+    "whole": {},
+    "chunks": {"max_num_batched_tokens": 100},
+    "few blocks": {"max_num_batched_tokens": 100, "max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize(("size", "layouts"), [(None, ["BSH"]), ("wide", ["TND"])])
+def test_answers_are_those_of_plain_torch(size, layouts):
+    plain = call(answers, size, {"kv_block_size": 16})
+    assert plain["fused"] == []
+    for name, settings in SETTINGS.items():
+        fused = call(answers, size, settings)
+        # The trials are of the layout that is asked for.
+        assert fused["fused"] == layouts, name
+        for number, (prompt, tokens) in plain["found"].items():
+            own_prompt, own_tokens = fused["found"][number]
+            assert own_prompt == pytest.approx(prompt, abs=TOLERANCE), (name, number)
+            assert len(own_tokens) == len(tokens) == 8
+            for (token, top), (own_token, own_top) in zip(tokens, own_tokens, strict=True):
+                if token != own_token:  # then it was close, and what follows is another answer
+                    assert top[0] - top[1] < TOLERANCE, (name, number)
+                    break
+                assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
