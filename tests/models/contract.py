@@ -72,14 +72,16 @@ def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) ->
 
 
 def likeliest(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> list[list[list[int]]]:
-    """For each prompt, at each of its greedy tokens, the five likeliest; the token itself is the first."""
+    """For each prompt, at each of its tokens, itself, which rules may have forced, and the five likeliest."""
     found: list[list[list[int]]] = [[] for _ in prompts]
     params = SamplingParams(temperature=0, logprobs=5, **settings)
     for i, ids in enumerate(prompts):
         assert engine.add(Add(str(i), ids.numpy().tobytes(), params)) is None
     while engine.has_work():
         for progress in engine.step().progress:
-            found[int(progress.request_id)] += [[token for token, _ in one.top] for one in progress.logprobs or ()]
+            found[int(progress.request_id)] += [
+                [one.token_id, *(token for token, _ in one.top)] for one in progress.logprobs or ()
+            ]
     return found
 
 
