@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from mindie_mm.device.transfer import upload
 _log = logging.getLogger(__name__)
 
 HALF = (torch.float16, torch.bfloat16)
-ATTENTION = "npu_fused_infer_attention_score"
+_ATTENTION = "npu_fused_infer_attention_score"
+_PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
 PACKED = "npu_fusion_attention"
 _PACKED_WIDTH = 128
 """Width of the heads that attention takes with the rows of all sequences in one row (TND)."""
@@ -46,56 +47,83 @@ class NPUKernels(Kernels):
             and width % 16 == 0
             and heads <= _MAX_SHARE * kv_heads
             and block_size % _BLOCK_STEP == 0
-            and block_size <= (_BLOCK_STEP if width == _PACKED_WIDTH else _MAX_BLOCK)
-            and works(ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
+            and block_size <= _MAX_BLOCK
+            and (
+                _packs(query, keys) or works(_ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
+            )
         )
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-        flat = query.transpose(0, 1).contiguous()  # (T, heads, head_dim)
-        pages = keys.flatten(2), values.flatten(2)  # (blocks, block_size, kv_heads * head_dim)
-        settings: dict[str, Any] = {
-            "num_heads": query.shape[0],
-            "num_key_value_heads": keys.shape[2],
-            "scale": scaling,
-            "block_size": keys.shape[1],
-        }
-        if query.shape[-1] == _PACKED_WIDTH:
-            return _fused(
-                flat,
-                *pages,
-                input_layout="TND",
-                actual_seq_lengths=rows.stops,
-                actual_seq_lengths_kv=rows.lengths,
-                block_table=rows.blocks,
-                atten_mask=_triangle(query.device),
-                sparse_mode=3,
-                **settings,
-            )
-        out = torch.empty_like(flat)
-        if rows.singles:
-            _attend_singles(flat, pages, rows, settings, out)
-        first = 0
-        for number, (stop, length) in enumerate(zip(rows.stops, rows.lengths, strict=True)):
-            if stop - first > 1:
-                out[first:stop] = _fused(
-                    flat[first:stop].flatten(1).unsqueeze(0),
-                    *pages,
-                    input_layout="BSH",
-                    actual_seq_lengths=[stop - first],
-                    actual_seq_lengths_kv=[length],
-                    block_table=rows.blocks[number : number + 1],
-                    atten_mask=_triangle(query.device),
-                    sparse_mode=3,
-                    **settings,
-                ).view(stop - first, *flat.shape[1:])
-            first = stop
-        return out
+        attend = _attend_packed if _packs(query, keys) else _attend_apart
+        return attend(query, keys, values, rows, scaling)
 
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
         if works("npu_scatter_nd_update_", pages.device, pages.dtype):
             torch.ops.npu.npu_scatter_nd_update_(pages.flatten(0, 1), slots.unsqueeze(1), new)
         else:
             super().store(pages, slots, new)
+
+
+def _packs(query: Tensor, keys: Tensor) -> bool:
+    """Whether all rows go into one call; an older CANN has that for other heads alone, or without pages."""
+    heads, kv_heads = query.shape[0], keys.shape[2]
+    return (
+        query.shape[-1] == _PACKED_WIDTH
+        and keys.shape[1] == _BLOCK_STEP
+        and works(_PACKED_ATTENTION, query.device, query.dtype, heads, kv_heads, _PACKED_WIDTH, _BLOCK_STEP)
+    )
+
+
+def _attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
+    """All rows in one call."""
+    return _fused(
+        query.transpose(0, 1).contiguous(),
+        *_pages(keys, values),
+        input_layout="TND",
+        actual_seq_lengths=rows.stops,
+        actual_seq_lengths_kv=rows.lengths,
+        block_table=rows.blocks,
+        atten_mask=_triangle(query.device),
+        sparse_mode=3,
+        **_settings(query, keys, scaling),
+    )
+
+
+def _attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
+    """The rows that are single ones in one call, each longer chunk in one of its own."""
+    flat, pages, settings = query.transpose(0, 1).contiguous(), _pages(keys, values), _settings(query, keys, scaling)
+    out = torch.empty_like(flat)
+    if rows.singles:
+        _attend_singles(flat, pages, rows, settings, out)
+    first = 0
+    for number, (stop, length) in enumerate(zip(rows.stops, rows.lengths, strict=True)):
+        if stop - first > 1:
+            out[first:stop] = _fused(
+                flat[first:stop].flatten(1).unsqueeze(0),
+                *pages,
+                input_layout="BSH",
+                actual_seq_lengths=[stop - first],
+                actual_seq_lengths_kv=[length],
+                block_table=rows.blocks[number : number + 1],
+                atten_mask=_triangle(query.device),
+                sparse_mode=3,
+                **settings,
+            ).view(stop - first, *flat.shape[1:])
+        first = stop
+    return out
+
+
+def _pages(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return keys.flatten(2), values.flatten(2)  # (blocks, block_size, kv_heads * head_dim)
+
+
+def _settings(query: Tensor, keys: Tensor, scaling: float) -> dict[str, Any]:
+    return {
+        "num_heads": query.shape[0],
+        "num_key_value_heads": keys.shape[2],
+        "scale": scaling,
+        "block_size": keys.shape[1],
+    }
 
 
 def _attend_singles(
@@ -148,13 +176,19 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _try_attention(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, block_size: int
+def _try(
+    attend: Callable[[Tensor, Tensor, Tensor, Rows, float], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    block_size: int,
 ) -> None:
-    """A single row and a longer chunk: what steps are made of."""
+    """Attention of a single row and of a longer chunk: what steps are made of."""
     query = torch.zeros(heads, 3, width, dtype=dtype, device=device)
     pages = torch.zeros(3, block_size, kv_heads, width, dtype=dtype, device=device)
-    NPUKernels().attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], device), 1.0)
+    attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], device), 1.0)
 
 
 def _try_store(device: torch.device, dtype: torch.dtype) -> None:
@@ -173,7 +207,8 @@ def _try_rotary(device: torch.device, dtype: torch.dtype) -> None:
 
 
 _TRIALS: dict[str, Callable[..., None]] = {
-    ATTENTION: _try_attention,
+    _ATTENTION: partial(_try, _attend_apart),
+    _PACKED_ATTENTION: partial(_try, _attend_packed),
     "npu_scatter_nd_update_": _try_store,
     PACKED: _try_packed,
     "npu_rms_norm": _try_rms_norm,
@@ -200,4 +235,4 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     return True
 
 
-__all__ = ["ATTENTION", "HALF", "PACKED", "NPUKernels", "rms_norm", "rotary", "works"]
+__all__ = ["HALF", "PACKED", "NPUKernels", "rms_norm", "rotary", "works"]

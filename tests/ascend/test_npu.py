@@ -82,6 +82,19 @@ def test_weights_that_do_not_fit_are_the_devices_failure():
     assert "does not fit into the memory of npu:0: NPU out of memory" in said
 
 
+def without_torch_npu() -> str:
+    import sys
+
+    from mindie_mm.device.npu import NPU
+
+    sys.modules["torch_npu"] = None  # as where it is not installed
+    return NPU.missing()
+
+
+def test_torch_npu_is_missing():
+    assert call(without_torch_npu) == "torch_npu is not installed: pip install 'mindie_mm[npu]' beside CANN"
+
+
 def test_cann_is_missing():
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "LD_LIBRARY"))}
     variables["PYTHONPATH"] = str(Path.cwd())
