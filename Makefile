@@ -20,16 +20,18 @@ install: .venv/installed
 # The NPU's code on the real torch_npu, over a simulated CANN (tests/ascend): in an environment of its own, as torch_npu
 # is found and loaded by whoever imports torch or transformers beside it. All else comes from .venv, which it looks into.
 .venv-npu/installed: .venv/installed pyproject.toml constraints.txt
-	$(PYTHON) -m venv --without-pip .venv-npu
+	$(BIN)/python -m venv --without-pip .venv-npu
 	.venv-npu/bin/python -c 'import sys; print("import site; site.addsitedir(%r)" % sys.argv[1])' \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  > "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	$(BIN)/pip --python .venv-npu/bin/python install --quiet --constraint constraints.txt --editable '.[test-npu]'
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || $(BIN)/pip --python .venv-npu/bin/python \
+	  install --quiet --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0  # torch_npu takes no other
 	touch $@
 
 # The simulated CANN is compiled by the tests.
 gcc:
-	@command -v gcc >/dev/null || { $(SUDO) apt-get update --quiet \
+	@echo '#include <stdio.h>' | gcc -E -x c - >/dev/null 2>&1 || { $(SUDO) apt-get update --quiet \
 	  && $(SUDO) apt-get install --quiet --yes --no-install-recommends gcc libc6-dev; } \
 	  || { echo 'gcc is needed to build the simulated CANN (tests/ascend/cann): install it, such as by apt-get install gcc'; exit 1; }
 

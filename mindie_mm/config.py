@@ -308,8 +308,9 @@ def fault_folder() -> Path | None:
 
 
 def keep_collectives_local() -> None:
-    """Has torch's gloo listen on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Has gloo and NCCL listen on the loopback interface alone, unless their variables name another."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
 def config_file() -> Path | None:

@@ -30,7 +30,7 @@ def examine(config: WorkerConfig, root: Path = Path("/")) -> Iterator[Finding]:
     `root` is where the files of accelerators' drivers and libraries are looked for.
     """
     yield _libraries()
-    yield from _devices(config.engine.device, root)
+    yield from _devices(config.engine.device, config.engine.tensor_parallel, root)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
@@ -48,11 +48,11 @@ def _libraries() -> Finding:
     return Finding("libraries", "ok", ", ".join(found))
 
 
-def _devices(name: str, root: Path) -> Iterator[Finding]:
-    """The device `name`, then what each kind says of the machine."""
+def _devices(name: str, wanted: int, root: Path) -> Iterator[Finding]:
+    """The device `name`, of which so many are wanted, then what each kind says of the machine."""
     said = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in said.items() if any(one.status == "error" for one in findings)]
-    device, chosen = _device(name, broken)
+    device, chosen = _device(name, wanted, broken)
     yield device
     for kind, findings in said.items():
         for one in findings:
@@ -61,7 +61,7 @@ def _devices(name: str, root: Path) -> Iterator[Finding]:
             yield replace(one, status="warning") if spared else one
 
 
-def _device(name: str, broken: Collection[str]) -> tuple[Finding, str]:
+def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
     """The device that `name` means, with the name that it has itself; `broken` are kinds that have errors."""
     usable = [kind for kind in KINDS if kind.name not in broken]  # of the others not even the library is loaded here
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
@@ -75,6 +75,9 @@ def _device(name: str, broken: Collection[str]) -> tuple[Finding, str]:
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
+    if torch_device.type != "cpu" and wanted > (count := torch.accelerator.device_count()):
+        found = f"{count} visible, tensor_parallel is {wanted}"
+        return Finding("device", "error", found, "lower it, or make more of them visible"), chosen
     found = f"{torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
     if name == "auto" and broken:
         advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"

@@ -52,7 +52,16 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
     ours, theirs = socket.socketpair()
     with theirs:
         log_settings = msgspec.json.encode(logs.current()).decode()
-        command = [sys.executable, "-m", "mindie_mm.child", str(theirs.fileno()), log_settings, module, *arguments]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "mindie_mm.child",
+            str(theirs.fileno()),
+            log_settings,
+            module,
+            *arguments,
+        ]
         try:
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))  # noqa: S603 - our own module
         except BaseException:

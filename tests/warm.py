@@ -165,8 +165,8 @@ class _Copy(subprocess.Popen[bytes]):
         for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
             del sys.modules[name]  # with what they know of this process: they are imported anew
         _show(command)
-        sys.argv = command[2:]
-        importlib.import_module(command[2]).main()
+        sys.argv = command[command.index("-m") + 1 :]
+        importlib.import_module(sys.argv[0]).main()
 
 
 SUBPROCESS = SimpleNamespace(Popen=_Copy)

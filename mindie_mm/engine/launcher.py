@@ -68,7 +68,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
     num_threads = max(1, torch.get_num_threads() // int(num_ranks))
     run = elastic_launch(config, sys.executable)
     try:
-        run("-m", "mindie_mm.engine.rank", door.name, log_settings, "${local_rank}", device, num_threads)
+        run("-P", "-m", "mindie_mm.engine.rank", door.name, log_settings, "${local_rank}", device, num_threads)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         _log.error("rank %d, process %d, ended with status %d", rank, failure.pid, failure.exitcode)
@@ -89,7 +89,11 @@ class _Door:
 
     def _answer(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                _log.exception("the ranks cannot get the channel")
+                os._exit(1)
             pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.geteuid():
                 connection.close()

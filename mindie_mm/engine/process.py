@@ -16,7 +16,7 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
-from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError, error_name
@@ -119,7 +119,8 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
             start.family,
             vision=Placement(config.vision_device, config.vision_bits),
             projector=Placement(config.projector_device, config.projector_bits),
-        )
+        ),
+        LOADING_PATIENCE,
     )
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)

@@ -21,9 +21,11 @@ def main() -> None:
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), f"engine.{number}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"\0{door}")
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    (descriptor,) = descriptors
+    try:
+        connection.connect(f"\0{door}")
+        _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
+    except (ConnectionError, ValueError):  # the launcher has ended, as it was told to
+        sys.exit(1)
     with ChildChannel(descriptor) as channel, ChildChannel(connection.detach()) as launcher:
         lifeline = Lifeline(channel, launcher)
         from mindie_mm.engine import process  # late: it takes seconds

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=2)
 """How long a rank that has failed waits for the others to hear of it. They may never come: a rank that waits inside an
 operation for this one hears nothing. Then this one ends, and all end with it."""
+LOADING_PATIENCE = timedelta(hours=2)
+"""The same while weights are read, which takes one rank longer than another, and inside no operation."""
 _FOREVER = timedelta(days=365)  # an engine at rest waits for its next message
 _INLINE = 504
 """Bytes of a message that go with its length."""
@@ -49,22 +51,26 @@ class Ranks:
         del kind
         return make()
 
-    def agreed(self, error: MindieMMError | None) -> MindieMMError | None:
+    def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         """On every rank the error of the first rank that has one; None where none has."""
+        del patience
         return error
 
     def least(self, number: int) -> int:
         """The least `number` of any rank."""
         return number
 
-    def together(self, work: Callable[[], T]) -> T:
-        """What `work` gives here; what it fails with on any rank is raised on all of them."""
+    def together(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
+        """What `work` gives here; what it fails with on any rank is raised on all of them.
+
+        `patience` is how long the slowest of them may take longer than one that fails.
+        """
         failure: MindieMMError | None = None
         try:
             result = work()
         except MindieMMError as error:
             failure = error
-        if (failure := self.agreed(failure)) is not None:
+        if (failure := self.agreed(failure, patience)) is not None:
             raise failure
         return result
 
@@ -114,11 +120,11 @@ class _Group(Ranks):
         received: T = msgspec.msgpack.decode(self._broadcast(None, 0), type=kind)
         return received
 
-    def agreed(self, error: MindieMMError | None) -> MindieMMError | None:
+    def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         first = torch.tensor(self.count if error is None else self.number)
         work = dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control, async_op=True)
         try:
-            work.wait(_FOREVER if error is None else PATIENCE)
+            work.wait(_FOREVER if error is None else patience)
         except RuntimeError:
             if error is not None:
                 _log.critical("rank %d failed, and the others do not come to hear it", self.number, exc_info=error)

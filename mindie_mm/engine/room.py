@@ -250,7 +250,7 @@ class _WorstCase:
         took = 0.0
         for trial in trials:
             if not tried:
-                self._peak_bytes(trial, what, unit)  # what only the first run takes stays taken, and is no peak
+                self._tried(trial, what, unit)  # what only the first run takes stays taken, and is no peak
             elif trial.size <= tried[-1][0]:
                 continue
             else:
@@ -261,12 +261,16 @@ class _WorstCase:
                 if not self._ranks.least(int(not enough)):  # all do the next one, or none
                     break
             start = time.monotonic()
-            tried.append((trial.size, self._peak_bytes(trial, what, unit)))
+            tried.append((trial.size, self._tried(trial, what, unit)))
             took = time.monotonic() - start
         reckoned = _reckon(tried, most)
         says = "%s of %d %s: %.2f s and %s; reckoned for %d: %s"
         _log.debug(says, what, tried[-1][0], unit, took, _mib(tried[-1][1]), most, _mib(reckoned))
         return reckoned
+
+    def _tried(self, trial: _Trial, what: str, unit: str) -> int:
+        """What fails on one rank alone is heard by all, before any of them waits for the others' next step."""
+        return self._ranks.together(lambda: self._peak_bytes(trial, what, unit))
 
     def _peak_bytes(self, trial: _Trial, what: str, unit: str) -> int:
         try:

@@ -265,7 +265,7 @@ def test_cann_and_the_driver(tree):
 
 def test_a_cuda_build_of_torch_beside_torch_npu(tree):
     one = paired(tree, torch="2.13.0", accelerator="CUDA 13.0")["torch build"]
-    assert (one.status, one.found) == ("warning", "2.13.0 is built for CUDA 13.0; torch_npu wants the CPU build")
+    assert (one.status, one.found) == ("error", "2.13.0 is built for CUDA 13.0; torch_npu wants the CPU build")
     assert "download.pytorch.org/whl/cpu" in one.advice
     assert "aarch64" not in one.advice
     assert (

@@ -107,4 +107,4 @@ def test_the_npu_has_its_devices_and_driver() -> None:
 
 def test_cuda_has_its_gpu() -> None:
     (device,) = of_device("cuda")["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "count": "${GPUS:-1}", "capabilities": ["gpu"]}

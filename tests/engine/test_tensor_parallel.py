@@ -1,8 +1,10 @@
 """An engine of two ranks: the tokens of one, and when one of its processes is killed, the end of all."""
 
 import asyncio
+import dataclasses
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,14 @@ from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import BadReference, ContextLengthExceeded, InputError, ProcessDied, UnsupportedCheckpoint
+from mindie_mm.errors import (
+    BadReference,
+    ContextLengthExceeded,
+    DeviceError,
+    InputError,
+    ProcessDied,
+    UnsupportedCheckpoint,
+)
 from mindie_mm.inputs import Embeddings
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -320,3 +329,26 @@ def test_shares_of_items_differ_little():
     assert ranks.owners([]) == []
     assert ranks.owners([5, 5, 5, 5]) == [0, 1, 2, 0]
     assert ranks.owners([1, 9, 4, 4, 1]) == [1, 0, 1, 2, 2]
+
+
+TOO_LITTLE = """
+import os
+if os.environ.get("RANK") == "1":
+    from mindie_mm.device.cpu import CPU
+
+    def peak_bytes(self, work):
+        work()  # within a layer the other rank would wait for this one: that ends all, in time
+        raise MemoryError("no more")
+
+    CPU.peak_bytes = peak_bytes
+"""
+
+
+async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_checkpoint, tmp_path, monkeypatch):
+    """Each rank tries its own memory: the one that has too little must not leave the other waiting for it."""
+    (tmp_path / "sitecustomize.py").write_text(TOO_LITTLE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    settings = dataclasses.replace(TWO, measure_s=0.2, kv_cache_bytes=None)
+    async with asyncio.timeout(200):
+        with pytest.raises(DeviceError, match="fails on cpu: no more"):
+            await AsyncEngine.start(random_checkpoint, settings)

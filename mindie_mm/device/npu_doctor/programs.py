@@ -19,7 +19,9 @@ class Ended:
 
 def run(command: list[str], timeout_s: float) -> Ended | None:
     """What it says; None if it does not end in time. OSError if it can't be run."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - ours
+    process = subprocess.Popen(  # noqa: S603 - ours
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
     with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)

@@ -22,7 +22,7 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
     subject = "npu runtime"
     if software.torch_npu is None:
         return Finding(subject, "error", "torch_npu is not installed", "pip install 'mindie_mm[npu]'")
-    command = [sys.executable, "-m", "mindie_mm.device.npu_doctor.probe"]
+    command = [sys.executable, "-P", "-m", "mindie_mm.device.npu_doctor.probe"]
     ended = programs.run(command, timeout_s)
     if ended is None:
         advice = "npu-smi info -t health -i NPU; reset it when nothing uses it, or reboot"

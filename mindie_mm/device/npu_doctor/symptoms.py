@@ -40,7 +40,7 @@ SYMPTOMS = (
     # torch_npu/__init__.py, _check_device_conflict
     Symptom(
         r"Two accelerators cannot be used at the same time",
-        "torch is a build for another accelerator, and one is there",
+        "torch is a build for another accelerator",
         "install the CPU build, in torch_npu's version: pip install torch --index-url https://download.pytorch.org/whl/cpu",
     ),
     Symptom(

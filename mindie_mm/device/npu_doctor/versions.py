@@ -53,12 +53,12 @@ def _torch_build(software: Software) -> Finding:
     subject, version = "torch build", _release(software.torch)
     if software.accelerator is None:
         return Finding(subject, "ok", f"{software.torch}, for the CPU")
-    # torch_npu/__init__.py, _check_device_conflict: refused as soon as that accelerator is there, too.
+    # torch_npu/__init__.py, _check_device_conflict: it asks what torch was built for, not what is there.
     found = f"{software.torch} is built for {software.accelerator}; torch_npu wants the CPU build"
     advice = f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
     if software.architecture == "aarch64":  # torch_npu's README has the CPU index for it since 2.11
         advice += "; for aarch64 PyPI has CUDA builds alone, so pin it before anything else that needs torch"
-    return Finding(subject, "warning", found, advice)
+    return Finding(subject, "error", found, advice)
 
 
 def _torch(torch: str, torch_npu: str) -> Finding:
