@@ -291,9 +291,7 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        ipc, "subprocess", subprocess
-    )  # a copy has no room for its command line
+    monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copy has no room for its command line
     fifos = {deaths: media / f"deadly-{deaths}.jpg" for deaths in (1, 2)}
     for row, deaths in ((2, 1), (12, 2)):
         rows.insert(row, {"id": f"killed {deaths}", "inputs": [{"image": fifos[deaths].name}]})
