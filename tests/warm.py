@@ -145,6 +145,10 @@ class _Copy(subprocess.Popen[bytes]):
         self._descriptor = pass_fds[0]
         super().__init__(command)
 
+    def __del__(self) -> None:
+        self.poll()  # one that has ended, and that nobody waited for, is no process that runs on
+        super().__del__()
+
     def _execute_child(self, command: list[str], *_: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, but none of a worker's
