@@ -43,13 +43,16 @@ _PRELOADED = (
     "transformers.models.auto.tokenization_auto",
 )
 """No family, and nothing of transformers' that is one family's."""
+_ON_SIMULATED_NPU = "ASCEND_HOME_PATH" in os.environ
+"""There tests/ascend/processes.py has the one server of copies that a process can have."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(list(_PRELOADED))
+if not _ON_SIMULATED_NPU:
+    _CONTEXT.set_forkserver_preload(list(_PRELOADED))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Of one of several processes: what is copied is imported while the first tests run, and waited for by none."""
-    if hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput") and not _ON_SIMULATED_NPU:
         forkserver.ensure_running()
 
 
@@ -104,7 +107,7 @@ class Popen:
         self.send_signal(signal.SIGKILL)
 
 
-running_service = partial(serving.running_service, start=Popen)
+running_service = serving.running_service if _ON_SIMULATED_NPU else partial(serving.running_service, start=Popen)
 
 
 def run(
