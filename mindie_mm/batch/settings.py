@@ -16,7 +16,7 @@ from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint import Checkpoint
 
-FORMAT = 1
+FORMAT = 2
 """Of the output; another number is another layout."""
 RUN_FILE = "run.json"
 

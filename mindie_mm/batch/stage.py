@@ -16,6 +16,7 @@ from mindie_mm.batch.row import Row, parse, printable, row_id
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Record, Source
+from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Message
 from mindie_mm.tokenize import Tokenizer
@@ -31,6 +32,7 @@ class Stage:
     def __init__(self, run: Run, folder: Path) -> None:
         """Reads the checkpoint. InputError, UnsupportedCheckpoint."""
         torch.set_num_threads(1)
+        host_memory.keep_freed()
         self._run, self._settings = run, run.settings
         settings = run.settings
         self._folder = folder

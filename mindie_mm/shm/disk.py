@@ -1,28 +1,28 @@
 """A file of blocks on disk: written once, block after block, then mounted and read like an arena.
 
-A block is filled in memory, and written when it is published. To fill it in the file's own pages costs two to four
-times as much: the file system makes each of them, fills it with zeros and notes that it is written to.
+Blocks are filled in memory, and written when there is a lot of them. To fill one in the file's own pages costs two to
+four times as much: the file system makes each of them, fills it with zeros and notes that it is written to.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from array import array
-from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from xxhash import xxh3_128_digest
+
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.disk_digest import combined
-from mindie_mm.shm.disk_writer import MAX_AHEAD_BYTES, DiskWriter, write_all
+from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, write_all
 from mindie_mm.shm.layout import (
     FILLING,
     FREE,
@@ -65,13 +65,12 @@ class DiskArena:
         self._lock = lock
         self._entries = array("Q", bytes(header.releases_offset - PAGE))
         self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
-        self._spare: list[mmap.mmap] = []
         self._writer = DiskWriter(_unfinished(path), lock.descriptor)
-        self._written: mmap.mmap | None = None
-        self._digests: dict[int, Future[bytes]] = {}
+        self._lot: Lot | None = None  # that takes the next block
+        self._digests: dict[int, bytes] = {}
         self.digest = ""
         """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
-        self._filling: dict[int, tuple[Block, mmap.mmap]] = {}
+        self._filling: dict[int, tuple[Block, Lot]] = {}
         self._end = header.data_offset
         self._mutex = Lock()
 
@@ -133,7 +132,8 @@ class DiskArena:
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
         """A block with these arrays, uninitialised. A block on disk outlives its request: no path file records it.
 
-        ArenaFull if the file is full; LimitExceeded for what no file of this capacity, or no word, holds.
+        ArenaFull if the file is full, or the disk was for what was published before; LimitExceeded for what no file
+        of this capacity, or no word, holds.
         """
         plan = BlockPlan.of(specs, b"")
         nbytes = round_up(plan.size, PAGE)
@@ -147,9 +147,12 @@ class DiskArena:
                     f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
-            buffer = self._memory(nbytes)
-            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, buffer, 0)
-            self._filling[entry] = block, buffer
+            with self._writing():
+                lot = self._lot_for(nbytes)
+            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, lot.memory, lot.used_bytes)
+            lot.used_bytes += nbytes
+            lot.num_filling += 1
+            self._filling[entry] = block, lot
             self._offsets.append(offset)
             self._end += nbytes
             at = WORDS_PER_ENTRY * entry
@@ -158,7 +161,7 @@ class DiskArena:
         return block
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """For `Block.publish`: begins to write the block. ArenaFull if the disk is full, or was for the one before."""
+        """For `Block.publish`: the block is written once its lot is full. ArenaFull if the disk is, or was before."""
         if digest is not None:
             check_digest(digest)
         with self._mutex:
@@ -166,19 +169,13 @@ class DiskArena:
             if not self._fills(block):
                 raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             block.write_header(digest or b"")
-            ((offset, nbytes),) = block.pieces
-            _, buffer = self._filling[block.entry]
-            data = memoryview(buffer)[:nbytes]
-            for start, stop in block.plan.gaps(nbytes):  # nothing of an earlier block is written
+            data = self._memory(block)
+            for start, stop in block.plan.gaps(block.nbytes):  # nothing of an earlier block is written
                 data[start:stop] = bytes(stop - start)
-            try:
-                self._digests[block.entry] = self._writer.write(data, offset)
-            except OSError as error:
-                raise ArenaFull(f"{nbytes} bytes cannot be written to {self.path}: {error.strerror}") from error
+            self._digests[block.entry] = xxh3_128_digest(data)
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
-            self._keep(self._written)
-            del self._filling[block.entry]
-            self._written = buffer if len(buffer) == MAX_AHEAD_BYTES else None
+            with self._writing():
+                self._end_filling(block)
 
     def roll_back(self, num_blocks: int) -> None:
         """As if only the first `num_blocks` blocks had ever been: nobody has a reference to the others.
@@ -192,7 +189,7 @@ class DiskArena:
             dropped = self._offsets[num_blocks:]
             if not dropped:
                 return
-            self._end = dropped[0]
+            self._cut(dropped[0])
             del self._offsets[num_blocks:]
             self._digests = {entry: digest for entry, digest in self._digests.items() if entry < num_blocks}
             words = slice(WORDS_PER_ENTRY * num_blocks, WORDS_PER_ENTRY * (num_blocks + len(dropped)))
@@ -205,15 +202,15 @@ class DiskArena:
                 return
             if not self._fills(block):
                 return
-            _, buffer = self._filling.pop(block.entry)
-            self._keep(buffer)
             at = WORDS_PER_ENTRY * block.entry
             if block.entry == len(self._offsets) - 1:
                 self._entries[at + STATE] = self._entries[at + OFFSET] = self._entries[at + SIZE] = 0
-                self._end -= block.nbytes
-                self._offsets.pop()
+                self._cut(self._offsets.pop())
             else:
                 self._entries[at + STATE] = state_word(GENERATION, FREE)
+                self._memory(block)[:] = bytes(block.nbytes)
+            with suppress(OSError):  # the next one to write is told
+                self._end_filling(block)
 
     def close(self) -> None:
         """Gives the file its name, complete and synced. Idempotent.
@@ -227,6 +224,7 @@ class DiskArena:
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
             header = replace(self._header, capacity_bytes=self.used_bytes)
             try:
+                self._write_lot()
                 self._writer.wait()
                 head = header.pack().ljust(PAGE, b"\0") + self._entries.tobytes() + bytes(header.releases_bytes)
                 write_all(self._lock.descriptor, memoryview(head), 0)
@@ -234,8 +232,7 @@ class DiskArena:
                 os.fsync(self._lock.descriptor)
                 _unfinished(self.path).rename(self.path)
                 _sync_directory(self.path.parent)
-                own = [digest.result() for _, digest in sorted(self._digests.items())]
-                self.digest = combined(head, own)
+                self.digest = combined(head, (digest for _, digest in sorted(self._digests.items())))
             except OSError as error:
                 _unfinished(self.path).unlink(missing_ok=True)
                 raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error
@@ -268,20 +265,52 @@ class DiskArena:
     def _fills(self, block: Block) -> bool:
         return block.entry in self._filling and self._filling[block.entry][0] is block
 
-    def _memory(self, nbytes: int) -> mmap.mmap:
-        """Memory for a block: what an earlier one was filled in, if that is free."""
-        if nbytes > MAX_AHEAD_BYTES or not self._spare:
-            return mmap.mmap(-1, max(nbytes, MAX_AHEAD_BYTES))  # takes memory where it is used
-        return self._spare.pop()
+    def _memory(self, block: Block) -> memoryview:
+        """What a block is filled in."""
+        _, lot = self._filling[block.entry]
+        ((offset, nbytes),) = block.pieces
+        return memoryview(lot.memory)[offset - lot.offset :][:nbytes]
 
-    def _keep(self, buffer: mmap.mmap | None) -> None:
-        """For the next block. Two are used in turn; what a large block took is given back."""
-        if buffer is not None and len(buffer) == MAX_AHEAD_BYTES and len(self._spare) < 2:
-            self._spare.append(buffer)
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ArenaFull(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def _lot_for(self, nbytes: int) -> Lot:
+        """With room for the next block. OSError."""
+        if self._lot is None or self._lot.room_bytes < nbytes:
+            self._write_lot()
+            self._lot = self._writer.lot(nbytes, self._end)
+        return self._lot
+
+    def _write_lot(self) -> None:
+        """Ends the lot that takes blocks; it is written when none of its blocks is being filled. OSError."""
+        lot, self._lot = self._lot, None
+        if lot is not None and not lot.num_filling:
+            self._writer.write(lot)
+
+    def _end_filling(self, block: Block) -> None:
+        """OSError."""
+        _, lot = self._filling.pop(block.entry)
+        lot.num_filling -= 1
+        if lot is not self._lot and not lot.num_filling:
+            self._writer.write(lot)
+        elif lot is self._lot and len(lot.memory) > LOT_BYTES:  # written at once: it is large
+            self._write_lot()
+
+    def _cut(self, end: int) -> None:
+        """The next block begins at `end`; what was written behind it is written over, or cut off."""
+        self._end = end
+        for lot in filter(None, [self._lot, *(lot for _, lot in self._filling.values())]):
+            lot.used_bytes = max(0, min(lot.used_bytes, end - lot.offset))
+        if self._lot is not None and self._lot.offset > end:
+            self._lot = None
 
     def _let_go(self) -> None:
         self._writer.close()
-        self._spare, self._written = [], None
+        self._lot = None
         self._lock.release()
 
 

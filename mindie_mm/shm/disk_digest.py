@@ -1,4 +1,8 @@
-"""What names the bytes of a file of blocks: computed block by block, so that its writer need not read it again."""
+"""What tells damage of a file of blocks: computed block by block, so that its writer need not read it again.
+
+XXH3, since it reads memory at its own speed; BLAKE3 took a twentieth of a row's time. Nothing here keeps out a forger,
+who could as well write the digest anew.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from blake3 import blake3
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm.layout import OFFSET, PAGE, PUBLISHED, SIZE, STATE, WORDS_PER_ENTRY, ArenaHeader
 
-DIGEST_BYTES = 16
-
 
 def combined(head: bytes, blocks: Iterable[bytes]) -> str:
-    """BLAKE3, 128 bits in hexadecimal, of the pages before the blocks and of each block's own digest, in order."""
-    return blake3(head + b"".join(blocks)).hexdigest(DIGEST_BYTES)
+    """XXH3, 128 bits in hexadecimal, of the pages before the blocks and of each block's own digest, in order."""
+    return xxh3_128_hexdigest(head + b"".join(blocks))
 
 
 def digest_of(path: Path) -> str:
@@ -33,5 +35,5 @@ def digest_of(path: Path) -> str:
                         raise SegmentMissing(f"{path}: block {at // WORDS_PER_ENTRY} is outside the file")
                     if entries[at + STATE] & 0xFF == PUBLISHED:
                         with data[offset : offset + size] as block:
-                            blocks.append(blake3(block).digest(DIGEST_BYTES))
+                            blocks.append(xxh3_128_digest(block))
             return combined(data[: header.data_offset].tobytes(), blocks)

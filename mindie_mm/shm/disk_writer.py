@@ -1,21 +1,35 @@
-"""Writes blocks to a file: while one is on its way to the disk, the next is filled."""
+"""Writes blocks to a file, many at a time: while one lot of them is on its way to the disk, the next is filled."""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from blake3 import blake3
+LOT_BYTES = 16 * 2**20
+"""Memory of a lot, of which two are used in turn; a larger block is a lot of its own."""
 
-from mindie_mm.shm.disk_digest import DIGEST_BYTES
 
-# Smaller ones go through the page cache, which gathers them; for a larger one its copy costs more than it saves.
-_DIRECT_BYTES = 256 * 2**10
+class Lot:
+    """Blocks that lie one behind another, in whole pages, both in memory and in the file."""
 
-# Larger ones are written before the caller goes on, so that no two of them are in memory.
-MAX_AHEAD_BYTES = 64 * 2**20
+    __slots__ = ("memory", "num_filling", "offset", "used_bytes")
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self.memory = memory
+        self.offset = offset
+        """Where in the file it begins."""
+        self.used_bytes = 0
+        self.num_filling = 0
+        """Its blocks that somebody still writes to."""
+
+    @property
+    def room_bytes(self) -> int:
+        """For further blocks."""
+        return len(self.memory) - self.used_bytes
 
 
 class DiskWriter:
@@ -25,22 +39,31 @@ class DiskWriter:
         """`descriptor` is an open one of the file `path`, and stays the caller's."""
         self._descriptor = descriptor
         self._thread = ThreadPoolExecutor(1, "disk-writer")
-        self._writing: Future[bytes] | None = None
+        self._writing: Future[None] | None = None
+        self._spare: list[mmap.mmap] = []
         try:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:  # such as some network file systems
             self._direct = -1
 
-    def write(self, data: memoryview, offset: int) -> Future[bytes]:
-        """Begins to write whole pages at `offset`; the result is their digest, BLAKE3, 128 bits.
+    def lot(self, nbytes: int, offset: int) -> Lot:
+        """An empty one with room for a block of `nbytes` at `offset`."""
+        if nbytes <= LOT_BYTES and self._spare:
+            return Lot(self._spare.pop(), offset)
+        memory = mmap.mmap(-1, max(nbytes, LOT_BYTES))  # takes memory where it is used
+        with suppress(OSError):  # of a kernel without them: the disk's driver then looks up each small page
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return Lot(memory, offset)
 
-        OSError if this write fails or the one before it did. `data` is the writer's until `wait`, or the next `write`.
+    def write(self, lot: Lot) -> None:
+        """Begins to write a lot, which is the writer's from here on; one of a single large block is written at once.
+
+        So no two large blocks are in memory. OSError if this write fails, or one before it did.
         """
         self.wait()
-        self._writing = self._thread.submit(self._write, data, offset)
-        if len(data) < _DIRECT_BYTES or len(data) > MAX_AHEAD_BYTES:
+        self._writing = self._thread.submit(self._write, lot)
+        if len(lot.memory) > LOT_BYTES:
             self.wait()
-        return self._writing
 
     def wait(self) -> None:
         """Until everything is written. OSError, again and again, once a write has failed."""
@@ -50,22 +73,27 @@ class DiskWriter:
     def close(self) -> None:
         """Ends what is being written. Idempotent."""
         self._thread.shutdown()
+        self._spare = []
         if self._direct >= 0:
             os.close(self._direct)
             self._direct = -1
 
-    def _write(self, data: memoryview, offset: int) -> bytes:
-        digest = blake3(data).digest(DIGEST_BYTES)
-        if self._direct >= 0 and len(data) >= _DIRECT_BYTES:
-            try:
-                write_all(self._direct, data, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # of a disk whose blocks are larger than a page
-                    raise
-            else:
-                return digest
-        write_all(self._descriptor, data, offset)
-        return digest
+    def _write(self, lot: Lot) -> None:
+        data = memoryview(lot.memory)[: lot.used_bytes]
+        if self._direct < 0 or not self._write_direct(data, lot.offset):
+            write_all(self._descriptor, data, lot.offset)
+        if len(lot.memory) == LOT_BYTES:
+            self._spare.append(lot.memory)
+
+    def _write_direct(self, data: memoryview, offset: int) -> bool:
+        """False of a disk whose blocks are larger than a page."""
+        try:
+            write_all(self._direct, data, offset)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+        return True
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

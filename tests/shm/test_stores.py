@@ -13,6 +13,7 @@ import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SegmentMissing, SharedMemoryError, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, disk, disk_writer, free, mount
+from mindie_mm.shm.disk_digest import digest_of
 from mindie_mm.shm.life import LifeLock
 
 SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
@@ -205,8 +206,53 @@ class TestDiskArena(StoreContract):
 
         assert write("a", also=True) == write("b", also=False)
 
+    def test_blocks_of_many_lots_are_what_was_written(self, tmp_path: Path) -> None:
+        """Some rolled back or left after the lot that they were in was written, some larger than any lot."""
+        sizes = [disk_writer.LOT_BYTES * share // 10 for share in (3, 4, 9, 1, 12, 2, 2, 8, 11, 5)]
+
+        def fill(arena: DiskArena, value: int) -> Ref:
+            with arena.allocate({"x": ArraySpec((sizes[value],), "uint8")}) as block:
+                block["x"][...] = value
+                return block.publish(bytes([value]) * 32)
+
+        with DiskArena.create(tmp_path / "a", 7, 2 * sum(sizes)) as arena:
+            refs = []
+            for value in range(len(sizes)):
+                kept = arena.num_blocks
+                for again in range(value % 4):
+                    fill(arena, (value + again) % len(sizes))
+                arena.roll_back(kept)
+                with arena.allocate({"x": ArraySpec((disk_writer.LOT_BYTES,), "uint8")}) as left:
+                    left["x"][...] = 255
+                refs.append(fill(arena, value))
+        assert digest_of(tmp_path / "a") == arena.digest
+        with mount(tmp_path / "a"):
+            for value, ref in enumerate(refs):
+                view = attach(ref)
+                view.verify()
+                assert view["x"].shape == (sizes[value],)
+                assert (view["x"] == value).all()
+
+    def test_a_lot_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
+        """Which is filled while the next lot is written."""
+        quarter = {"x": ArraySpec((disk_writer.LOT_BYTES // 4,), "uint8")}
+        with DiskArena.create(tmp_path / "a", 7, 4 * disk_writer.LOT_BYTES) as arena:
+            refs = []
+            with arena.allocate(quarter) as slow, arena.allocate(quarter) as left:
+                for value in range(6):
+                    with arena.allocate(quarter) as block:
+                        block["x"][...] = value
+                        refs.append(block.publish())
+                left["x"][...] = 255
+                slow["x"][...] = 6
+                refs.append(slow.publish())
+            assert arena.num_blocks == 8
+        assert digest_of(tmp_path / "a") == arena.digest
+        with mount(tmp_path / "a"):
+            assert [int(attach(ref)["x"].max()) for ref in refs] == [0, 1, 2, 3, 4, 5, 6]
+
     def test_a_large_block_that_is_published_takes_no_memory(self, tmp_path: Path) -> None:
-        nbytes = disk_writer.MAX_AHEAD_BYTES + 1
+        nbytes = disk_writer.LOT_BYTES + 1
 
         def fill(arena: DiskArena) -> None:
             with arena.allocate({"frames": ArraySpec((nbytes,), "uint8")}) as block:
