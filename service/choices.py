@@ -17,7 +17,7 @@ from mindie_mm.shm import Ref
 from mindie_mm.shm.layout import file_name
 from mindie_mm.tokenize.prompt import Prompt, Span
 
-_ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s")
+_ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s", "decode_s")
 
 
 @dataclass(slots=True)
@@ -45,9 +45,6 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     timings: Timings | None = None
-    first_at: float = 0.0
-    """When its first output came, on the clock of time.perf_counter; 0 before."""
-    last_at: float = 0.0
 
     def add(self, delta: Delta) -> None:
         """Appends `delta`."""
@@ -58,8 +55,6 @@ class Choice:
         self.cached_tokens += delta.cached_tokens or 0
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.timings = delta.timings or self.timings
-        self.last_at = time.perf_counter()
-        self.first_at = self.first_at or self.last_at
 
     @property
     def text(self) -> str:
@@ -130,7 +125,6 @@ def timings(clock: Clock, choices: Sequence[Choice]) -> dict[str, float]:
         "fetch_s": clock.fetch_s,
         "preprocess_s": clock.preprocess_s,
         **stages,
-        "decode_s": max(choice.last_at - choice.first_at for choice in choices),
         "total_s": time.perf_counter() - clock.arrived,
     }
     return {name: round(value, 6) for name, value in seconds.items()}

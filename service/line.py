@@ -160,7 +160,7 @@ async def _measured(
     asked = time.perf_counter()
     first = last = arrived
     num_tokens = 0
-    reason, timings, last_timings = "abort", None, None
+    reason, ended, timings = "abort", False, None
     try:
         async with aclosing(service.worker.generate(source, params, f"{request_id}-{index}")) as deltas:
             async for delta in deltas:
@@ -169,8 +169,8 @@ async def _measured(
                 first, last = first if num_tokens else now, now
                 num_tokens += len(delta.token_ids)
                 reason = delta.finish_reason or reason
-                timings = delta.timings if delta.finish_reason else None
-                last_timings = delta.timings or last_timings
+                ended = delta.finish_reason is not None
+                timings = delta.timings
                 yield delta
     except MindieMMError as error:
         reason = "error"
@@ -179,10 +179,10 @@ async def _measured(
             trace.error = type(error).__name__
         raise
     finally:
-        metrics.count_choice(reason, num_tokens, timings)
+        metrics.count_choice(reason, num_tokens, timings if ended else None)
         metrics.e2e_s.observe(time.perf_counter() - arrived)
-        if trace is not None and last_timings is not None:
-            trace.answered(index, asked, first, last, num_tokens, last_timings)
+        if trace is not None and timings is not None:
+            trace.answered(index, asked, first, last, num_tokens, timings)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -52,7 +52,8 @@ def _sentence(found: dict[str, Any]) -> str:
     return (
         f"Overhead of a {found['picture']} JPEG, {found['checkpoint']}, one client, {found['tokens']} tokens: "
         f"{found['outside_model_ms']} ms of {found['e2e_ms']} ms are outside the model's tower, prefill and decode, "
-        f"{found['without_decoding_ms']} ms without decoding and resizing the picture. Medians of "
+        f"{found['without_decoding_ms']} ms without decoding and resizing the picture, of which "
+        f"{found['in_the_server_ms']} ms in the server. Medians of "
         f"{found['requests']} requests:"
     )
 

@@ -48,7 +48,8 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
     """Medians in milliseconds over as many requests, one at a time, each with a picture of its own.
 
     The model's part is what the engine says of itself: `prefill_s`, with the tower in it, and `decode_s`. The rest of
-    what the client waits is overhead, `outside_model_ms`; `without_decoding_ms` leaves out reading the picture itself.
+    what the client waits is overhead, `outside_model_ms`; `without_decoding_ms` leaves out reading the picture itself,
+    and of that `in_the_server_ms` is what the server's timings say: not the client's own work, nor the connection.
     RuntimeError for an answer that is not whole.
     """
     answers = []
@@ -78,6 +79,7 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
         "model_ms": {"tower": ms(of("tower_s")), "prefill": ms(of("prefill_s")), "decode": ms(of("decode_s"))},
         "outside_model_ms": ms(median(outside)),
         "without_decoding_ms": ms(median(outside) - decode_s),
+        "in_the_server_ms": ms(median([t["total_s"] - t["prefill_s"] - t["decode_s"] for _, t in answers]) - decode_s),
         "parts_ms": {
             "client, connection and HTTP": ms(median([e2e - timings["total_s"] for e2e, timings in answers])),
             "picture to a file (fetch_s)": ms(of("fetch_s")),

@@ -199,7 +199,7 @@ class BaseEngine(ABC):
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            timings=sequence.timings() if first or reason is not None else None,
+            timings=sequence.timings(),
         )
 
     def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:

@@ -89,7 +89,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     error: tuple[str, str] | None = None
     """Class (of mindie_mm.errors) and message of what ended it; nothing follows."""
     timings: Timings | None = None
-    """With the first token, and with the last one."""
+    """With each token: up to it."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

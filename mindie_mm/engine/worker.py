@@ -44,7 +44,7 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
-    """With the first delta, and with the last one unless a stop string ended it."""
+    """Up to this delta."""
 
 
 class Worker:

@@ -56,6 +56,26 @@ def test_timings(client: openai.OpenAI, red_square: str) -> None:
         assert found["tower_s"] <= found["prefill_s"]
 
 
+def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, http: Any) -> None:
+    """The engine does not know of it, and would have told at the end."""
+
+    def timed() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return float(
+            next(line for line in lines if line.startswith("mindie_mm:request_decode_time_seconds_count")).split()[-1]
+        )
+
+    before = timed()
+    text = CHAT_ANSWERS["hello"]
+    answer = ask(client, "Hello!", max_tokens=64, stop=[text[-2:]], extra_body={"timings": True})
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == (
+        "stop",
+        text[: text.index(text[-2:])],
+    )
+    assert answer.timings["decode_s"] > answer.timings["total_s"] / 10
+    assert timed() == before + 1
+
+
 def test_timings_of_a_stream(client: openai.OpenAI) -> None:
     chunks = list(ask(client, "Hello!", max_tokens=64, stream=True, extra_body={"timings": True}))
     assert set(chunks[-1].timings) == STAGES
