@@ -39,8 +39,6 @@ async def chat_completions(
     """Answers a chat, with images and videos in it; streamed on request."""
     service.check_model(body.model)
     params = body.chat_sampling_params().check(service.worker.engine.info.vocab_size)
-    if params.json_schema is not None:
-        await asyncio.to_thread(check_schema, params.json_schema)
     chat = _Chat(service, body, params, f"chatcmpl-{request_id}", int(time.time()), Clock(arrived))
     if body.stream:
         return EventStream(chat.events, service.admission)
@@ -63,7 +61,10 @@ class _Chat:
     def n(self) -> int:
         return self.body.n or 1
 
-    def request(self) -> TokenizeRequest:
+    async def request(self) -> TokenizeRequest:
+        """For the tokenizers. InputError, also for a schema that cannot be served."""
+        if self.params.json_schema is not None:
+            await asyncio.to_thread(check_schema, self.params.json_schema)
         request = TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt,
@@ -73,7 +74,7 @@ class _Chat:
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request(), self.clock) as source:
+        async with tokenized(self.service, await self.request(), self.clock) as source:
             choices = await collect(generate(self.service, [source], self.params, self.n, self.id, self.clock), self.n)
         faults.point("answered")
         return {
@@ -88,7 +89,7 @@ class _Chat:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
         choices = [Choice(index) for index in range(self.n)]
         async with (
-            tokenized(self.service, self.request(), self.clock) as source,
+            tokenized(self.service, await self.request(), self.clock) as source,
             aclosing(generate(self.service, [source], self.params, self.n, self.id, self.clock)) as deltas,
         ):
             spans = self._spans(source.prompt)
