@@ -131,10 +131,10 @@ class _Body:
         self._whole = not message.get("more_body", False)
         num_bytes = len(message.get("body", b""))
         self.num_bytes += num_bytes
+        self._border.held_bytes += num_bytes
         self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
         if self._num_values > (most := self._config.max_request_values):
             raise HTTPException(413, f"the request's body holds more than the limit of {most} JSON values")
-        self._border.held_bytes += num_bytes
         self._check(self.num_bytes)
         return message
 

@@ -8,7 +8,7 @@ import msgspec
 import pyarrow.compute as pc
 
 from mindie_mm.batch.files import file_digest, replacing
-from mindie_mm.batch.settings import Run
+from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.errors import CorruptReference, InputError, StorageError
 from mindie_mm.shm.disk_digest import digest_of as blocks_digest
@@ -99,6 +99,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except _NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {error}") from None
+        if manifest.run.format != FORMAT:
+            raise InputError(f"{folder} was written in format {manifest.run.format}; only {FORMAT} is read")
         stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
         firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):

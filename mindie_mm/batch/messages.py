@@ -21,13 +21,19 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Worker to run, once: the checkpoint is read."""
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+class Step(msgspec.Struct, frozen=True, array_like=True):
     """A row is done."""
 
     row: int
     num_bytes: int
     """That its blocks take."""
     error: str | None = None
+
+
+class Steps(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
+    """Rows are done, since the last time that this was told."""
+
+    steps: list[Step]
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
@@ -54,7 +60,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
         return error_named(self.error, self.message)
 
 
-Report = Ready | Step | Finished | Failed
+Report = Ready | Steps | Finished | Failed
 
 
 def death_error(how: str) -> str:

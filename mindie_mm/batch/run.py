@@ -17,7 +17,8 @@ import msgspec
 
 from mindie_mm.batch.gather import drop_gathered, gather
 from mindie_mm.batch.manifest import Manifest
-from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Step, death_error
+from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Steps, death_error
+from mindie_mm.batch.place import Place
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.settings import Run, Settings, require_run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
@@ -173,15 +174,16 @@ class BatchRun:
     async def _worker(self, every: Iterator[Chunk]) -> None:
         """One process after another, until nothing waits; none where nothing does."""
         while (chunk := await self._next(every)) is not None:
-            child = await Child.start(_MODULE, str(self._folder))
-            try:
-                if not isinstance(await self._report(child), Ready):
+            with Place.create() as place:
+                child = await Child.start(_MODULE, str(self._folder), place.path)
+                try:
+                    if not isinstance(await self._report(child), Ready):
+                        await child.end()
+                        raise ProcessDied(f"a worker ended with status {child.status} before it was ready")
+                    while chunk is not None and await self._finish(child, place, chunk):
+                        chunk = await self._next(every)
+                finally:
                     await child.end()
-                    raise ProcessDied(f"a worker ended with status {child.status} before it was ready")
-                while chunk is not None and await self._finish(child, chunk):
-                    chunk = await self._next(every)
-            finally:
-                await child.end()
             if chunk is not None:
                 self._set_aside.append(chunk)
 
@@ -195,23 +197,25 @@ class BatchRun:
             raise report.exception()
         return report
 
-    async def _finish(self, child: Child, chunk: Chunk) -> bool:
+    async def _finish(self, child: Child, place: Place, chunk: Chunk) -> bool:
         """Has the worker do a chunk; False if it died in the midst of it."""
         began, done = time.monotonic(), Progress()
         doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
+        place.put(chunk.first_row)
         child.channel.send(self._encoder.encode(Job(chunk, doomed)))
-        while isinstance(report := await self._report(child), Step):
-            step = Progress(1, report.error is not None, report.num_bytes, self._share(chunk, 1))
-            done += step
-            self._count(step)
-            if report.error is not None:
-                self._require_few_errors(f"row {report.row}: {report.error}")
+        while isinstance(report := await self._report(child), Steps):
+            for step in report.steps:
+                more = Progress(1, step.error is not None, step.num_bytes, self._share(chunk, 1))
+                done += more
+                self._count(more)
+                if step.error is not None:
+                    self._require_few_errors(f"row {step.row}: {step.error}")
         if isinstance(report, Finished):
             self._write_timing(chunk, time.monotonic() - began, child.pid)
             return True
         await child.end()
         self._count(Progress() - done)
-        self._suspects.blame(min(chunk.first_row + done.rows, chunk.stop_row - 1), child.status)
+        self._suspects.blame(place.row, child.status)
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:

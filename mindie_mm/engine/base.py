@@ -130,7 +130,8 @@ class BaseEngine(ABC):
         except Exception as error:
             if self._ranks.count > 1:
                 raise  # the others may be waiting for this rank inside an operation: none of them can go on
-            # Whatever a device or a kernel raises must not end the other requests.
+            # Whatever a device or a kernel raises must not end the other requests, unless the device is gone for good.
+            _require_alive(self._spec.device)
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
             progress += [self._fail(s.sequence, failure) for s in step if s.sequence.request_id in self._sequences]
@@ -222,6 +223,12 @@ class BaseEngine(ABC):
         for item in sequence.items:
             if item.digest is None:
                 self._encoder_cache.drop(item)
+
+
+def _require_alive(device: torch.device) -> None:
+    """Raises, as everything does from then on, on an accelerator that has failed: only another process can use it."""
+    if device.type != "cpu":
+        download(torch.ones(1, device=device) + 1)
 
 
 def generator_of(params: SamplingParams) -> torch.Generator | None:

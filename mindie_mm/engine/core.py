@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Step
 
 import numpy as np
+import torch
 
 from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
@@ -38,6 +39,7 @@ class Engine(BaseEngine):
         blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
         self._capacity_tokens = blocks.num_blocks * blocks.block_size
         self._blocks = blocks
+        self._max_num_seqs = config.max_num_seqs
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
         self._runner = Runner(model, model.allocate_cache(blocks.num_blocks, blocks.block_size))
@@ -103,17 +105,22 @@ class Engine(BaseEngine):
         if not all(scheduled.samples for scheduled in step):
             faults.point("mid-prefill")
         for rows in logits.prompts:
-            _collect_prompt_logprobs(rows)
+            self._collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
         # The first rank's: a seed that nobody gave is known to it alone.
         draws = self._ranks.same(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
         senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
-        progress += [self._advance(sequence, draw) for sequence, draw in zip(sampling, draws, strict=True)]
+        for sequence, draw in zip(sampling, draws, strict=True):
+            progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
 
-
-def _collect_prompt_logprobs(rows: PromptRows) -> None:
-    sequence, count = rows.sequence, rows.logits.shape[0]
-    token_ids = sequence.token_ids[rows.start : rows.start + count]
-    sequence.prompt_logprobs += token_logprobs(rows.logits, token_ids, sequence.params.prompt_logprobs or 0)
+    @torch.inference_mode()
+    def _collect_prompt_logprobs(self, rows: PromptRows) -> None:
+        """As many rows at a time as the start has made room for."""
+        sequence, start = rows.sequence, rows.start
+        for states in rows.states.split(self._max_num_seqs):
+            token_ids = sequence.token_ids[start : start + len(states)]
+            logits = self._model.head(states)
+            sequence.prompt_logprobs += token_logprobs(logits, token_ids, sequence.params.prompt_logprobs or 0)
+            start += len(states)

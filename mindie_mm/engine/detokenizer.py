@@ -22,6 +22,7 @@ class Detokenizer:
         self._hold = max((len(text) for text in stop), default=1) - 1
         self._ids: list[int] = []
         self._text = ""
+        self._anew = 0, 0  # the first id, and the first character, of what the stream decodes
         self._emitted = 0
         self.stopped_by: str | None = None
         """The stop string that ended the text."""
@@ -30,17 +31,29 @@ class Detokenizer:
         """Text that is certain with these further tokens; nothing after a stop string."""
         for token_id in token_ids:
             self._ids.append(token_id)
-            if (piece := self._stream.step(self._tokenizer, token_id)) is not None:
+            if (piece := self._step(token_id)) is not None:
                 self._append(piece)
         return self._emit(max(self._emitted, len(self._text) - self._hold))
 
     def flush(self) -> str:
         """The rest, once no token follows: bytes that form no whole character become U+FFFD, as in one decode."""
         if self.stopped_by is None:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            if whole.startswith(self._text):
-                self._append(whole[len(self._text) :])
+            first_id, first = self._anew
+            whole, told = self._tokenizer.decode(self._ids[first_id:], skip_special_tokens=True), self._text[first:]
+            if whole.startswith(told):
+                self._append(whole[len(told) :])
         return self._emit(len(self._text))
+
+    def _step(self, token_id: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer, token_id)
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+            # A byte spoils the character that those before it made. That was told, and what follows begins anew.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._anew = len(self._ids) - 1, len(self._text)
+            return self._stream.step(self._tokenizer, token_id)
 
     def _append(self, piece: str) -> None:
         if self.stopped_by is not None:

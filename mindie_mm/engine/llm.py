@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
 import weakref
@@ -17,10 +18,12 @@ from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import ArenaFull, InputError, MindieMMError
+from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,9 @@ class LLM:
                                 raise
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
+                except Exception as error:  # noqa: BLE001 - one input fails, not all
+                    _log.exception("an input failed")
+                    return Output("", [], None, error=WorldError(f"the answer failed: {type(error).__name__}"))
                 finally:
                     running -= 1
 

@@ -20,18 +20,18 @@ from mindie_mm.nn.splice import Splice
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Logits that tell how likely a prompt's own tokens were."""
+    """What tells how likely a prompt's own tokens were: its logits would be gigabytes, so they are made in pieces."""
 
     sequence: Sequence
     start: int
     """Index of the first token that they predict."""
-    logits: Tensor
-    """float32 [rows, vocabulary]."""
+    states: Tensor
+    """[rows, hidden], for the model's head."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Logits of the rows that a step asks for; no other row goes through the head."""
+    """Of the rows that a step asks for; no other row goes through the head."""
 
     sampled: Tensor
     """float32 [sequences that draw a token, vocabulary], in the step's order."""
@@ -45,6 +45,7 @@ class Runner:
         self._model = model
         self._cache = cache
 
+    @torch.inference_mode()
     def forward(self, step: Step[Scheduled], features: Features) -> StepLogits:
         """The decoder over all of the step's tokens, the head over the rows asked for."""
         device = self._model.spec.device
@@ -68,7 +69,7 @@ class Runner:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
         self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
-        logits = self._model.forward(
+        states = self._model.states(
             upload(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step]), device),
             upload(torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1), device),
             splices,
@@ -77,9 +78,9 @@ class Runner:
             ),
             upload(torch.tensor(wanted, dtype=torch.int64), device),
         )
-        parts = logits.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
+        parts = states.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
         return StepLogits(
-            parts[0],
+            self._model.head(parts[0]),
             [PromptRows(sequence, first, part) for (sequence, first, _), part in zip(prompts, parts[1:], strict=True)],
         )
 

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mindie_mm.device import download, upload
 from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.sequence import Sequence
+
+_PIECE = 256
+"""Tokens of the vocabulary that are weighed together before one of them is drawn."""
 
 
 @torch.inference_mode()
@@ -79,9 +83,22 @@ def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
         dropped |= probabilities < min_p * probabilities[:, :1]
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)
-    # argmax of p / Exponential(1) is a draw from p, one noise vector a row from its own generator.
-    noise = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in sequences])
-    return (probabilities / upload(noise, logits.device)).argmax(dim=-1)
+    uniform = upload(
+        torch.stack([torch.rand(2, generator=sequence.generator) for sequence in sequences]), logits.device
+    )
+    # First a piece of the vocabulary, then a token in it: one running sum over all would lose the many unlikely ones.
+    pieces = pad(probabilities, (0, -probabilities.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE))
+    piece = _pick(pieces.sum(dim=-1), uniform[:, :1])
+    own = pieces.gather(1, piece.unsqueeze(-1).expand(-1, -1, _PIECE)).squeeze(1)
+    return (piece * _PIECE + _pick(own, uniform[:, 1:])).squeeze(1)
+
+
+def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [rows, 1] drawn in proportion to weights float32 [rows, n], by uniform float32 [rows, 1] in [0, 1)."""
+    ends = weights.cumsum(dim=-1)
+    total = ends[:, -1:]
+    target = (uniform * total).minimum(total * (1 - torch.finfo(total.dtype).eps))  # below it, however that rounds
+    return (ends <= target).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
 
 
 def _filters(params: SamplingParams) -> bool:

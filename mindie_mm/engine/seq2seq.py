@@ -183,7 +183,8 @@ class Seq2SeqEngine(BaseEngine):
         if not rows:
             return
         draws = self._draw(torch.cat([*rows.values()]), [*rows])
-        progress += [self._advance(sequence, draw) for sequence, draw in zip(rows, draws, strict=True)]
+        for sequence, draw in zip(rows, draws, strict=True):
+            progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
 
     def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
         """float32 [1, vocabulary]."""

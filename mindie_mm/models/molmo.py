@@ -421,11 +421,11 @@ class MolmoModel(Model):
             return items
         return [replace(i, slots=i.slots - i.start + items[0].start, placeholders=i.slots) for i in items]
 
-    def forward(
+    def states(
         self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
     ) -> Tensor:
         pieces = _last_of_each_row(splices) if self._overwrites else splices
-        return super().forward(input_ids, positions, pieces, paged, rows)
+        return super().states(input_ids, positions, pieces, paged, rows)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         patches = [self.patches(item) for item in items]

@@ -100,6 +100,11 @@ def _prefill(
         if sliding_window is not None:
             # A group longer than the window is cut by it, on the side of the past alone, as in transformers' Gemma 3.
             mask &= to > at - sliding_window
+    grouped = query.shape[0] != key.shape[0]
+    if grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
+        # No kernel of a GPU takes a mask, or float32, and grouped heads: all scores would be in memory at once.
+        key, value = (part.repeat_interleave(query.shape[0] // part.shape[0], dim=0) for part in (key, value))
+        grouped = False
     return scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -107,7 +112,7 @@ def _prefill(
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
-        enable_gqa=query.shape[0] != key.shape[0],
+        enable_gqa=grouped,
     )[0].transpose(0, 1)
 
 

@@ -201,14 +201,21 @@ class Model(MediaModel):
     def forward(
         self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
     ) -> Tensor:
-        """Logits float32 [rows, vocabulary] of a flat batch.
+        """Logits float32 [rows, vocabulary] of a flat batch; arguments as `states`."""
+        return self.head(self.states(input_ids, positions, splices, paged, rows))
+
+    @torch.inference_mode()
+    def states(
+        self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
+    ) -> Tensor:
+        """What `head` takes, [rows, hidden], of a flat batch.
 
         input_ids int64 [T]; a word among them stands on a slot that `splices` overwrites. positions int64 [axes, T];
         rows int64, or None for all.
         """
         hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.splice_adds)
         hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
-        return self.head(hidden if rows is None else hidden.index_select(0, rows))
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def _extra(self, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
         if not self.spec.extra_width or not splices:

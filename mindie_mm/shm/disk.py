@@ -279,7 +279,7 @@ class DiskArena:
             raise ArenaFull(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _lot_for(self, nbytes: int) -> Lot:
-        """With room for the next block. OSError."""
+        """With room for the next block. OSError, LimitExceeded."""
         if self._lot is None or self._lot.room_bytes < nbytes:
             self._write_lot()
             self._lot = self._writer.lot(nbytes, self._end)

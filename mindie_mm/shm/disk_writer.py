@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from mindie_mm.errors import LimitExceeded
+
 LOT_BYTES = 16 * 2**20
 """Memory of a lot, of which two are used in turn; a larger block is a lot of its own."""
 
@@ -47,10 +49,14 @@ class DiskWriter:
             self._direct = -1
 
     def lot(self, nbytes: int, offset: int) -> Lot:
-        """An empty one with room for a block of `nbytes` at `offset`."""
+        """An empty one with room for a block of `nbytes` at `offset`. LimitExceeded where there is no memory for it."""
         if nbytes <= LOT_BYTES and self._spare:
             return Lot(self._spare.pop(), offset)
-        memory = mmap.mmap(-1, max(nbytes, LOT_BYTES))  # takes memory where it is used
+        try:
+            # It takes memory where it is used; were it shared, there would be no huge pages.
+            memory = mmap.mmap(-1, max(nbytes, LOT_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise LimitExceeded(f"there is no memory for a block of {nbytes} bytes: {error.strerror}") from error
         with suppress(OSError):  # of a kernel without them: the disk's driver then looks up each small page
             memory.madvise(mmap.MADV_HUGEPAGE)
         return Lot(memory, offset)

@@ -14,6 +14,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ from mindie_mm.tokenize.placeholders import check_order
 _FIRST_PRIVATE_USE = 0xE000
 _ALWAYS_ENCODED = 2**18
 """Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
+_REMEMBERED = 256
+"""Prompts whose ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
+_REMEMBERED_CHARS = 4096
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -47,7 +51,7 @@ class Rendered:
 class Encoded:
     """A prompt as ids, media items not expanded."""
 
-    ids: list[int]
+    ids: Sequence[int]
     items: Sequence[tuple[int, int]] = ()
     """The ids, [start, stop), that the spelling of each media item has a part in: two items may share one."""
 
@@ -114,6 +118,7 @@ class TextEncoder:
         bos = [] if self._bos is None else [tokenizer.bos_token_id]
         self.opening: Sequence[int] = self._prefix or bos
         """What a prompt begins with by the tokenizer's own doing, or a template's."""
+        self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
 
     @property
     def has_template(self) -> bool:
@@ -209,6 +214,11 @@ class TextEncoder:
 
     def encode(self, rendered: Rendered) -> Encoded:
         """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
+        if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
+            return self._encoded(rendered)
+        return self._remembered(rendered.text, tuple(rendered.items))
+
+    def _encoded(self, rendered: Rendered) -> Encoded:
         pieces = [*self._pieces(rendered)] if rendered.restore else [(0, self._encoding(rendered.text, plain=False))]
         ids = [index for _, piece in pieces for index in piece.ids]
         items: list[tuple[int, int]] = []

@@ -285,7 +285,7 @@ class Tokenizer:
     ) -> Prompt:
         faults.point("planned")
         processor, tokens = self._processor, self._tokens
-        ids = processor.frame(encoded.ids, len(planned))
+        ids = processor.frame([*encoded.ids], len(planned))
         opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
         if processor.inserted:
             items = [item.expansion for item in planned]

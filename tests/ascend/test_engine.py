@@ -88,3 +88,48 @@ def test_answers_are_those_of_plain_torch(size, layouts):
                     assert top[0] - top[1] < TOLERANCE, (name, number)
                     break
                 assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
+
+
+def failing() -> list[str]:
+    """What a step tells that fails on a device that works, and what becomes of one on a device that is gone."""
+    import numpy as np
+    import pytest
+
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.models import load_model
+    from tests.ascend.test_runtime import simulator
+
+    engine = Engine(load_model(None, "npu", "bfloat16"), EngineConfig(), 2**26)
+    ids = np.arange(10, 20, dtype=np.int64).tobytes()
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+
+    def told() -> list[str]:
+        engine.add(Add("one", ids, params))
+        found = []
+        while engine.has_work():
+            found += [str(progress.error or progress.finish_reason) for progress in engine.step().progress]
+        return found
+
+    forward = engine._runner.forward
+
+    def fails(*_):
+        engine._runner.forward = forward
+        raise RuntimeError("as an operator does")
+
+    engine._runner.forward = fails
+    said = [*told(), *told()]
+    simulator().sim_fail(
+        b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
+    )
+    with pytest.raises(RuntimeError, match="507033"):
+        told()
+    return said
+
+
+def test_a_device_that_is_gone_ends_the_engine():
+    """Its process then is started again; what fails on a device that works costs the step's requests alone."""
+    failed = "('DeviceError', 'the step failed: RuntimeError')"
+    assert call(failing) == [failed, "None", "None", "None", "length"]

@@ -134,6 +134,14 @@ def test_a_manifest_that_is_damaged(harm: Callable[[Path], object], folder: Path
     assert invoke("inspect", folder).exit_code == 1
 
 
+def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["run"]["format"] = 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="was written in format 1; only 2 is read"):
+        Dataset(folder)
+
+
 def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no finished run"):
         Dataset(tmp_path)

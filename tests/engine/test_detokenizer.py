@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -34,6 +35,35 @@ def test_any_tokens_give_what_one_decode_gives(tokenizer):
     for _ in range(300):
         ids = [draw.randrange(8, tokenizer.get_vocab_size()) for _ in range(draw.randrange(20))]
         assert pushed(tokenizer, ids)[1] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def by_bytes():
+    """Llama's and Gemma's kind: what has no token is spelled in bytes, and a run of them is decoded as one."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b"]
+    tokenizer = Tokenizer(
+        models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def test_a_byte_that_spoils_a_character_ends_nothing(by_bytes):
+    """The character was shown by then; what comes behind the spoilt bytes is."""
+    ids = [*by_bytes.encode("a你").ids, by_bytes.token_to_id("<0xFF>"), *by_bytes.encode("ab你b").ids]
+    for at_once in (1, 20):
+        whole = pushed(by_bytes, ids, at_once=at_once)[1]
+        assert whole.startswith("a你")
+        assert whole.endswith("ab你b")
+
+
+def test_any_bytes_are_borne(by_bytes):
+    draw = random.Random(1)
+    for _ in range(300):
+        ids = [draw.randrange(by_bytes.get_vocab_size()) for _ in range(60)]
+        pieces, whole, _ = pushed(by_bytes, ids)
+        assert whole.startswith("".join(pieces))
+        assert sum(map(whole.count, "ab")) >= sum(index > 256 for index in ids)
 
 
 def test_no_half_character_is_shown(tokenizer):

@@ -69,6 +69,29 @@ def test_frequencies_follow_the_distribution():
     assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
+def test_every_token_of_a_large_vocabulary_is_drawn_as_often_as_its_probability_says():
+    """The unlikely ones too: 100,000 tokens that have together a tenth, each less than float32 adds to 1."""
+    size, rows = 100_007, 64
+    row = torch.full((size,), -torch.inf)
+    row[5], row[size - 1] = np.log(0.6), np.log(0.3)
+    row[7 : size - 1] = np.log(0.1 / (size - 8))
+    drawn = [sequence(seed=number) for number in range(rows)]
+    found = torch.cat([sample(row.expand(rows, -1).clone(), drawn, EOS) for _ in range(60)])
+    shares = [(found == 5).float().mean(), (found == size - 1).float().mean()]
+    assert shares == pytest.approx([0.6, 0.3], abs=0.03)
+    rare = found[(found != 5) & (found != size - 1)]
+    assert len(rare) / len(found) == pytest.approx(0.1, abs=0.02)
+    assert rare.min() >= 7
+    assert (rare < size // 2).float().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_what_has_no_probability_is_never_drawn():
+    for token in (0, 255, 256, 511, 600):
+        row = torch.full((1, 601), -torch.inf)
+        row[0, token] = 0
+        assert [sample(row.clone(), [sequence(seed=seed)], EOS).item() for seed in range(50)] == [token] * 50
+
+
 def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch():
     row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
     alone = [sample(row[None].clone(), [s], EOS).item() for s in [sequence(seed=11)] for _ in range(20)]
@@ -98,7 +121,11 @@ def test_ids_that_have_no_logits_are_passed_over():
     """Molmo's image tokens lie behind its vocabulary: prompts hold them, nothing generates them."""
     row = logits({5: 4.0, 7: 3.0})
     penalised = sequence(
-        prompt=(VOCABULARY, 5, VOCABULARY + 3), output=(6,), repetition_penalty=2.0, frequency_penalty=0.5
+        prompt=(VOCABULARY, 5, VOCABULARY + 3),
+        output=(6,),
+        repetition_penalty=2.0,
+        frequency_penalty=0.5,
+        temperature=0,
     )
     assert sample(row, [penalised], EOS).tolist() == [7]
     assert row[0, [5, 6]].tolist() == [2.0, -0.5]

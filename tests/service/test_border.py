@@ -54,6 +54,15 @@ async def test_bodies_have_a_limit_together(announced: bool) -> None:
     assert border.held_bytes == 0
 
 
+async def test_bodies_that_are_refused_are_held_no_longer() -> None:
+    config = ServiceConfig(max_request_bytes=100, max_request_values=10)
+    border = Border(Inside(), config=config, metrics=Metrics("x"))
+    for body, limit in ((b"," * 11, "10 JSON values"), (bytes(101), "100 bytes")):
+        with pytest.raises(HTTPException, match=f"limit of {limit}"):
+            await call(border, body)
+        assert border.held_bytes == 0
+
+
 async def test_a_body_that_does_not_come() -> None:
     async def never() -> Message:
         await asyncio.Event().wait()

@@ -266,6 +266,17 @@ class TestDiskArena(StoreContract):
             assert own_memory() - before < nbytes
             arena.abandon()
 
+    def test_a_block_that_memory_does_not_hold_is_refused(self, tmp_path: Path) -> None:
+        """It is the block that is too large, not the disk that is full."""
+        nbytes = 1 << 42
+        with DiskArena.create(tmp_path / "a", 7, nbytes + CAPACITY, 3) as arena:
+            with pytest.raises(LimitExceeded, match=f"there is no memory for a block of {nbytes + 4096} bytes"):
+                arena.allocate({"frames": ArraySpec((1 << 39,), "int64")})
+            with arena.allocate(SPECS) as block:
+                ref = block.publish()
+        with mount(tmp_path / "a"):
+            attach(ref).verify()
+
     def test_a_block_being_filled_is_not_rolled_back(self, store: DiskArena) -> None:
         with store.allocate(SPECS), pytest.raises(InputError, match="still being filled"):
             store.roll_back(0)

@@ -144,6 +144,18 @@ def test_other_text_is_encoded_as_transformers_does(plain, reference, text):
     assert plain.tokenize_chat(messages).tolist() == expected
 
 
+def test_a_prompt_that_comes_again_is_the_same(plain, reference):
+    """Ids are kept: they are nobody's to change, and those of one text are not another's."""
+    texts = ["a red square", "a red square ", "a red square<|im_end|>", "a red square" * 1000]
+    expected = [plain.tokenize([{"text": text}]).tolist() for text in texts]
+    assert expected[0] == reference.encode(texts[0], add_special_tokens=False)
+    for _ in range(3):
+        for text, ids in zip(texts, expected, strict=True):
+            again = plain.tokenize([{"text": text}])
+            assert again.tolist() == ids
+            again.zero_()
+
+
 def test_template_options(plain, reference):
     messages = user("hello")
     expected = reference.apply_chat_template(messages, tokenize=False)
