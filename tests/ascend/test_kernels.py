@@ -170,6 +170,73 @@ def test_norms_and_rotations_are_replaced_where_they_give_the_same_numbers():
         assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
 
 
+def left_alone() -> dict[str, bool]:
+    import sys
+    from types import ModuleType
+
+    import torch
+    from torch import nn
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    from mindie_mm.device import npu_layers, open_device
+
+    class GatedRMSNorm(Qwen2RMSNorm):
+        def forward(self, hidden, gate):
+            return super().forward(hidden) * gate
+
+    class BareRMSNorm(nn.Module):
+        eps = 1e-6
+
+    class Turned(nn.Module):
+        """Of a module whose rotation takes other things than transformers'."""
+
+        __module__ = "turned"
+
+    sys.modules["turned"] = source = ModuleType("turned")
+    source.apply_rotary_pos_emb = rotation = lambda q: q
+    apart = Qwen2RMSNorm(48)
+    apart.register_forward_hook(lambda *_: None)
+    parts = {"gated": GatedRMSNorm(48), "bare": BareRMSNorm(), "apart": apart, "plain": Qwen2RMSNorm(48)}
+    model = nn.ModuleDict({**parts, "turned": Turned()}).to(open_device("npu").torch_device)
+    on_host = nn.ModuleDict({"plain": Qwen2RMSNorm(48)})
+    npu_layers.fuse(model)
+    npu_layers.fuse(on_host)
+    found = {name: type(model[name]) is type(part) for name, part in parts.items()}
+    return found | {
+        "on the host": isinstance(on_host["plain"], Qwen2RMSNorm),
+        "rotation": source.apply_rotary_pos_emb is rotation,
+        "works": torch.isfinite(model["plain"](torch.ones(2, 48, device="npu"))).all().item(),
+    }
+
+
+def test_layers_of_another_kind_are_left_alone():
+    expected = dict.fromkeys(["gated", "bare", "apart", "on the host", "rotation", "works"], True) | {"plain": False}
+    assert call(left_alone) == expected
+
+
+def short_of_memory() -> list[object]:
+    import pytest
+    import torch
+
+    from mindie_mm.device import npu_kernels, open_device
+
+    device, trials = open_device("npu").torch_device, npu_kernels._TRIALS
+    own = trials["npu_rms_norm"]
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    trials["npu_rms_norm"] = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        npu_kernels.works("npu_rms_norm", device, torch.bfloat16)
+    trials["npu_rms_norm"] = own
+    return [npu_kernels.works("npu_rms_norm", device, torch.bfloat16)]
+
+
+def test_a_trial_without_memory_says_nothing_of_the_operator():
+    assert call(short_of_memory) == [True]
+
+
 def without(operators: list[str]) -> dict:
     import logging
 

@@ -113,6 +113,25 @@ def test_cann_is_missing():
     assert "source CANN's set_env.sh first" in answer.stdout
 
 
+def refused() -> list[bool]:
+    import mmap
+
+    import torch
+
+    from mindie_mm.device import npu, open_device
+
+    device = open_device("npu")
+    source = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
+    taken = [device.pin(source.data_ptr(), source.nbytes)]
+    device.unpin(source.data_ptr())
+    npu.registers = lambda _: False
+    return [*taken, device.pin(source.data_ptr(), source.nbytes)]
+
+
+def test_memory_is_not_registered_on_a_kernel_that_does_not_take_it():
+    assert call(refused) == [True, False]
+
+
 def reading() -> str:
     """What a copy from registered memory says."""
     import mmap

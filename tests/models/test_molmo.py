@@ -70,7 +70,7 @@ class TestMolmo(FamilyContract):
 
     @pytest.mark.parametrize("name", ["text", "tiny", "flat"])
     def test_logits_of_pictures_that_both_resize_alike(self, name, reference, model, tokenized):
-        assert (model.logits(tokenized[name]) - reference.logits(CASES[name].items)).abs().max() <= 2e-4
+        assert (self.logits(model, tokenized[name]) - reference.logits(CASES[name].items)).abs().max() <= 2e-4
 
     @pytest.mark.parametrize("name", ["wide", "text"])
     def test_the_other_style(self, name, tmp_path):
@@ -95,7 +95,7 @@ class TestMolmo(FamilyContract):
         ]
         plain = torch.from_numpy(plain_ids(ids.numpy(), items))
         assert plain.tolist() == TWO.input_ids.tolist()
-        hidden = model.embed(plain)
+        hidden = model.embed(plain.to(model.spec.device))
         for item, features in zip(items, alone, strict=True):
             hidden[item.slots] += features
         given = [{"image": Embeddings(f.cpu().numpy(), item.shape.grid)} for f, item in zip(alone, items, strict=True)]

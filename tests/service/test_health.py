@@ -91,7 +91,7 @@ def test_a_prompt_that_comes_again_is_told_as_cached(http: Any) -> None:
         families = text_string_to_metric_families(http.get("/metrics").text)
         return {sample.name: sample.value for family in families for sample in family.samples}
 
-    body = {"messages": [{"role": "user", "content": "What colour is it? " * 8}], "max_tokens": 2, "n": 2}
+    body = {"messages": [{"role": "user", "content": "What colour is it? " * 40}], "max_tokens": 2, "n": 2}
     http.post("/v1/chat/completions", json=body)
     before = read()
     usage = http.post("/v1/chat/completions", json=body).json()["usage"]
