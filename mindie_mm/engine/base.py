@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence as Rows
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -228,7 +229,8 @@ class BaseEngine(ABC):
 def _require_alive(device: torch.device) -> None:
     """Raises, as everything does from then on, on an accelerator that has failed: only another process can use it."""
     if device.type != "cpu":
-        download(torch.ones(1, device=device) + 1)
+        with suppress(torch.OutOfMemoryError):  # it is there, and full
+            download(torch.ones(1, device=device) + 1)
 
 
 def generator_of(params: SamplingParams) -> torch.Generator | None:

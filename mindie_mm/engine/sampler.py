@@ -90,7 +90,7 @@ def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     pieces = pad(probabilities, (0, -probabilities.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE))
     piece = _pick(pieces.sum(dim=-1), uniform[:, :1])
     own = pieces.gather(1, piece.unsqueeze(-1).expand(-1, -1, _PIECE)).squeeze(1)
-    return (piece * _PIECE + _pick(own, uniform[:, 1:])).squeeze(1)
+    return (piece * _PIECE + _pick(own, uniform[:, 1:])).squeeze(1).clamp(max=probabilities.shape[-1] - 1)
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
