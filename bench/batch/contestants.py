@@ -43,6 +43,9 @@ class Cost:
     def __sub__(self, other: Cost) -> Cost:
         return Cost(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
 
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
     def a_row(self, rows: int) -> dict[str, float]:
         """In milliseconds."""
         return {"wall": 1e3 * self.wall_s / rows, "processor": 1e3 * self.cpu_s / rows}
