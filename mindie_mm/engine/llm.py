@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import uuid
 import weakref
@@ -22,8 +21,6 @@ from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +125,9 @@ class LLM:
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
-                    _log.exception("an input failed")
-                    return Output("", [], None, error=WorldError(f"the answer failed: {type(error).__name__}"))
+                    failure = WorldError(f"the answer failed: {type(error).__name__}")
+                    failure.__cause__ = error
+                    return Output("", [], None, error=failure)
                 finally:
                     running -= 1
 

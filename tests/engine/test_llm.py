@@ -11,7 +11,7 @@ from PIL import Image
 
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.config import EngineConfig, WorkerConfig
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError
+from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, WorldError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -57,6 +57,21 @@ def test_one_bad_input_leaves_the_others(llm):
     assert "/no/such/file.png" in str(bad.error)
     with pytest.raises(MediaError):
         llm.generate(inputs, GREEDY)
+
+
+def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
+    own, left = llm._answer, iter([True])
+
+    async def answer(request, params):
+        if next(left, False):
+            raise ZeroDivisionError("as a library does")
+        return await own(request, params)
+
+    monkeypatch.setattr(llm, "_answer", answer)
+    bad, good = llm.generate(["a", "b"], GREEDY, on_error="return")
+    assert isinstance(bad.error, WorldError)
+    assert isinstance(bad.error.__cause__, ZeroDivisionError)
+    assert (good.error, bool(good.text)) == (None, True)
 
 
 def test_chat_and_logprobs(llm):
