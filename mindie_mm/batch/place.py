@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Self
 
+from mindie_mm.errors import StorageError
+
 _BYTES = 8
 
 
@@ -22,8 +24,11 @@ class Place:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """The worker's, at the `path` of the run's."""
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        """The worker's, at the `path` of the run's. StorageError."""
+        try:
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:  # such as no /proc
+            raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 
     @property
     def path(self) -> str:

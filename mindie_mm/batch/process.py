@@ -27,7 +27,8 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, place_path: str
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
         run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
-        stage, place = Stage(run, Path(folder)), Place.open(place_path)
+        place = Place.open(place_path)
+        stage = Stage(run, Path(folder))
         channel.send(encoder.encode(Ready()))
         while True:
             job = decoder.decode(channel.recv())

@@ -15,7 +15,7 @@ from mindie_mm.engine.messages import Add, Progress, Ready, Stats
 from mindie_mm.engine.prefix import share
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.room import block_size, context_length, useful_blocks
-from mindie_mm.engine.runner import PromptRows, Runner
+from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
 from mindie_mm.engine.sequence import Sequence
@@ -39,7 +39,7 @@ class Engine(BaseEngine):
         blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
         self._capacity_tokens = blocks.num_blocks * blocks.block_size
         self._blocks = blocks
-        self._max_num_seqs = config.max_num_seqs
+        self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
         self._runner = Runner(model, model.allocate_cache(blocks.num_blocks, blocks.block_size))
@@ -119,7 +119,7 @@ class Engine(BaseEngine):
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:
         """As many rows at a time as the start has made room for."""
         sequence, start = rows.sequence, rows.start
-        for states in rows.states.split(self._max_num_seqs):
+        for states in rows.states.split(self._head_rows):
             token_ids = sequence.token_ids[start : start + len(states)]
             logits = self._model.head(states)
             sequence.prompt_logprobs += token_logprobs(logits, token_ids, sequence.params.prompt_logprobs or 0)

@@ -22,6 +22,7 @@ class Detokenizer:
         self._hold = max((len(text) for text in stop), default=1) - 1
         self._ids: list[int] = []
         self._text = ""
+        self._behind = 0  # the first id behind the last piece
         self._anew = 0, 0  # the first id, and the first character, of what the stream decodes
         self._emitted = 0
         self.stopped_by: str | None = None
@@ -33,6 +34,7 @@ class Detokenizer:
             self._ids.append(token_id)
             if (piece := self._step(token_id)) is not None:
                 self._append(piece)
+                self._behind = len(self._ids)
         return self._emit(max(self._emitted, len(self._text) - self._hold))
 
     def flush(self) -> str:
@@ -42,6 +44,8 @@ class Detokenizer:
             whole, told = self._tokenizer.decode(self._ids[first_id:], skip_special_tokens=True), self._text[first:]
             if whole.startswith(told):
                 self._append(whole[len(told) :])
+            else:  # the last bytes spoil a character that was told
+                self._append(self._tokenizer.decode(self._ids[self._behind :], skip_special_tokens=True))
         return self._emit(len(self._text))
 
     def _step(self, token_id: int) -> str | None:
@@ -50,10 +54,11 @@ class Detokenizer:
         except Exception as error:
             if "Invalid prefix" not in str(error):
                 raise
-            # A byte spoils the character that those before it made. That was told, and what follows begins anew.
-            self._stream = DecodeStream(skip_special_tokens=True)
-            self._anew = len(self._ids) - 1, len(self._text)
-            return self._stream.step(self._tokenizer, token_id)
+        # A byte spoils the character that those before it made. That was told, and what is behind it begins anew.
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._anew = self._behind, len(self._text)
+        pieces = [self._stream.step(self._tokenizer, one) for one in self._ids[self._behind :]]
+        return "".join(piece for piece in pieces if piece)
 
     def _append(self, piece: str) -> None:
         if self.stopped_by is not None:

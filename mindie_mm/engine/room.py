@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mindie_mm.config import EngineConfig, MiB
 from mindie_mm.device import Device, kind_of
 from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.runner import PROMPT_ROWS
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.family import Plan, Processor
@@ -180,7 +181,7 @@ class _WorstCase:
             model.positions(stop, ()).of(start, stop).to(spec.device),
             [Splice(np.arange(num_tokens), features)],
             PagedBatch([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
-            torch.arange(min(num_tokens, self._config.max_num_seqs), device=spec.device),
+            torch.arange(min(num_tokens, max(self._config.max_num_seqs, PROMPT_ROWS)), device=spec.device),
         )
 
     @staticmethod

@@ -17,6 +17,9 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import Splice
 
+PROMPT_ROWS = 64
+"""How many rows of a prompt go through the head at a time, at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:

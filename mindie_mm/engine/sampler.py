@@ -90,7 +90,7 @@ def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     pieces = pad(probabilities, (0, -probabilities.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE))
     piece = _pick(pieces.sum(dim=-1), uniform[:, :1])
     own = pieces.gather(1, piece.unsqueeze(-1).expand(-1, -1, _PIECE)).squeeze(1)
-    return (piece * _PIECE + _pick(own, uniform[:, 1:])).squeeze(1).clamp(max=probabilities.shape[-1] - 1)
+    return (piece * _PIECE + _pick(own, uniform[:, 1:])).squeeze(1)
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -98,7 +98,11 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = weights.cumsum(dim=-1)
     total = ends[:, -1:]
     target = (uniform * total).minimum(total * (1 - torch.finfo(total.dtype).eps))  # below it, however that rounds
-    return (ends <= target).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
+    # The first end above the target: a parallel sum may rise, by its last digit, where the weight is nought.
+    count = weights.shape[-1]
+    places = torch.arange(count, device=weights.device)
+    place = places.masked_fill(~((ends > target) & (weights > 0)), count).amin(dim=-1, keepdim=True)
+    return torch.where(place < count, place, weights.argmax(dim=-1, keepdim=True))
 
 
 def _filters(params: SamplingParams) -> bool:

@@ -92,6 +92,20 @@ def test_what_has_no_probability_is_never_drawn():
         assert [sample(row.clone(), [sequence(seed=seed)], EOS).item() for seed in range(50)] == [token] * 50
 
 
+def test_a_sum_that_rises_where_there_is_no_weight_draws_nothing_there(monkeypatch):
+    """As a GPU's does by its last digit, where two of its threads meet."""
+    own = torch.Tensor.cumsum
+
+    def cumsum(weights, dim):
+        return own(weights, dim) + torch.arange(weights.shape[-1]) * 1e-3
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", cumsum)
+    row = torch.full((1, 601), -torch.inf)
+    row[0, [3, 300]] = 0
+    drawn = sequence(seed=1)
+    assert {sample(row.clone(), [drawn], EOS).item() for _ in range(200)} == {3, 300}
+
+
 def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch():
     row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
     alone = [sample(row[None].clone(), [s], EOS).item() for s in [sequence(seed=11)] for _ in range(20)]

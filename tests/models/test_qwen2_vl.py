@@ -249,7 +249,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(random_checkpoint, tmp_path)
 
 def test_prompt_logprobs_are_the_references(reference, model, tokenizer, path_file):
     ids = tokenizer.tokenize(MIXED, path_file)
-    engine = Engine(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=5))  # 16 rows are scored in 4 pieces
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=16))
+    engine._head_rows = 5  # of the 16 of a step
     engine.add(
         Add("r", ids.numpy().tobytes(), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=2))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -266,12 +267,20 @@ class TestDiskArena(StoreContract):
             assert own_memory() - before < nbytes
             arena.abandon()
 
-    def test_a_block_that_memory_does_not_hold_is_refused(self, tmp_path: Path) -> None:
+    def test_a_block_that_memory_does_not_hold_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """It is the block that is too large, not the disk that is full."""
-        nbytes = 1 << 42
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        nbytes = 2 * disk_writer.LOT_BYTES
         with DiskArena.create(tmp_path / "a", 7, nbytes + CAPACITY, 3) as arena:
-            with pytest.raises(LimitExceeded, match=f"there is no memory for a block of {nbytes + 4096} bytes"):
-                arena.allocate({"frames": ArraySpec((1 << 39,), "int64")})
+            with monkeypatch.context() as patched:
+                patched.setattr(disk_writer.mmap, "mmap", refuse)
+                with pytest.raises(LimitExceeded, match=f"there is no memory for a block of {nbytes + 4096} bytes"):
+                    arena.allocate({"frames": ArraySpec((nbytes,), "uint8")})
             with arena.allocate(SPECS) as block:
                 ref = block.publish()
         with mount(tmp_path / "a"):
