@@ -16,6 +16,7 @@ def environment(**settings: str | int) -> dict[str, str]:
     `settings` in small letters are the library's, as ASCEND_SIM_ and the name in capitals:
     devices          how many, 0 to 8 (1); ASCEND_RT_VISIBLE_DEVICES is obeyed, too
     memory_bytes     of each device (8 GiB), counted in each process for itself
+    others_bytes     what of it other processes are said to use (0)
     poison_bytes     how much of fresh device memory is filled with 0xFF (32 MiB)
     soc, cann        what the device and CANN are called (Ascend910B1, 9.1.0)
     trace            a file to which each call is added: seconds, process, thread, name, arguments

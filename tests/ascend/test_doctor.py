@@ -40,6 +40,13 @@ def test_npus_that_start(said):
     assert found["torch and torch_npu"].status == "ok"
 
 
+def test_an_npu_whose_memory_is_used_up_by_others(said):
+    one = said(memory_bytes=2**30, others_bytes=2**30 - 2**27)["npu runtime"]
+    assert one.status == "warning"
+    assert one.found == "1 x Ascend910B1, 0.1 of 1.0 GiB free on the first"
+    assert "stop what uses it" in one.advice
+
+
 def test_what_is_amiss_where_they_start_is_no_error(said, tree):
     tree.remove("/dev/hisi_hdc", "/etc/ld.so.conf.d/ascend_driver_so.conf")
     tree.npu_smi("dcmi module initialize failed. ret is -8005", status=1)

@@ -110,6 +110,17 @@ def test_a_container_without_the_drivers_files(tree):
     assert "-v /usr/local/Ascend/driver/lib64" in only(tree).advice
 
 
+def test_a_container_without_the_drivers_libraries(tree):
+    shutil.rmtree(tree.at("/usr/local/Ascend/driver/lib64"))
+    assert only(tree).status == "error"
+    assert only(tree).found == "25.5.1, but /usr/local/Ascend/driver/lib64 is not there"
+    assert "-v /usr/local/Ascend/driver" in only(tree).advice
+
+
+def test_what_no_file_can_be_called_is_not_there(tmp_path):
+    assert not Machine.here(tmp_path).exists("/" + "x" * 300)
+
+
 def test_the_drivers_library_is_not_on_the_loaders_path(tree):
     tree.remove("/etc/ld.so.conf.d/ascend_driver_so.conf")
     assert only(tree).found == "25.5.1, but the loader does not find libascend_hal.so"
@@ -214,6 +225,13 @@ def test_the_layout_until_8_3(tree, monkeypatch):
     assert said(tree) == {}
 
 
+def test_a_cann_that_states_its_version_in_a_file_of_its_own(tree):
+    shutil.rmtree(tree.at(f"{tree.home}/{platform.machine()}-linux"))
+    tree.write(f"{tree.home}/version.info", "Version=9.2.1\n")
+    (found,) = (one.found for one in findings(tree.root) if one.subject == "CANN")
+    assert found == f"9.2.1 in {tree.home}"
+
+
 def test_an_environment_of_a_cann_that_was_removed(tree, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", "/usr/local/Ascend/cann-8.5.0")
     assert only(tree).found == "ASCEND_HOME_PATH is /usr/local/Ascend/cann-8.5.0, which is not there"
@@ -260,6 +278,8 @@ def test_cann_and_the_driver(tree):
     # For a CANN that no table has, what its own list of drivers says: single ones, and ranges.
     assert subject not in paired(tree, cann="10.0.0", drivers="[V100R001C15],[V100R001C19,V100R001C23]")
     assert paired(tree, cann="10.0.0", drivers="[V100R001C22],[V100R002C21]")[subject].status == "warning"
+    tree.write("/usr/local/Ascend/driver/version.info", "Version=25.0.rc1.1\nInnerversion=unknown\n")
+    assert paired(tree, cann="10.0.0", drivers="[V100R001C19,V100R001C23]")[subject].status == "warning"
     assert paired(tree, cann="10.0.0", drivers="")[subject].status == "warning"
 
 

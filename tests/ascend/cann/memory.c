@@ -22,6 +22,8 @@ static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * u
 
 static size_t limit(void) { return (size_t)sim_setting("ASCEND_SIM_MEMORY_BYTES", 8L << 30, 1, 1L << 46); }
 
+static size_t others(void) { return (size_t)sim_setting("ASCEND_SIM_OTHERS_BYTES", 0, 0, 1L << 46); }
+
 /* Index of the first range that ends behind p. */
 static size_t find(const char *p) {
     size_t low = 0, high = range_count;
@@ -159,7 +161,7 @@ aclError aclrtGetMemInfo(aclrtMemAttr attribute, size_t *free_bytes, size_t *tot
     if (device < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
     pthread_mutex_lock(&sim_lock);
     *total = limit();
-    *free_bytes = limit() - used[device];
+    *free_bytes = limit() > used[device] + others() ? limit() - used[device] - others() : 0;
     pthread_mutex_unlock(&sim_lock);
     return 0;
 }
