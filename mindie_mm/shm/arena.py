@@ -194,6 +194,19 @@ class Arena:
                 if self._queue:
                     self._room.notify_all()
 
+    def free(self, block: Block) -> None:
+        """Takes back a published block of this arena at once; nothing if somebody freed it, or after `close`.
+
+        As `free` of its reference, for which a process maps the arena a second time, to read it.
+        """
+        with self._mutex:
+            if self._lock.held and self._published.get(block.entry) is block:
+                del self._published[block.entry]
+                self._give_back(block)
+                self._stats[TAKEN_BACK] += 1
+                if self._queue:
+                    self._room.notify_all()
+
     def sweep(self) -> int:
         """Takes back the published blocks that any process freed; their number."""
         with self._mutex:

@@ -17,7 +17,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.splice import ITEM, MediaShape
-from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena, free
+from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena
 from mindie_mm.shm.mindie import Segment, create_shm
 
 WireName = Literal["native", "mindie"]
@@ -66,13 +66,14 @@ class NativeWire(Wire):
     def store(
         self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        with self._own_arena().allocate(_specs(plan, shape), path_file=path_file) as block:
+        arena = self._own_arena()
+        with arena.allocate(_specs(plan, shape), path_file=path_file) as block:
             faults.point("allocated")
             _write(block, plan, shape)
             faults.point("filled")
             ref = block.publish(digest())
         faults.point("published")
-        undo.callback(free, ref)
+        undo.callback(arena.free, block)
         return ref.to_words()
 
     def close(self) -> None:

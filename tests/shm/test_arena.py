@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
@@ -121,6 +122,41 @@ def test_a_block_freed_while_it_is_filled_is_not_published(arena: Arena, path_fi
         with pytest.raises(StaleReference, match="freed while"):
             block.publish()
     assert arena.num_blocks == 0
+
+
+def test_the_owner_frees_a_published_block_at_once_and_maps_nothing_for_it(path_file: Path) -> None:
+    with Arena.create(PAGE) as arena:
+        descriptors = psutil.Process().num_fds()
+        with arena.allocate(PAGE_SPECS, path_file=path_file) as block:
+            arena.free(block)  # not yet published, and so its writer's
+            ref = block.publish()
+        arena.free(block)
+        assert psutil.Process().num_fds() == descriptors
+        with arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0) as second:
+            second.publish()
+        arena.free(block)  # its place is another's by now
+        assert release(path_file) == 0
+        with pytest.raises(StaleReference, match="is free"):
+            attach(ref)
+        assert arena.num_blocks == 1
+        free(second.ref)
+        arena.free(second)  # it was not swept yet
+        assert arena.num_blocks == 0
+    arena.free(second)
+
+
+def test_waiting_ends_when_the_owner_frees() -> None:
+    with Arena.create(PAGE) as arena:
+        with arena.allocate(PAGE_SPECS, path_file=None) as block:
+            block.publish()
+        taken: list[Ref] = []
+        waiter = threading.Thread(target=lambda: taken.append(publish(arena)))
+        waiter.start()
+        while not arena._queue:
+            waiter.join(0.01)
+        arena.free(block)
+        waiter.join(0.5)
+        assert taken, "it was not told"
 
 
 @pytest.mark.parametrize("size", [15, 65])

@@ -20,7 +20,7 @@ MAX_REQUEST_BYTES = 2 * MiB
 SETTINGS: dict[str, object] = {
     # Small, so that all of it has been in use before the first measurement that counts.
     "arena_bytes": 64 * MiB,
-    "kv_cache_bytes": 48 * MiB,
+    "kv_cache_bytes": 8 * MiB,
     "encoder_cache_bytes": 8 * MiB,
     "max_request_bytes": MAX_REQUEST_BYTES,
     "max_item_bytes": MiB // 2,
