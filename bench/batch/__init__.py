@@ -31,7 +31,7 @@ from mindie_mm.batch.manifest import Manifest
 from tools.random_checkpoint import write_checkpoint
 
 IMAGES, ROWS = 10_000, 100_000
-SLICES = 5
+SLICES = 10
 LOOP_ROWS = 60
 """Of each slice."""
 RAY_ROWS, OUR_ROWS, FEW_ROWS = 256, 2048, 32

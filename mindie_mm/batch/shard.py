@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
 )
 """A row: ids with words in place and, one a media item, its span, the digest of its content and what it holds."""
 
+_COLUMNS, _SPAN_NAMES = tuple(SCHEMA.names), tuple(_SPAN.names)
 _INFO = b"mindie_mm"
 
 
@@ -190,7 +191,7 @@ class ShardWriter:
         self._append(
             row_id,
             input_ids=prompt.ids,
-            spans=[{name: getattr(span, name) for name in _SPAN.names} for span in prompt.spans],
+            spans=[{name: getattr(span, name) for name in _SPAN_NAMES} for span in prompt.spans],
             digests=[digest for digest, _ in items],
             arrays=[
                 [{"name": name, "dtype": spec.dtype, "shape": spec.shape} for name, spec in specs.items()]
@@ -204,7 +205,7 @@ class ShardWriter:
 
     def _append(self, row_id: str | None, **columns: Any) -> None:
         row = self._first_row + len(self._records)
-        record = dict.fromkeys(SCHEMA.names) | {"row": row, "id": str(row) if row_id is None else row_id}
+        record = dict.fromkeys(_COLUMNS) | {"row": row, "id": str(row) if row_id is None else row_id}
         self._records.append(record | columns)
 
     def finish(self) -> ShardInfo:

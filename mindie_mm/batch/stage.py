@@ -48,7 +48,7 @@ class Stage:
         StorageError if the shards cannot be written. What cannot be tokenised is an error of its row alone.
         """
         source, shards = self._sources[chunk.file], list[ShardInfo]()
-        records = source.records(chunk.start, chunk.stop)
+        records, folder = source.records(chunk.start, chunk.stop), self._settings.media_folder(chunk.file)
         with ExitStack() as left:
             shard = left.enter_context(self._shard(chunk, chunk.first_row))
             for number in range(chunk.first_row, chunk.stop_row):
@@ -60,7 +60,7 @@ class Stage:
                 if error is not None:
                     shard.add_error(row_id(record), error)
                 else:
-                    error = self._add(shard, record, self._settings.media_folder(chunk.file))
+                    error = self._add(shard, record, folder)
                 faults.point(f"row {number}")
                 yield Step(number, shard.arena.used_bytes - used, error)
             shards.append(shard.finish())

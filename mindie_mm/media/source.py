@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -77,7 +78,7 @@ def _read_text(source: str, max_bytes: int) -> bytes:
         return _read_file(_file_url_path(source), max_bytes)
     if (data := _decode_base64(source)) is not None and not _is_file(source):
         return _capped(data, max_bytes)
-    return _read_file(Path(source), max_bytes)
+    return _read_file(source, max_bytes)
 
 
 def _fetch(url: str, max_bytes: int) -> bytes:
@@ -89,9 +90,9 @@ def _fetch(url: str, max_bytes: int) -> bytes:
         return thread.submit(asyncio.run, fetch(url, max_bytes=max_bytes, timeout_s=FETCH_TIMEOUT_S)).result()
 
 
-def _read_file(path: Path, max_bytes: int) -> bytes:
+def _read_file(path: str | Path, max_bytes: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with BufferedReader(FileIO(path)) as file:
             size = os.fstat(file.fileno()).st_size
             if size > max_bytes:
                 raise LimitExceeded(f"{path} has {size} bytes; the limit is {max_bytes}")

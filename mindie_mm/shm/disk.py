@@ -16,8 +16,6 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from xxhash import xxh3_128_digest
-
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
@@ -67,7 +65,6 @@ class DiskArena:
         self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
         self._writer = DiskWriter(_unfinished(path), lock.descriptor)
         self._lot: Lot | None = None  # that takes the next block
-        self._digests: dict[int, bytes] = {}
         self.digest = ""
         """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
         self._filling: dict[int, tuple[Block, Lot]] = {}
@@ -172,7 +169,9 @@ class DiskArena:
             data = self._memory(block)
             for start, stop in block.plan.gaps(block.nbytes):  # nothing of an earlier block is written
                 data[start:stop] = bytes(stop - start)
-            self._digests[block.entry] = xxh3_128_digest(data)
+            _, lot = self._filling[block.entry]
+            start = block.pieces[0][0] - lot.offset
+            lot.blocks[block.entry] = slice(start, start + block.nbytes)
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             with self._writing():
                 self._end_filling(block)
@@ -191,7 +190,6 @@ class DiskArena:
                 return
             self._cut(dropped[0])
             del self._offsets[num_blocks:]
-            self._digests = {entry: digest for entry, digest in self._digests.items() if entry < num_blocks}
             words = slice(WORDS_PER_ENTRY * num_blocks, WORDS_PER_ENTRY * (num_blocks + len(dropped)))
             self._entries[words] = array("Q", bytes(8 * (words.stop - words.start)))
 
@@ -232,7 +230,7 @@ class DiskArena:
                 os.fsync(self._lock.descriptor)
                 _unfinished(self.path).rename(self.path)
                 _sync_directory(self.path.parent)
-                self.digest = combined(head, (digest for _, digest in sorted(self._digests.items())))
+                self.digest = combined(head, map(self._writer.digests.__getitem__, self._published()))
             except OSError as error:
                 _unfinished(self.path).unlink(missing_ok=True)
                 raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error
@@ -257,6 +255,10 @@ class DiskArena:
             self.close()
         else:
             self.abandon()
+
+    def _published(self) -> Iterator[int]:
+        """Entries of the blocks that readers will find."""
+        return (n for n in range(self.num_blocks) if self._entries[WORDS_PER_ENTRY * n + STATE] & 0xFF == PUBLISHED)
 
     def _require_open(self) -> None:
         if not self._lock.held:
@@ -304,7 +306,7 @@ class DiskArena:
         """The next block begins at `end`; what was written behind it is written over, or cut off."""
         self._end = end
         for lot in filter(None, [self._lot, *(lot for _, lot in self._filling.values())]):
-            lot.used_bytes = max(0, min(lot.used_bytes, end - lot.offset))
+            lot.cut(end - lot.offset)
         if self._lot is not None and self._lot.offset > end:
             self._lot = None
 

@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from xxhash import xxh3_128_digest
+
 from mindie_mm.errors import LimitExceeded
 
 LOT_BYTES = 16 * 2**20
@@ -18,7 +20,7 @@ LOT_BYTES = 16 * 2**20
 class Lot:
     """Blocks that lie one behind another, in whole pages, both in memory and in the file."""
 
-    __slots__ = ("memory", "num_filling", "offset", "used_bytes")
+    __slots__ = ("blocks", "memory", "num_filling", "offset", "used_bytes")
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self.memory = memory
@@ -27,11 +29,18 @@ class Lot:
         self.used_bytes = 0
         self.num_filling = 0
         """Its blocks that somebody still writes to."""
+        self.blocks: dict[int, slice] = {}
+        """Where in it the others lie, by entry."""
 
     @property
     def room_bytes(self) -> int:
         """For further blocks."""
         return len(self.memory) - self.used_bytes
+
+    def cut(self, used_bytes: int) -> None:
+        """Takes out the blocks behind its first `used_bytes`."""
+        self.used_bytes = max(0, min(self.used_bytes, used_bytes))
+        self.blocks = {entry: place for entry, place in self.blocks.items() if place.start < self.used_bytes}
 
 
 class DiskWriter:
@@ -43,6 +52,8 @@ class DiskWriter:
         self._thread = ThreadPoolExecutor(1, "disk-writer")
         self._writing: Future[None] | None = None
         self._spare: list[mmap.mmap] = []
+        self.digests: dict[int, bytes] = {}
+        """XXH3, 128 bits, of the blocks that were written, by entry: computed beside what fills the next lot."""
         try:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:  # such as some network file systems
@@ -88,6 +99,7 @@ class DiskWriter:
         data = memoryview(lot.memory)[: lot.used_bytes]
         if self._direct < 0 or not self._write_direct(data, lot.offset):
             write_all(self._descriptor, data, lot.offset)
+        self.digests |= {entry: xxh3_128_digest(data[place]) for entry, place in lot.blocks.items()}
         if len(lot.memory) == LOT_BYTES:
             self._spare.append(lot.memory)
 

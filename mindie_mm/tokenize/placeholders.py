@@ -50,17 +50,18 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
     No words yet. `tokens` are the placeholders of all media that the family takes.
     InputError where those in `ids` are not those of the items, in number or in order.
     """
+    places = [at for at, index in enumerate(ids) if index in tokens]
+    runs = [item.runs for item in items]
+    expected = [item.placeholder.token for item, own in zip(items, runs, strict=True) for _ in own]
+    check_order([ids[at] for at in places], expected, len(items))
     flat = np.asarray(ids, np.int64)
-    places = np.flatnonzero(sum((flat == token for token in tokens), np.zeros(len(flat), bool)))
-    expected = [item.placeholder.token for item in items for _ in item.runs]
-    check_order(flat[places].tolist(), expected, len(items))
     pieces: list[NDArray[np.int64]] = []
     spans: list[Span] = []
     behind = length = taken = 0
-    remaining = iter(places.tolist())
-    for item in items:
+    remaining = iter(places)
+    for item, own in zip(items, runs, strict=True):
         first = last = start = -1
-        for run in item.runs:
+        for run in own:
             last = next(remaining)
             pieces += [flat[behind:last], np.asarray(run, np.int64)]
             length += last - behind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,4 +59,4 @@ def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
         own = ids[span.start : span.stop]
         slots = np.flatnonzero(own == span.token)[: len(item_words)]
         own[slots] = item_words[: len(slots)]
-    return replace(prompt, ids=ids)
+    return Prompt(ids, prompt.spans, prompt.opening)

@@ -18,6 +18,8 @@ from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from typing import Any, Protocol
 
+import msgspec
+
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Item, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -27,8 +29,10 @@ _FIRST_PRIVATE_USE = 0xE000
 _ALWAYS_ENCODED = 2**18
 """Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
 _REMEMBERED = 256
-"""Prompts whose ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
+"""Prompts whose text and ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
 _REMEMBERED_CHARS = 4096
+_PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
+"""What makes a template give something else the next time."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -119,6 +123,10 @@ class TextEncoder:
         self.opening: Sequence[int] = self._prefix or bos
         """What a prompt begins with by the tokenizer's own doing, or a template's."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
+        self._is_lasting = not _PASSING.search(self._template or "")
+        self._rendered = lru_cache(_REMEMBERED)(
+            lambda conversation, opens: self._render(msgspec.json.decode(conversation), opens, {})
+        )
 
     @property
     def has_template(self) -> bool:
@@ -163,6 +171,14 @@ class TextEncoder:
         if "tools" in template_kwargs and not re.search(r"\btools\b", self._template):
             raise InputError("tools are not served: the model's chat template has no place for them")
         conversation = [_as_dict(message) for message in messages]
+        if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
+            key = msgspec.json.encode(conversation)
+            if len(key) <= _REMEMBERED_CHARS:
+                return self._rendered(key, add_generation_prompt)
+        return self._render(conversation, add_generation_prompt, template_kwargs)
+
+    def _render(self, conversation: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]) -> Rendered:
+        assert self._template is not None
         escapes = self._escapes([*_strings(conversation), *_strings(template_kwargs)])
         if escapes:
             conversation = self._escape(conversation, escapes)
@@ -180,14 +196,13 @@ class TextEncoder:
         return Rendered(text, _inverse(escapes))
 
     def replace_markers(
-        self, rendered: Rendered, names: Collection[str], markers: Sequence[str], texts: Sequence[str]
+        self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
     ) -> Rendered:
         """`rendered` with the k-th of all markers in it, the k-th of `markers`, replaced by the k-th of `texts`.
 
         `names` are the markers that the model has. InputError where the prompt has others, or another number.
         """
-        longest_first = sorted(names, key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", rendered.text)
+        pieces = _one_of(names).split(rendered.text)
         check_order(pieces[1::2], markers, len(markers))
         pieces[1::2] = texts
         return Rendered("".join(pieces), rendered.restore, _odd_ones(pieces))
@@ -315,6 +330,12 @@ def _spelling_pattern(control: Sequence[str]) -> re.Pattern[str]:
     tokens = "|".join(map(re.escape, control))
     first = "".join({re.escape(token[0]) for token in control})
     return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")
+
+
+@lru_cache
+def _one_of(names: frozenset[str]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:

@@ -94,7 +94,8 @@ class Tokenizer:
         pieces = self._processor.control_pieces
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template, pieces)
         spelled = [] if self._processor.inserted else placeholders
-        self._markers = {self._marker(placeholder) for placeholder in spelled}
+        self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
+        self._markers = frozenset(self._marker_of.values())
         self._wire: Wire
         if wire != "mindie":
             self._wire = NativeWire(arena) if wire == "native" else wire
@@ -330,17 +331,17 @@ class Tokenizer:
             head, tail = self._processor.caption(item.shape.kind, numbers[item.shape.kind])
             placeholder = item.expansion.placeholder
             before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
-            marker = self._marker(placeholder)
+            marker = self._marker_of[placeholder]
             framed = marker if before and marker.startswith(before) else before + marker + after
             yield head + framed + tail
 
-    def _marker(self, placeholder: Placeholder) -> str:
+    def _spelled_marker(self, placeholder: Placeholder) -> str:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
     def _spellings(self, planned: Sequence[_Planned]) -> tuple[list[str], list[str]]:
         """The marker of each item that the prompt spells, and the text that takes its place."""
         items = [] if self._processor.inserted else [item.expansion for item in planned]
-        markers = [self._marker(item.placeholder) for item in items]
+        markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
 

@@ -156,6 +156,33 @@ def test_a_prompt_that_comes_again_is_the_same(plain, reference):
             again.zero_()
 
 
+def test_messages_that_come_again_are_the_same(plain, reference):
+    """What the template made of them is kept: by role, text, parts and whether an answer is opened."""
+    conversations = [
+        user("hello"),
+        user("hel", "lo"),
+        [{"role": "user", "content": "hello"}],
+        [{"role": "assistant", "content": "hello"}],
+        user("hello " * 1000),
+        [*user("hello"), {"role": "assistant", "content": "a"}, *user("hello")],
+    ]
+    asked = [(messages, opens) for messages in conversations for opens in (True, False)]
+    expected = []
+    for messages, opens in asked:
+        text = reference.apply_chat_template(messages, add_generation_prompt=opens, tokenize=False)
+        expected.append(reference(text)["input_ids"])
+    for _ in range(3):
+        for (messages, opens), ids in zip(asked, expected, strict=True):
+            assert plain.tokenize_chat(messages, add_generation_prompt=opens).tolist() == ids
+    assert len({*map(tuple, expected)}) == len(asked) - 2 * 2, "hello in two parts, and as a string, is the same text"
+
+
+@pytest.mark.parametrize("template", ["{{ strftime_now('%H%M%S%f') }}", "{{ range(10**5) | random }}"])
+def test_a_template_that_asks_for_the_time_or_for_chance_is_asked_each_time(tmp_path, checkpoint_path, template):
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
+    assert tokenizer.tokenize_chat(user("hello")).tolist() != tokenizer.tokenize_chat(user("hello")).tolist()
+
+
 def test_template_options(plain, reference):
     messages = user("hello")
     expected = reference.apply_chat_template(messages, tokenize=False)
