@@ -178,7 +178,7 @@ def _located_items(items: Sequence[Item], folder: Path) -> tuple[Item, ...]:
 
 
 def _located_item(item: Media, folder: Path) -> Media:
-    if isinstance(item.source, str) and item.source.startswith("/"):  # nearly all: a path by its first character
+    if isinstance(item.source, str) and item.source.startswith("/"):  # absolute, or a JPEG in base64
         return item
     path = source_path(item)
     if path is None or path.is_absolute():

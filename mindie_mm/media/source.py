@@ -78,7 +78,7 @@ def _read_text(source: str, max_bytes: int) -> bytes:
         return _read_file(_file_url_path(source), max_bytes)
     if (data := _decode_base64(source)) is not None and not _is_file(source):
         return _capped(data, max_bytes)
-    return _read_file(source, max_bytes)
+    return _read_file(Path(source), max_bytes)
 
 
 def _fetch(url: str, max_bytes: int) -> bytes:
@@ -90,7 +90,7 @@ def _fetch(url: str, max_bytes: int) -> bytes:
         return thread.submit(asyncio.run, fetch(url, max_bytes=max_bytes, timeout_s=FETCH_TIMEOUT_S)).result()
 
 
-def _read_file(path: str | Path, max_bytes: int) -> bytes:
+def _read_file(path: Path, max_bytes: int) -> bytes:
     try:
         with BufferedReader(FileIO(path)) as file:
             size = os.fstat(file.fileno()).st_size

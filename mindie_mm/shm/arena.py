@@ -195,12 +195,12 @@ class Arena:
                     self._room.notify_all()
 
     def free(self, block: Block) -> None:
-        """Takes back a published block of this arena at once; nothing if somebody freed it, or after `close`.
+        """Takes back a published block of this arena at once; nothing if somebody did, or if the arena is `lost`.
 
         As `free` of its reference, for which a process maps the arena a second time, to read it.
         """
         with self._mutex:
-            if self._lock.held and self._published.get(block.entry) is block:
+            if not self.lost and self._published.get(block.entry) is block:
                 del self._published[block.entry]
                 self._give_back(block)
                 self._stats[TAKEN_BACK] += 1

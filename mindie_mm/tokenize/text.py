@@ -32,7 +32,7 @@ _REMEMBERED = 256
 """Prompts whose text and ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
 _REMEMBERED_CHARS = 4096
 _PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
-"""What makes a template give something else the next time."""
+"""What makes a template give something else the next time, unless it hides that: `map('ran' ~ 'dom')` is not found."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -174,7 +174,7 @@ class TextEncoder:
         if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
             if len(key) <= _REMEMBERED_CHARS:
-                return self._rendered(key, add_generation_prompt)
+                return self._rendered(key, bool(add_generation_prompt))
         return self._render(conversation, add_generation_prompt, template_kwargs)
 
     def _render(self, conversation: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]) -> Rendered:
@@ -354,9 +354,12 @@ def _as_dict(message: Message) -> dict[str, Any]:
     content: Any = message.content
     if isinstance(content, tuple):
         content = [
-            {"type": "text", "text": item.text} if isinstance(item, Text) else {"type": item.kind} for item in content
+            {"type": "text", "text": str(item.text)} if isinstance(item, Text) else {"type": item.kind}
+            for item in content
         ]
-    return {"role": message.role, "content": content, **message.extra}
+    elif content is not None:
+        content = str(content)  # of what is more than a str, such as numpy's
+    return {"role": str(message.role), "content": content, **message.extra}
 
 
 def _strings(value: Any) -> Iterator[str]:

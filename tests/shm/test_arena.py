@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, release
+from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release
+from mindie_mm.shm import arena as arena_module
 from mindie_mm.shm.layout import PAGE
 from mindie_mm.shm.stats import ArenaStats
 
@@ -125,37 +126,40 @@ def test_a_block_freed_while_it_is_filled_is_not_published(arena: Arena, path_fi
 
 
 def test_the_owner_frees_a_published_block_at_once_and_maps_nothing_for_it(path_file: Path) -> None:
-    with Arena.create(PAGE) as arena:
+    with Arena.create(PAGE, quota_bytes=PAGE) as arena:
         descriptors = psutil.Process().num_fds()
         with arena.allocate(PAGE_SPECS, path_file=path_file) as block:
             arena.free(block)  # not yet published, and so its writer's
             ref = block.publish()
         arena.free(block)
         assert psutil.Process().num_fds() == descriptors
-        with arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0) as second:
-            second.publish()
-        arena.free(block)  # its place is another's by now
-        assert release(path_file) == 0
         with pytest.raises(StaleReference, match="is free"):
             attach(ref)
+        # There is room for another, in the arena and in what its request may have.
+        with arena.allocate(PAGE_SPECS, path_file=path_file, timeout_s=0) as second:
+            second.publish()
+        arena.free(block)  # its place is the other's by now
         assert arena.num_blocks == 1
-        free(second.ref)
+        assert release(path_file) == 1
         arena.free(second)  # it was not swept yet
         assert arena.num_blocks == 0
     arena.free(second)
 
 
-def test_waiting_ends_when_the_owner_frees() -> None:
+def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "POLL_S", 60.0)  # it is told, and does not look
     with Arena.create(PAGE) as arena:
         with arena.allocate(PAGE_SPECS, path_file=None) as block:
             block.publish()
-        taken: list[Ref] = []
-        waiter = threading.Thread(target=lambda: taken.append(publish(arena)))
+        taken: list[Block] = []
+        waiter = threading.Thread(
+            target=lambda: taken.append(arena.allocate(PAGE_SPECS, path_file=None, timeout_s=60.0))
+        )
         waiter.start()
-        while not arena._queue:
+        while not arena._room._waiters:
             waiter.join(0.01)
         arena.free(block)
-        waiter.join(0.5)
+        waiter.join(10)
         assert taken, "it was not told"
 
 
@@ -261,6 +265,15 @@ def test_an_arena_taken_away_by_another_program_says_so(arena: Arena, take_away:
     assert arena.lost
     with pytest.raises(SharedMemoryError, match="removed, cut or overwritten by others"):
         arena.allocate(SPECS, path_file=None)
+
+
+@pytest.mark.parametrize("size", [0, PAGE])
+def test_a_block_of_an_arena_that_was_cut_is_not_freed(arena: Arena, size: int) -> None:
+    """To write into its table would end the process."""
+    with arena.allocate(SPECS, path_file=None) as block:
+        block.publish()
+    os.truncate(arena.path, size)
+    arena.free(block)
 
 
 def test_every_entry_in_use_is_a_full_arena() -> None:

@@ -177,6 +177,13 @@ def test_messages_that_come_again_are_the_same(plain, reference):
     assert len({*map(tuple, expected)}) == len(asked) - 2 * 2, "hello in two parts, and as a string, is the same text"
 
 
+def test_what_is_more_than_a_str_is_its_text(plain):
+    """Such as numpy's, from an array of texts."""
+    own = [{"role": np.str_("user"), "content": [{"type": "text", "text": np.str_("hello")}]}]
+    for messages in (own, [{"role": "user", "content": np.str_("hello")}]):
+        assert plain.tokenize_chat(messages).tolist() == plain.tokenize_chat(user("hello")).tolist()
+
+
 @pytest.mark.parametrize("template", ["{{ strftime_now('%H%M%S%f') }}", "{{ range(10**5) | random }}"])
 def test_a_template_that_asks_for_the_time_or_for_chance_is_asked_each_time(tmp_path, checkpoint_path, template):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
