@@ -347,7 +347,9 @@ def _parse(name: str, text: str, hint: Any) -> Any:
             raise InputError(f"{name} is {text!r}, it must be true or false")
         return text.lower() in ("1", "true")
     if many:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
+        if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
+            raise InputError(f"{name} is {text!r}, which holds no value: unset it, or give one")
+        return parts
     try:
         return kind(text)
     except (TypeError, ValueError) as error:

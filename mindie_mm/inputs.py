@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from mindie_mm.errors import InputError, LimitExceeded
 
 Kind = Literal["image", "video", "audio"]
@@ -115,6 +117,8 @@ _SOURCES: Mapping[str, Kind] = {
 # Possessive, so that a long run without its end is given up at once.
 _WEBUI_IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,[A-Za-z0-9+/=]++)">')
 _BARE_SOURCES = ("url", "path", "base64")
+_HINTS = frozenset({"cache_control", "uuid"})
+"""What clients tell other servers' caches, and is passed over: here an item is known by its content."""
 _DETAILS = ("auto", "low", "high")
 _MAX_PIXELS = 2**31
 _MAX_FRAMES = 2**20
@@ -188,7 +192,28 @@ def _parse_message(message: Mapping[str, Any], where: str) -> Message:
     if content is None and role != "assistant":
         raise InputError(f"{where} has no content")
     extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
+    if "tool_calls" in extra:
+        extra["tool_calls"] = _parse_tool_calls(extra["tool_calls"], f"{where}.tool_calls")
     return Message(role, content, extra)
+
+
+def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls as chat templates read them: their arguments an object, which OpenAI's clients send as its JSON."""
+    if not isinstance(calls, (list, tuple)):
+        raise InputError(f"{where} is {_type(calls)}; it must be a list")
+    return [_parse_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
+    _require_dict(call, where)
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise InputError(f"{where}.function.arguments must be a JSON object: {error}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _parse_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[Item, ...]:
@@ -198,6 +223,7 @@ def _parse_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[Item, 
 
 def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     _require_dict(part, where)
+    part = {key: value for key, value in part.items() if key not in _HINTS}
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {_type(declared)}; it must be a string")

@@ -67,7 +67,7 @@ class _Chat:
             await asyncio.to_thread(check_schema, self.params.json_schema)
         request = TokenizeRequest(
             messages=self.body.messages,
-            add_generation_prompt=self.body.add_generation_prompt,
+            add_generation_prompt=self.body.add_generation_prompt is not False,
             chat_template_kwargs=self.body.template_kwargs(),
         )
         return self.service.worker.limited(request, self.params)

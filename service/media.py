@@ -27,8 +27,12 @@ from mindie_mm.media.fetch import fetch
 T = TypeVar("T")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
-_DATA_URL = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
+_MAX_DATA_HEAD = 256
+"""Characters of a data: URL in front of its data."""
 _MAX_PATH = 4096
+_KERNELS = ("/proc", "/sys")
+"""Files that hold no media, have no size, and may have no end."""
+_PIECE_BYTES = 1 << 20
 _SNIFFED_BYTES = 48
 
 # Format by content: (offset, magic, extension). What a name or a content type claims is not asked.
@@ -145,7 +149,8 @@ class MediaPolicy:
             raise refused from error
         with opened as file:
             status = os.fstat(file.fileno())
-            if not _is_under(str(Path(f"/proc/self/fd/{file.fileno()}").readlink()), folder):
+            opened_path = str(Path(f"/proc/self/fd/{file.fileno()}").readlink())
+            if not _is_under(opened_path, folder) or any(_is_under(opened_path, Path(kernel)) for kernel in _KERNELS):
                 raise refused
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
@@ -153,17 +158,22 @@ class MediaPolicy:
             budget.spend(status.st_size)
             target = _target(stem, file.read(_SNIFFED_BYTES))
             file.seek(0)
+            copied = 0
             with target.open("wb") as copy:
-                shutil.copyfileobj(file, copy, 1 << 20)
+                while piece := file.read(_PIECE_BYTES):
+                    copied += len(piece)
+                    self._check_size(copied)  # it may grow while it is read
+                    copy.write(piece)
+            budget.spend(max(0, copied - status.st_size))
         return target
 
     def _inline(self, source: str) -> bytes:
         """The bytes of a base64 data: URL, or of bare base64."""
         if source[:5].lower() == "data:":
-            head = _DATA_URL.match(source)
-            if head is None:
+            stop = source.find(",", 0, _MAX_DATA_HEAD)
+            if not source[: max(0, stop)].lower().endswith(";base64"):
                 raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
-            source = source[head.end() :]
+            source = source[stop + 1 :]
         elif (scheme := _SCHEME.match(source)) is not None:
             raise MediaError(f"a URL of scheme {scheme[1][:16]!r}; http, https, data and file are read")
         self._check_size(len(source) // 4 * 3)

@@ -6,7 +6,8 @@ import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
@@ -35,12 +36,30 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     """One more chunk at the end, with the usage and no choice."""
+
+
+NOT_SERVED = frozenset(
+    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"}
+    | {"allowed_token_ids", "bad_words", "logits_processors", "use_beam_search", "truncate_prompt_tokens"}
+    | {"continue_final_message", "include_stop_str_in_output", "return_token_ids", "mm_processor_kwargs"}
+    | {"functions", "function_call", "prompt_logprobs"}
+)
+"""vLLM's and OpenAI's fields that would make another answer than the one that comes without them."""
 
 
 class GenerationBody(Body):
     """What chat and text completions share."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        """A field that is off is as good as none."""
+        for name in NOT_SERVED.intersection(given) if isinstance(given, dict) else ():
+            if not any(given[name] is off for off in (None, False)) and given[name] not in ([], {}):
+                raise PydanticCustomError("not_served", "{name} is not served", {"name": name})
+        return given
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
@@ -70,7 +89,7 @@ class GenerationBody(Body):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The settings given here, under `changes`; what is absent or null keeps its default."""
@@ -133,7 +152,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """None: true."""
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     tools: Array[dict[str, Any]] | None = None

@@ -6,6 +6,15 @@ from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig, environm
 from mindie_mm.errors import InputError
 
 
+@pytest.mark.parametrize("empty", ["", ",", " , "])
+@pytest.mark.parametrize("name", ["API_KEY", "ALLOWED_MEDIA_DOMAINS"])
+def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty):
+    """Taken as none, a key that was meant to be there would leave the service open."""
+    monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which holds no value"):
+        environment(ServiceConfig)
+
+
 def test_the_environment_sets_fields_by_their_types(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_PORT", "0")
     monkeypatch.setenv("MINDIE_MM_ALLOWED_MEDIA_DOMAINS", "a.example, b.example")

@@ -44,6 +44,32 @@ def test_spellings_of_one_image(part):
     assert parse_inputs([part]) == [Media("image", "a.jpg", MediaOptions(max_pixels=9, detail="low"))]
 
 
+def test_arguments_of_a_tool_call_are_an_object():
+    """OpenAI's clients send them as JSON; chat templates write them out, and would encode a string twice."""
+
+    def parsed(calls):
+        return parse_messages([{"role": "assistant", "tool_calls": calls}])[0].extra["tool_calls"]
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, "x"]}'}}
+    whole = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": [1, "x"]}}}
+    assert parsed([call]) == parsed([whole]) == [whole]
+    assert parsed([{"function": {"name": "now", "arguments": ""}}]) == [{"function": {"name": "now", "arguments": {}}}]
+    assert parsed([]) == []
+    for wrong in ("{", "[1]", "null", "\ud800"):
+        with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments must be a JSON object"):
+            parsed([{"function": {"name": "add", "arguments": wrong}}])
+    for calls in ("x", ["x"]):
+        with pytest.raises(InputError, match=r"messages\[0\]\.tool_calls"):
+            parsed(calls)
+
+
+def test_hints_for_other_servers_caches_are_passed_over():
+    hints = {"cache_control": {"type": "ephemeral"}, "uuid": "a picture's name"}
+    text, image = parse_inputs([{"text": "a"} | hints, {"image_url": {"url": "a.png", "detail": "low"}} | hints])
+    assert text == Text("a")
+    assert (image.source, image.options) == ("a.png", MediaOptions(detail="low"))
+
+
 def test_base64_spellings():
     assert parse_inputs([{"type": "image", "base64": "QUJD"}]) == [Media("image", "data:;base64,QUJD")]
     audio = {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}

@@ -36,6 +36,7 @@ RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _ORIENTATION_TAG = 0x0112
 _START_OF_SCAN = b"\xff\xda"
 _END_OF_IMAGE = b"\xff\xd9"
+_JPEG_START = b"\xff\xd8\xff"
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # in a scan's data, these alone are no data
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
@@ -62,7 +63,7 @@ class EncodedImage:
                 file = Image.open(io.BytesIO(data), formats=FORMATS)
                 width, height = file.size
                 _check_pixels(width, height, max_pixels)
-                if file.format == "JPEG":
+                if data.startswith(_JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
                     _check_scans(data, width * height)
                 orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
         except Image.DecompressionBombError:
@@ -183,7 +184,7 @@ def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
             return None
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
     header = data[:place]
-    if not header.startswith(b"\xff\xd8\xff") or b"Exif\0" in header or b"tiff:Orientation" in header:
+    if not header.startswith(_JPEG_START) or b"Exif\0" in header or b"tiff:Orientation" in header:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)

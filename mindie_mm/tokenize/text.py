@@ -31,6 +31,7 @@ _ALWAYS_ENCODED = 2**18
 _REMEMBERED = 256
 """Prompts whose text and ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
 _REMEMBERED_CHARS = 4096
+_PROBE = "a text"
 _PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
 """What makes a template give something else the next time, unless it hides that: `map('ran' ~ 'dom')` is not found."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -123,6 +124,8 @@ class TextEncoder:
         self.opening: Sequence[int] = self._prefix or bos
         """What a prompt begins with by the tokenizer's own doing, or a template's."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
+        # Several families' templates pass over a content that is a string, and read parts alone.
+        self._wraps_strings = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
         self._is_lasting = not _PASSING.search(self._template or "")
         self._rendered = lru_cache(_REMEMBERED)(
             lambda conversation, opens: self._render(msgspec.json.decode(conversation), opens, {})
@@ -170,7 +173,7 @@ class TextEncoder:
             raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
         if "tools" in template_kwargs and not re.search(r"\btools\b", self._template):
             raise InputError("tools are not served: the model's chat template has no place for them")
-        conversation = [_as_dict(message) for message in messages]
+        conversation = [_as_dict(message, self._wraps_strings) for message in messages]
         if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
             if len(key) <= _REMEMBERED_CHARS:
@@ -286,6 +289,16 @@ class TextEncoder:
         start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]
 
+    def _shows(self, content: Any) -> bool:
+        """Whether the template puts such a content into a prompt."""
+        try:
+            message = {"role": "user", "content": content}
+            return _PROBE in self._tokenizer.apply_chat_template(
+                [message], chat_template=self._template, tokenize=False
+            )
+        except Exception:  # noqa: BLE001 - a template is a program: it raises what it likes
+            return False
+
     def _escapes(self, texts: Iterable[str]) -> dict[str, str]:
         """For each character that begins a spelling in `texts`, one that occurs in none of them; mostly empty."""
         texts = list(texts)
@@ -350,7 +363,7 @@ def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
+def _as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
     content: Any = message.content
     if isinstance(content, tuple):
         content = [
@@ -359,6 +372,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
         ]
     elif content is not None:
         content = str(content)  # of what is more than a str, such as numpy's
+        content = [{"type": "text", "text": content}] if wraps_strings else content
     return {"role": str(message.role), "content": content, **message.extra}
 
 

@@ -110,6 +110,18 @@ def jpeg_scans(num_scans: int) -> bytes:
     return data[:start] + tiny * num_scans + b"\xff\xd9"
 
 
+def of_several(data: bytes) -> bytes:
+    """A JPEG that says to be the first of two pictures, which Pillow then calls an MPO; and with an EXIF block."""
+    entries = struct.pack("<LLLHH", 0, len(data), 0, 0, 0) * 2
+    index = struct.pack("<HHHLLHHLL", 2, 0xB001, 4, 1, 2, 0xB002, 7, len(entries), 38) + bytes(4)
+    blocks = (
+        (b"\xff\xe1", b"Exif\0\0II*\0\x08\0\0\0" + bytes(6)),
+        (b"\xff\xe2", b"MPF\0II*\0\x08\0\0\0" + index + entries),
+    )
+    head = b"".join(kind + struct.pack(">H", len(block) + 2) + block for kind, block in blocks)
+    return data[:2] + head + data[2:]
+
+
 def with_exif(data: bytes) -> bytes:
     """A JPEG with that EXIF block."""
     whole = encoded(small())
@@ -159,6 +171,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "jpeg 65535x65535": lambda: jpeg_of_size(65_535, 65_535),
     "jpeg 20000x10000": lambda: jpeg_of_size(20_000, 10_000),
     "jpeg of a thousand scans": lambda: jpeg_scans(1000),
+    "jpeg of a thousand scans, and of several pictures": lambda: of_several(jpeg_scans(1000)),
 }
 """What a header, or a count in it, gives away."""
 

@@ -151,6 +151,8 @@ DATA = [
     ("data:", "not of the form"),
     ("data:,", "not of the form"),
     ("data:image/png," + B64, "not of the form"),
+    ("data:" + ";" * 500_000 + "base64," + B64, "not of the form"),
+    ("data:" + "a" * 500_000 + ";base64," + B64, "not of the form"),
     ("data:image/png;base32," + B64, "not of the form"),
     ("data:image/png;base64" + B64, "not of the form"),
     ("data:image/png;base64,", "is empty"),

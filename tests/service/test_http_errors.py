@@ -66,6 +66,25 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
     assert check(http.post(CHAT, json={"messages": HELLO} | change), 400)["param"] == param
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_json": {"type": "object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"continue_final_message": True},
+        {"prompt_logprobs": 0},
+        {"allowed_token_ids": [5]},
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str, field: Any) -> None:
+    body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
+    (name,) = field
+    assert f"{name} is not served" in check(http.post(path, json=body), 400)["message"]
+    for off in (None, False, [], {}):
+        assert http.post(path, json=body | {name: off}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

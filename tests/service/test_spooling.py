@@ -1,6 +1,8 @@
 """Media as the tokenizers find them: files in the request's directory."""
 
 import asyncio
+import os
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,6 +42,33 @@ async def test_the_request_has_a_budget(tmp_path: Path) -> None:
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
     with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media take 30 bytes, the limit is 20"):
         await policy.spool(items, tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/proc/self/environ", "/proc/version", "/sys/kernel/uevent_seqnum"])
+async def test_the_kernels_own_files_are_none_whatever_folder_is_allowed(tmp_path: Path, path: str) -> None:
+    policy = MediaPolicy(ServiceConfig(allowed_media_dir=Path("/")))
+    with pytest.raises(MediaError, match="no such file under the allowed media folder"):
+        await policy.spool([Media("image", path)], tmp_path)
+
+
+async def test_a_file_that_grows_while_it_is_read_ends_at_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.png").write_bytes(bytes(5000))
+    fstat = os.fstat
+
+    def before(descriptor: int) -> os.stat_result:
+        status = [*fstat(descriptor)]
+        status[stat.ST_SIZE] = 10
+        return os.stat_result(status)
+
+    monkeypatch.setattr("service.media.os.fstat", before)
+    for config, message in (
+        (ServiceConfig(allowed_media_dir=tmp_path, max_item_bytes=4000), "the limit for one item is 4000"),
+        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "take 5000 bytes, the limit is 4000"),
+    ):
+        with pytest.raises(LimitExceeded, match=message):
+            await MediaPolicy(config).spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
 
 
 async def test_the_budget_ends_a_fetch(tmp_path: Path, web_server: str, sent: list[int]) -> None:

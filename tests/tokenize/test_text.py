@@ -184,6 +184,23 @@ def test_what_is_more_than_a_str_is_its_text(plain):
         assert plain.tokenize_chat(messages).tolist() == plain.tokenize_chat(user("hello")).tolist()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        # As LLaVA's, which passes over a string, and SmolVLM's, which walks over its characters.
+        "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}",
+        "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_string_is_no_less_than_a_part_to_a_template_that_reads_parts(tmp_path, checkpoint_path, text):
+    template = f"{{% for m in messages %}}{{{{ m.role }}}}: {text}{{% endfor %}}"
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
+    strings = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in strings]
+    expected = tokenizer.tokenize([{"text": "system: Be brief.user: Hello there"}]).tolist()
+    assert tokenizer.tokenize_chat(strings).tolist() == tokenizer.tokenize_chat(parts).tolist() == expected
+
+
 @pytest.mark.parametrize("template", ["{{ strftime_now('%H%M%S%f') }}", "{{ range(10**5) | random }}"])
 def test_a_template_that_asks_for_the_time_or_for_chance_is_asked_each_time(tmp_path, checkpoint_path, template):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
