@@ -219,6 +219,10 @@ class Child:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.returncode
 
+    def kill(self) -> None:
+        """Kills the worker, in the midst of whatever it does: `recv` says so with EOFError. Reap it with `end`."""
+        self._process.kill()
+
     async def end(self) -> None:
         """Closes the channel, which ends the worker, and reaps it; one that does not end is killed. Idempotent."""
         await self.channel.close()

@@ -24,6 +24,13 @@ _MODULE = "mindie_mm.tokenize.process"
 
 _STARTING = "others are being started"
 
+GIVEN_UP_S = 5.0
+"""How long a process may go on working on a request that nobody waits for any more.
+
+Decoding has no time limit of its own, and the others wait behind it. Less would cost more: with the process goes its
+arena, and what the engine has not yet attached of it is made anew.
+"""
+
 
 class _NotBegun(Exception):
     """The process died over the request in front of this one, which another process takes then."""
@@ -36,14 +43,47 @@ class _Process:
     child: Child
     pending: dict[int, asyncio.Future[Prompt]] = field(default_factory=dict)
     """Requests that it has not answered, by id, in the order in which it takes them."""
+    ended: bool = False
+    """Whether it was killed over a request that was given up, and not died over one."""
+    _grace: asyncio.TimerHandle | None = None
+    """Runs while the request in work is one that was given up."""
+
+    def given_up(self, request_id: int) -> None:
+        """The caller of this request was cancelled. One that is not in work yet has its time when it is."""
+        if request_id == next(iter(self.pending), None):
+            self._watch()
+
+    def answered(self, request_id: int) -> None:
+        """Its reply has come; the next one is in work."""
+        del self.pending[request_id]
+        self._watch()
 
     def fail_pending(self) -> None:
         """Fails the one that it died over; a request that kills one process after another costs no other its turn."""
+        self._stop_watching()
         why = f"tokenizer process {self.child.pid} died with status {self.child.status}"
         for index, future in enumerate(self.pending.values()):
             if not future.done():
-                future.set_exception(_NotBegun(why) if index else ProcessDied(why))
+                future.set_exception(_NotBegun(why) if index or self.ended else ProcessDied(why))
         self.pending.clear()
+
+    def _watch(self) -> None:
+        """Gives the request in work, if it was given up, its time from now on."""
+        self._stop_watching()
+        future = next(iter(self.pending.values()), None)
+        if future is not None and future.cancelled():
+            self._grace = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._end)
+
+    def _stop_watching(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _end(self) -> None:
+        why = f"it has worked for {GIVEN_UP_S:g} s on a request that was given up"
+        _log.warning("tokenizer process %d is killed: %s", self.child.pid, why)
+        self.ended = True
+        self.child.kill()
 
 
 class TokenizerPool:
@@ -123,7 +163,8 @@ class TokenizerPool:
         """The prompt of `request`, from the least busy process; waits for one while none is alive.
 
         Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
-        blocks of the abandoned prompt are freed when it arrives.
+        blocks of the abandoned prompt are freed when it arrives; a process that works on it for GIVEN_UP_S more is
+        killed, and another takes what waits behind.
         """
         while True:
             while not self._processes and not self._closed:
@@ -132,14 +173,18 @@ class TokenizerPool:
                 raise ProcessDied("the tokenizer pool is closed")
             process = min(self._processes, key=lambda process: len(process.pending))
             self._next_id += 1
+            request_id = self._next_id
             future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
-            message = self._encoder.encode(Request(self._next_id, request))
-            process.pending[self._next_id] = future
+            message = self._encoder.encode(Request(request_id, request))
+            process.pending[request_id] = future
             process.child.channel.send(message)
             try:
                 return await future
             except _NotBegun:
                 continue
+            except asyncio.CancelledError:
+                process.given_up(request_id)
+                raise
 
     async def close(self) -> None:
         """Stops every process; what is pending fails with ProcessDied."""
@@ -193,6 +238,8 @@ class TokenizerPool:
                 await self._receive(process, starter)
             with logged(f"tokenizer process {process.child.pid} cannot be ended"):
                 await self._bury(process)
+            if process.ended:
+                starter.proved()  # it was the request's doing: no pause before the next one starts
             _log.warning("tokenizer process %d died with status %s", process.child.pid, process.child.status)
             process = await starter.again(self._start_process)
 
@@ -221,7 +268,7 @@ class TokenizerPool:
             assert not isinstance(reply, Ready), reply
             starter.proved()
             _hand_over(reply, process.pending[reply.id])
-            del process.pending[reply.id]
+            process.answered(reply.id)
 
 
 def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> None:

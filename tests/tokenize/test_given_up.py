@@ -1,0 +1,162 @@
+"""What becomes of a tokenizer process, and of who waits behind, when the request in work is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindie_mm.shm import release, survey
+from mindie_mm.tokenize import TokenizeRequest, TokenizerPool
+from mindie_mm.tokenize import pool as pool_module
+from tests.media_samples import encoded, photograph
+
+GIVEN_UP_S = 0.3
+SMALL = TokenizeRequest(text="hello")
+A_SECOND_OF_WORK = TokenizeRequest(text="what is it? " * 500_000)
+
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
+
+@pytest.fixture
+async def pool(checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TokenizerPool]:
+    """One process, which has `GIVEN_UP_S` for a request that was given up."""
+    monkeypatch.setattr(pool_module, "GIVEN_UP_S", GIVEN_UP_S)
+    pool = await TokenizerPool.start(checkpoint_path, 1, 16 * 2**20)
+    yield pool
+    await pool.close()
+
+
+@contextmanager
+def hung(pid: int) -> Iterator[None]:
+    """The process does not go on with what it has in work."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def sent(pool: TokenizerPool, *requests: TokenizeRequest) -> list[asyncio.Task]:
+    """Tasks that tokenise `requests`, which lie in this order before the process."""
+    tasks = [asyncio.create_task(pool.tokenize(request)) for request in requests]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def gone(pool: TokenizerPool, pid: int) -> None:
+    """Waits until another process takes requests."""
+    async with asyncio.timeout(60):
+        while pool.pids in ([], [pid]):  # noqa: ASYNC110 - the pool tells nobody of it
+            await asyncio.sleep(0.01)
+
+
+def owners() -> set[int]:
+    """Pids whose arenas are in /dev/shm."""
+    return {arena.owner.pid for arena in survey() if arena.owner}
+
+
+async def test_another_process_takes_what_waits_behind_one_that_hangs(
+    pool: TokenizerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (pid,) = pool.pids
+    picture = {"image": encoded(photograph("chelsea.png", (150, 120)))}
+    path_file = tmp_path / "shm_name.txt"
+    with_picture = TokenizeRequest(items=[picture], path_file=str(path_file))
+    assert len((await pool.tokenize(with_picture)).spans) == 1
+    assert pid in owners()
+    with hung(pid):
+        hanging, *others = await sent(pool, with_picture, SMALL, with_picture, SMALL)
+        hanging.cancel()
+        async with asyncio.timeout(60):
+            prompts = await asyncio.gather(*others)
+    assert [len(prompt.spans) for prompt in prompts] == [0, 1, 0]
+    assert not psutil.pid_exists(pid)
+    assert pid not in owners()
+    assert pool.restarts.started == 1
+    assert f"tokenizer process {pid} is killed: it has worked for 0.3 s on a request that was given up" in caplog.text
+    release(path_file)
+    assert not any(arena.blocks for arena in survey() if arena.owner and arena.owner.pid in pool.pids)
+
+
+async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(pool: TokenizerPool) -> None:
+    """Nor over one that it answers in time."""
+    (pid,) = pool.pids
+    with hung(pid):
+        in_work, behind = await sent(pool, SMALL, SMALL)
+        behind.cancel()
+        await asyncio.sleep(3 * GIVEN_UP_S)
+    await in_work
+    await pool.tokenize(SMALL)
+    with hung(pid):
+        (in_work,) = await sent(pool, SMALL)
+        await asyncio.sleep(3 * GIVEN_UP_S)  # the time of the one before it is over
+    await in_work
+    with hung(pid):
+        (cancelled,) = await sent(pool, SMALL)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+    await pool.tokenize(SMALL)
+    await asyncio.sleep(3 * GIVEN_UP_S)
+    assert pool.pids == [pid]
+    assert pool.restarts.started == 0
+
+
+async def test_a_request_that_was_given_up_before_it_was_begun_has_its_time_then(pool: TokenizerPool) -> None:
+    (pid,) = pool.pids
+    first, long, last = await sent(pool, SMALL, A_SECOND_OF_WORK, SMALL)
+    long.cancel()
+    await first
+    with hung(pid):
+        async with asyncio.timeout(60):
+            assert len(await last) > 0
+    assert pool.pids != [pid]
+
+
+async def test_who_is_in_work_when_a_process_is_ended_over_another_is_not_failed(pool: TokenizerPool) -> None:
+    """The answer to the one that was given up has come, and was not read in time: the pool was held up."""
+    (pid,) = pool.pids
+    with hung(pid):
+        cancelled, in_work = await sent(pool, SMALL, A_SECOND_OF_WORK)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+    time.sleep(1.5 * GIVEN_UP_S)  # noqa: ASYNC251 - nothing else is to run
+    async with asyncio.timeout(60):
+        assert len(await in_work) > 0
+    assert pool.pids != [pid]
+
+
+async def test_a_request_given_up_behind_another_lengthens_no_ones_time(pool: TokenizerPool) -> None:
+    """Else who gives up one after another would keep the process."""
+    (pid,) = pool.pids
+    with hung(pid):
+        (hanging,) = await sent(pool, SMALL)
+        hanging.cancel()
+        async with asyncio.timeout(60):
+            while pool.pids == [pid]:
+                (further,) = await sent(pool, SMALL)
+                further.cancel()
+                await asyncio.sleep(GIVEN_UP_S / 10)
+    assert not psutil.pid_exists(pid)
+
+
+async def test_processes_ended_one_after_another_are_started_again_without_a_pause(
+    pool: TokenizerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of them has answered anything, and that is no sign that the next one will not."""
+    for _ in range(2):
+        (pid,) = pool.pids
+        with hung(pid):
+            (hanging,) = await sent(pool, SMALL)
+            hanging.cancel()
+            await gone(pool, pid)
+    assert pool.restarts.started == 2
+    assert "is started again in" not in caplog.text
