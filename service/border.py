@@ -19,6 +19,9 @@ from service.metrics import Metrics
 
 _log = logging.getLogger("service.access")
 
+BODY_IDLE_S = 30.0
+"""Longest that a request's body may pause: a connection whose client is gone, or only holds it, is let go."""
+
 _BETWEEN_VALUES = (b",", b"[", b"{")
 """One of them stands before each value in JSON but the first; those in texts count too, media have none."""
 
@@ -118,16 +121,22 @@ class _Body:
         self._num_values = 0
 
     async def receive(self) -> Message:
-        """The next message; HTTPException for a body that is longer than its cap, at once where that is announced."""
+        """The next message; HTTPException for a body that is longer than its cap, at once where that is announced.
+
+        So too for one that does not come in time; the answer then ends its connection.
+        """
         if self._whole:
             return await self._receive()
         self._check(self._announced)
+        idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(min(idle_until, self._deadline)):
                 message = await self._receive()
         except TimeoutError as error:
-            limit_s = self._config.request_timeout_s
-            raise HTTPException(408, f"the request's body took longer than the limit of {limit_s:g} s") from error
+            late = f"took longer than the limit of {self._config.request_timeout_s:g} s"
+            if idle_until < self._deadline:
+                late = f"paused for longer than the limit of {BODY_IDLE_S:g} s"
+            raise HTTPException(408, f"the request's body {late}", headers={"Connection": "close"}) from error
         self._whole = not message.get("more_body", False)
         num_bytes = len(message.get("body", b""))
         self.num_bytes += num_bytes

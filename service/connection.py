@@ -20,6 +20,13 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._await_head()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # Any byte ends uvicorn's pause, also the rest of a body whose request was answered before it came.
+        answered = self.cycle is not None and self.cycle.response_complete
+        if answered and self._waiting is None and self.timeout_keep_alive_task is None:
+            self._await_head()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._await_head()

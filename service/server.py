@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -39,6 +40,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     """
     faults.arm("api", fault_folder())
     logs.adopt()
+    _raise_descriptor_limit()
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
     try:
         with contextlib.suppress(asyncio.CancelledError):  # asked to stop before it was ready
@@ -46,6 +48,16 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """Takes what the hard limit grants: each connection has a descriptor, and the usual soft limit is 1,024.
+
+    That is for programs that select, which can't have more; none of our processes does so on many descriptors.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it, and the service runs with fewer
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tracer | None) -> None:

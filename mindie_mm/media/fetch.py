@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.lookups import Lookups
 
 MAX_URL_LENGTH = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -156,23 +156,26 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
     return bytes(body)
 
 
+LOOKUPS = Lookups()
+"""All of this process: it is the process that has too many threads."""
+
+
 class _Resolver(AbstractResolver):
     """The system's resolver; a name is refused if any of its addresses is not public."""
 
     def __init__(self, allow_private: bool) -> None:
         self._allow_private = allow_private
-        self._system = ThreadedResolver()
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        results = await self._system.resolve(host, port, family)
+        results = await LOOKUPS.resolve(host, port, family)
         if not self._allow_private and not all(is_public(result["host"]) for result in results):
             raise _NotPublic
         return results
 
     async def close(self) -> None:
-        await self._system.close()
+        """Nothing is held."""
 
 
 class _NotPublic(OSError):

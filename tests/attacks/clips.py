@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import struct
+import tempfile
+import zlib
 from collections.abc import Callable
 
 import av
@@ -35,24 +37,103 @@ def mp4_of_samples(size: int, count: int) -> bytes:
     return patched(video(), b"stsz", 4, struct.pack(">II", size, count))
 
 
+def compressed_index() -> bytes:
+    """An MP4 whose index, of 2 * 10**7 samples, is compressed as QuickTime 3 did it."""
+    data = mp4_of_samples(1, 2 * 10**7)
+    at = data.index(b"moov") - 4
+    packed = struct.pack(">I", len(data) - at) + zlib.compress(data[at:])
+    return data[:at] + box(b"moov", box(b"cmov", box(b"dcom", b"zlib") + box(b"cmvd", packed)))
+
+
+def pcm_of_chunks(count: int) -> bytes:
+    """A MOV of plain sound whose one chunk has `count` samples, which FFmpeg divides into pieces."""
+    sound = encode_with_ffmpeg(tone(0.1, 8000), 8000, "mov", "pcm_s16le")
+    return patched(sound, b"stsc", 12, struct.pack(">I", count))
+
+
+def edited(count: int) -> bytes:
+    """An MP4 of 2000 frames that are all shown `count` times."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("mpeg4", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv420p"
+        for _ in range(2000):
+            output.mux(stream.encode(av.VideoFrame(16, 16, "yuv420p")))
+        output.mux(stream.encode())
+    data = file.getvalue()
+    at = data.index(b"edts") - 4
+    size = int.from_bytes(data[at : at + 4])
+    edits = box(b"edts", box(b"elst", struct.pack(">II", 0, count) + struct.pack(">III", 10**5, 0, 2**16) * count))
+    for kind in (b"trak", b"moov"):
+        place = data.index(kind)
+        longer = int.from_bytes(data[place - 4 : place]) + len(edits) - size
+        data = data[: place - 4] + struct.pack(">I", longer) + data[place:]
+    return data[:at] + edits + data[at + size :]
+
+
+def fragment_in_data(count: int, aligned: bool = False) -> bytes:
+    """An MP4 in fragments, with bytes in its data that are one too, of `count` samples; its segment index names it.
+
+    `aligned`: the index names the true fragment alone.
+    """
+    data = muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
+    begin, stop = data.index(b"moof") - 4, data.index(b"mfra") - 4
+    run = box(b"trun", struct.pack(">II", 0, count))
+    hidden = box(
+        b"moof", box(b"mfhd", bytes(8)) + box(b"traf", box(b"tfhd", struct.pack(">III", 0x020010, 1, 1)) + run)
+    )
+    hidden = box(b"mdat", bytes(8) + hidden)
+    true = data[begin:stop]
+    places = [len(true) + len(hidden)] if aligned else [len(true) + 16, len(hidden) - 16]
+    entries = b"".join(struct.pack(">III", place, 10, 0) for place in places)
+    index = box(b"sidx", struct.pack(">IIIIIHH", 0, 1, 10, 0, 0, 0, len(places)) + entries)
+    return data[:begin] + index + true + hidden
+
+
+def past_the_end(count: int) -> bytes:
+    """An MP4 whose sample entry is longer than its index: FFmpeg reads on behind it, to a table of `count` samples."""
+    data = muxed("mp4", {"movflags": "faststart"}).replace(b"stsz", b"zzzz")
+    data = patched(data, b"stsd", 8, struct.pack(">I", 2**30))
+    at = data.index(b"moov")
+    stop = at - 4 + int.from_bytes(data[at - 4 : at])
+    over = struct.pack(">I4s", 16, b"zzzz")  # cut short where the index ends, but not by the sample entry
+    table = box(b"mdat", box(b"stsz", struct.pack(">III", 0, 1, count)))
+    return data[: at - 4] + struct.pack(">I", stop - at + 12) + data[at:stop] + over + table + data[stop:]
+
+
+def grouped(count: int) -> bytes:
+    """An MP4 whose frames are in a group of `count`."""
+    data = video(codec="libx265")
+    group = box(b"sgpd", struct.pack(">I4sIIB", 2**24, b"sync", 1, 1, 21))
+    group += box(b"sbgp", struct.pack(">I4sIII", 0, b"sync", 1, count, 1))
+    at = data.index(b"stbl") + 4
+    data = data[:at] + group + data[at:]
+    for kind in (b"stbl", b"minf", b"mdia", b"trak", b"moov"):
+        place = data.index(kind)
+        longer = int.from_bytes(data[place - 4 : place]) + len(group)
+        data = data[: place - 4] + struct.pack(">I", longer) + data[place:]
+    return data
+
+
 def fragmented(count: int) -> bytes:
     """An MP4 in fragments, whose first says that it has `count` samples, of the default size."""
-    data = _muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
+    data = muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
     run = box(b"trun", struct.pack(">II", 0, count))
     header = box(b"tfhd", struct.pack(">III", 0x020000, 1, 0))
     fragment = box(b"moof", box(b"mfhd", bytes(8)) + box(b"traf", header + run))
     return data[: data.index(b"moof") - 4] + fragment + box(b"mdat", bytes(10))
 
 
-def _muxed(container: str, options: dict[str, str]) -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format=container, options=options) as output:
-        stream = output.add_stream("libx264", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
-        for frame in moving_frames(4):
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        output.mux(stream.encode())
-    return file.getvalue()
+def muxed(container: str, options: dict[str, str]) -> bytes:
+    """Four frames, by FFmpeg's muxer `container` with its `options`, some of which need a file."""
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format=container, options=options) as output:
+            stream = output.add_stream("libx264", rate=10)
+            stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+            for frame in moving_frames(4):
+                output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            output.mux(stream.encode())
+        return file.read()
 
 
 def large_video(width: int, height: int, codec: str = "mpeg4") -> bytes:
@@ -185,6 +266,13 @@ VIDEO_BOMBS: dict[str, Make] = {
     "mp4 of 10**8 samples in a table": lambda: mp4_of_samples(0, 10**8),
     "mp4 fragment of 2**32 samples": lambda: fragmented(2**32 - 1),
     "mp4 fragment of 5 * 10**7 samples": lambda: fragmented(5 * 10**7),
+    "mp4 of 2 * 10**7 samples behind a box of junk": lambda: box(b"junk", b"") + mp4_of_samples(1, 2 * 10**7),
+    "mp4 of 2 * 10**7 samples in another box": lambda: mp4_of_samples(1, 2 * 10**7).replace(b"stbl", b"dinf"),
+    "mp4 of 2 * 10**7 samples, compressed": compressed_index,
+    "mp4 of 2 * 10**7 samples in its data": lambda: fragment_in_data(2 * 10**7),
+    "mp4 of 2 * 10**7 samples past the index's end": lambda: past_the_end(2 * 10**7),
+    "mp4 of a group of 2 * 10**7 frames": lambda: grouped(2 * 10**7),
+    "mp4 of 8000 edits of 2000 frames": lambda: edited(8000),
     "two frames in ten hours": lambda: slow_video(36_000),
 }
 BROKEN_VIDEOS: dict[str, Make] = {
@@ -213,6 +301,7 @@ BROKEN_VIDEOS: dict[str, Make] = {
 SOUND_BOMBS: dict[str, Make] = {
     "wav of 2**32 samples a second": lambda: wav_header(2**32 - 1, 1),
     "wav of 1 sample a second": lambda: wav_header(1, 1),
+    "mov of a chunk of 2**32 samples": lambda: pcm_of_chunks(2**32 - 1),
     "wav of 65 channels": lambda: wav_header(RATE, 65),
     "wav of 65535 channels": lambda: wav_header(RATE, 65_535),
     "ogg of five hours by its last page": lambda: ogg_of(5 * 3600),

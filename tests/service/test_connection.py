@@ -17,8 +17,9 @@ WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the request's body."""
-    await PlainTextResponse(await Request(scope, receive).body())(scope, receive, send)
+    """Answers with the request's body; at /early before it comes."""
+    content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
+    await PlainTextResponse(content)(scope, receive, send)
 
 
 @pytest.fixture
@@ -47,6 +48,16 @@ async def test_the_second_head_is_waited_for_no_longer(address: tuple[str, int])
         writer.write(WHOLE + b"hi")
         assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
         writer.write(b"GET / HT")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_what_comes_of_a_body_after_its_answer_holds_no_connection(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(WHOLE.replace(b"POST /", b"POST /early"))
+        assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
+        writer.write(b"h")
         assert await reader.read() == b""
     writer.close()
 

@@ -1,0 +1,171 @@
+"""What an MP4 states of its samples, looked at before FFmpeg makes an index of them: 3 KB can ask for gigabytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.errors import LimitExceeded, MediaError
+
+MAX_TABLES = 2**19
+"""Most tables of samples of an MP4: a fragment for each frame of four hours."""
+MAX_BOXES = 2**17
+"""Most outermost boxes of an MP4 that are told apart; tables are looked for in all of one that has more."""
+EDITS_OF_ALL = 16
+"""Most edits that may each show as many samples as a container has bytes: FFmpeg copies the index for each."""
+_PIECE = 160
+"""Fewest samples of sound that FFmpeg makes one of, where it cuts chunks into pieces instead of reading sizes."""
+_READ = frozenset(
+    b"moov moof trak mdia minf stbl mvex traf tref dinf edts udta meta ilst sinf schi wave stsd iprp ipco cmov hoov "
+    b"free stsz stz2 trun sidx".split()
+)
+"""Outermost boxes in which FFmpeg's demuxer finds tables of samples, whatever the standard says; not media data."""
+Span = tuple[int, int]
+"""Start and stop of bytes."""
+
+
+def check_tables(data: bytes) -> None:
+    """LimitExceeded for an MP4 that states more samples than it has bytes: FFmpeg makes an index of them all first.
+
+    Tables are found by their names, not from box to box: FFmpeg descends into more boxes than the standard nests.
+    MediaError for one whose index is compressed, as of QuickTime 3: it could state anything.
+    """
+    spans = _read_spans(data)
+    num_pieces = _stated_pieces(data, spans)
+    stated = max(_stated_samples(data, spans) + num_pieces, _grouped_samples(data, spans))
+    if stated > len(data):
+        raise LimitExceeded(f"the container states {stated} samples; its {len(data)} bytes cannot hold them")
+    edits = sum(_number(data, place + 4) for place in _found(data, b"elst", spans))
+    num_sized = (_number(data, place + 8) for kind in (b"stsz", b"stz2") for place in _found(data, kind, spans))
+    if edits * (num_samples := num_pieces + sum(num_sized)) > EDITS_OF_ALL * len(data):
+        raise LimitExceeded(f"the container states {edits} edits of {num_samples} samples; it has {len(data)} bytes")
+    if any(True for _ in _found(data, b"cmov", spans)):
+        raise MediaError("the container's index is compressed, which is not read")
+
+
+def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
+    """Samples that tables state; each takes a byte at least, as data or in its table. LimitExceeded."""
+    stated = sum(_number(data, place + 4) for place in _found(data, b"trun", spans))
+    stated += sum(_number(data, place + 8) for place in _found(data, b"stz2", spans))
+    for place in _found(data, b"stsz", spans):
+        stated += (_number(data, place + 4) or 1) * _number(data, place + 8)
+    return stated
+
+
+def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
+    """At most so many pieces of sound without sizes: FFmpeg reads none where all samples last 1. LimitExceeded."""
+    times = ((_number(data, place + 4), _number(data, place + 12)) for place in _found(data, b"stts", spans))
+    if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):  # it takes those below 0 for 1
+        return 0
+    num_chunks = sum(_number(data, place + 4) for kind in (b"stco", b"co64") for place in _found(data, kind, spans))
+    num_chunks = min(num_chunks, len(data) // 4)
+    tables = _tables(data, b"stsc", 3, spans)
+    return sum(num_chunks * int(table[:, 1].max(initial=0)) // _PIECE for table in tables)
+
+
+def _grouped_samples(data: bytes, spans: Sequence[Span]) -> int:
+    """Samples in groups, and with times, of which FFmpeg makes a list where there are groups. LimitExceeded."""
+    grouped = sum(int(table[:, 0].sum(dtype=np.uint64)) for table in _tables(data, b"sbgp", 2, spans))
+    return grouped and grouped + sum(
+        int(table[:, 0].sum(dtype=np.uint64)) for table in _tables(data, b"ctts", 2, spans)
+    )
+
+
+def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iterator[NDArray[np.uint32]]:
+    """What boxes of a kind hold, [entries, width]. LimitExceeded for more than there can be."""
+    num_entries = 0
+    for place in _found(data, kind, spans):
+        begin = place + 8
+        if kind == b"sbgp":
+            begin += 8 if data[place : place + 1] == b"\1" else 4
+        count = min(_number(data, begin - 4), max(0, len(data) - begin) // (4 * width))
+        num_entries += count
+        if 4 * width * num_entries > len(data):
+            raise LimitExceeded(f"the container's tables overlap: its {len(data)} bytes cannot hold them")
+        if count:
+            yield np.frombuffer(data, ">u4", width * count, begin).reshape(count, width)
+
+
+def _found(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
+    """Where what a box holds may begin, for all that looks like one of that kind. LimitExceeded."""
+    num_found = 0
+    for start, stop in spans:
+        place = start
+        while (place := data.find(kind, place, stop)) >= 0:
+            place += 4
+            num_found += 1
+            if num_found > MAX_TABLES:
+                raise LimitExceeded(f"the container has more than {MAX_TABLES} tables of samples, the limit")
+            yield place
+
+
+def _number(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4])
+
+
+def _read_spans(data: bytes) -> list[Span]:
+    """Where in `data` FFmpeg reads boxes of an MP4: nowhere, for other formats; everywhere, where it is not certain.
+
+    Media data are left out: they have a table's name in them by chance, once in 2**32 bytes.
+    """
+    starts, spans = list[int](), list[Span]()
+    place, end = 0, len(data)
+    while place + 8 <= end:
+        size, kind, head = int.from_bytes(data[place : place + 4]), data[place + 4 : place + 8], 8
+        if size == 1:
+            size, head = int.from_bytes(data[place + 8 : place + 16]), 16
+        if size and size < head:
+            break
+        if len(starts) == MAX_BOXES:
+            return [(0, end)]
+        starts.append(place)
+        stop = min(place + size, end) if size else end
+        if kind in _READ:
+            spans.append((place, stop))
+        place = stop
+    certain = _stays_within(data, spans) and _reads_in_order(data, spans, {*starts, end})
+    return spans if certain else [(0, end)]
+
+
+def _stays_within(data: bytes, spans: Sequence[Span]) -> bool:
+    """Whether what FFmpeg does not cut at the end of the box around it ends in the span: sample entries, properties."""
+    num_entries = 0
+    for start, stop in spans:
+        for place in _found(data, b"ipco", [(start, stop)]):
+            if place - 8 + _number(data, place - 8) > stop:
+                return False
+        for place in _found(data, b"stsd", [(start, stop)]):
+            entry = place + 8
+            for _ in range(_number(data, place + 4)):
+                entry += max(8, _number(data, entry))
+                num_entries += 1
+                if entry > stop or num_entries > MAX_BOXES:
+                    return False
+    return True
+
+
+def _reads_in_order(data: bytes, spans: Sequence[Span], starts: AbstractSet[int]) -> bool:
+    """Whether FFmpeg, which goes where segment indices say that fragments are, comes to the `starts` of boxes only."""
+    if all(data.find(b"sidx", start, stop) < 0 for start, stop in spans):
+        return True
+    num_fragments = 0
+    for start, stop in spans:
+        if any(data.find(kind, start + 8, stop) >= 0 for kind in (b"sidx", b"moof")):
+            return False
+        if data[start + 4 : start + 8] == b"sidx":
+            width = 8 if data[start + 8 : start + 9] != b"\0" else 4  # bytes of a time, by the version
+            first = start + 24 + 2 * width
+            place = stop + int.from_bytes(data[first - 4 - width : first - 4])
+            count = int.from_bytes(data[first - 2 : first])
+            num_fragments += count
+            if num_fragments > MAX_BOXES or first + 12 * count > stop:
+                return False
+            for (size,) in struct.iter_unpack(">I8x", data[first : first + 12 * count]):
+                if place < len(data) and place not in starts:
+                    return False
+                place += size & 0x7FFFFFFF
+    return True

@@ -1,0 +1,186 @@
+"""MP4s that state more samples than they have bytes, wherever FFmpeg would find that; and those that do not."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.audio import EncodedAudio
+from mindie_mm.media.video import EncodedVideo
+from tests.attacks import clips
+from tests.attacks.clips import Make, box
+from tests.attacks.watched import Watched
+
+STATED = 2 * 10**7
+FIRST = b"junk pnot udta pict prfl skip free wide uuid ftyp zzzz \x82\x82\x7f\x7d".split()
+NESTING = b"dinf edts ilst mdia minf moof moov mvex stbl traf tref udta wave sinf schi".split()
+"""Boxes in which FFmpeg 8.1 takes a table of samples, or a whole index, that belongs elsewhere."""
+OTHER = (
+    b"ACLR APRG ARES avss av1C chpl co64 colr ctts DpxE dref elst enda fiel adrm ftyp glbl hdlr jp2h mdat mdhd "
+    b"meta mvhd alac avcC pasp clap sbas sidx stco stps strf stsc stsd stss stsz stts stz2 sdtp tkhd tfdt tfhd "
+    b"tmcd chap trex trun esds dac3 dec3 ddts wide wfex cmov chan chnl dvc1 sgpd sbgp hvcC vvcC uuid free ---- "
+    b"frma senc saiz saio pssh schm tenc dfLa st3d sv3d vexu hfov dOps dmlp SmDm CoLL vpcC mdcv clli dvcC kind "
+    b"SA3D SAND iloc pcmC pitm evcC idat iref ispe iprp iinf amve lhvC lvcC iacb junk skip pnot pict prfl ipco "
+    b"hoov gmhd rmra rmda "
+).split()
+"""Others that FFmpeg knows, or once did."""
+
+
+def stating() -> bytes:
+    return clips.mp4_of_samples(1, STATED)
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_whatever_the_first_box_is(kind: bytes) -> None:
+    with pytest.raises(LimitExceeded, match=f"states {STATED} samples"):
+        EncodedVideo.open(box(kind, b"") + stating())
+
+
+@pytest.mark.parametrize("kind", NESTING)
+def test_whatever_the_table_lies_in(kind: bytes) -> None:
+    with pytest.raises(LimitExceeded, match=f"states {STATED} samples"):
+        EncodedVideo.open(stating().replace(b"stbl", kind))
+
+
+@pytest.mark.parametrize("kind", [*NESTING, *OTHER])
+def test_whatever_the_index_lies_in(kind: bytes) -> None:
+    """FFmpeg descends nowhere where the check does not look: a video that opened would be one."""
+    data = stating()
+    at = data.index(b"moov") - 4
+    with pytest.raises((LimitExceeded, MediaError)):
+        EncodedVideo.open(data[:at] + box(kind, data[at:]))
+
+
+BYPASSES = {
+    "compressed": (clips.compressed_index, "index is compressed"),
+    "named by an index": (lambda: clips.fragment_in_data(STATED), f"states {STATED + 4} samples"),
+    "past the index's end": (lambda: clips.past_the_end(STATED), f"states {STATED} samples"),
+    "a group": (lambda: clips.grouped(STATED), "states 200000"),
+    "edits": (lambda: clips.edited(8000), "states 8000 edits of 2000 samples"),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), BYPASSES.values(), ids=BYPASSES.keys())
+def test_what_else_grows(make: Make, said: str) -> None:
+    with pytest.raises((LimitExceeded, MediaError), match=said):
+        EncodedVideo.open(make())
+
+
+def test_properties_past_the_end() -> None:
+    """FFmpeg reads a list of properties as far as it says, into media data too."""
+    chance = box(b"mdat", b"stsz" + bytes(4) + b"\xff" * 8)
+    listed = box(b"meta", struct.pack(">I", 2**20) + b"ipco")
+    assert EncodedVideo.open(clips.video() + chance).num_frames == 6
+    with pytest.raises(LimitExceeded, match="samples; its"):
+        EncodedVideo.open(clips.video() + listed + chance)
+
+
+def test_a_size_of_less_than_a_box_ends_what_is_read() -> None:
+    behind = struct.pack(">I", 4) + b"free" + box(b"moov", b"stsz" + bytes(4) + b"\xff" * 8)
+    assert EncodedVideo.open(clips.video() + behind).num_frames == 6
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_both_versions_of_groups(version: int) -> None:
+    parameter = bytes(4 * version)
+    group = box(b"sbgp", struct.pack(">B3x4s", version, b"roll") + parameter + struct.pack(">III", 1, 10**9, 1))
+    with pytest.raises(LimitExceeded, match="states 1000000000 samples"):
+        EncodedVideo.open(clips.video("mp4", "mpeg4").replace(b"ctts", b"zzzz") + box(b"udta", group))
+
+
+def test_no_groups() -> None:
+    assert EncodedVideo.open(clips.video() + box(b"udta", box(b"sbgp", struct.pack(">I4sI", 0, b"roll", 0)))).num_frames
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        box(b"udta", box(b"sidx", bytes(24))),
+        box(b"sidx", struct.pack(">IIIIIHH", 0, 1, 10, 0, 0, 0, 9)),
+        box(b"sidx", struct.pack(">IIIQQHH", 2**24, 1, 10, 0, 9, 0, 1) + bytes(12)),
+    ],
+    ids=["in a box", "cut", "version 1"],
+)
+def test_an_index_that_could_lead_anywhere(index: bytes) -> None:
+    """Then media data are looked through too."""
+    chance = box(b"mdat", b"stsz" + bytes(4) + b"\xff" * 8 + bytes(20))
+    with pytest.raises(LimitExceeded, match="samples; its"):
+        EncodedVideo.open(clips.video() + index + chance)
+
+
+def test_chunks_without_sizes() -> None:
+    assert EncodedAudio.open(clips.pcm_of_chunks(800)).rate == 8000
+    with pytest.raises(LimitExceeded, match="samples; its 2286 bytes cannot hold them"):
+        EncodedAudio.open(clips.pcm_of_chunks(2**31 - 1))
+
+
+def test_groups_are_read() -> None:
+    assert EncodedVideo.open(clips.grouped(6)).num_frames == 6
+
+
+def test_sizes_of_64_bits_and_to_the_end() -> None:
+    data = stating()
+    at = data.index(b"moov") - 4
+    for head in (b"\0\0\0\0moov", b"\0\0\0\1moov" + (len(data) - at + 8).to_bytes(8), b"\xff\xff\xff\xffmoov"):
+        with pytest.raises(LimitExceeded, match=f"states {STATED} samples"):
+            EncodedVideo.open(data[:at] + head + data[at + 8 :])
+
+
+@pytest.mark.parametrize("name", ["trun", "stsz", "cmov"])
+def test_media_data_state_nothing(name: str) -> None:
+    """Four letters come by chance."""
+    chance = box(b"mdat", bytes(9) + name.encode() + b"\xff" * 20)
+    assert EncodedVideo.open(clips.video() + chance).num_frames == 6
+    assert EncodedVideo.open(clips.video("matroska") + chance).num_frames == 6
+    hidden = clips.fragment_in_data(STATED, aligned=True)
+    assert EncodedVideo.open(hidden).num_frames == 4
+
+
+@pytest.mark.parametrize(
+    ("container", "options"),
+    [
+        ("mp4", {"movflags": "frag_keyframe+empty_moov"}),
+        ("mp4", {"movflags": "frag_keyframe+empty_moov+dash"}),
+        ("mp4", {"movflags": "frag_every_frame+empty_moov+default_base_moof"}),
+        ("mp4", {"movflags": "frag_keyframe+empty_moov+global_sidx+dash"}),
+        ("mp4", {"movflags": "faststart"}),
+        ("mp4", {"movflags": "faststart", "moov_size": "9000"}),
+        ("mov", {}),
+        ("3gp", {}),
+        ("ismv", {}),
+        ("ipod", {}),
+    ],
+)
+def test_honest_files_open(container: str, options: dict[str, str]) -> None:
+    assert EncodedVideo.open(clips.muxed(container, options)).num_frames == 4
+
+
+def test_edits_that_few_files_have_are_read() -> None:
+    assert EncodedVideo.open(clips.edited(100)).num_frames
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        box(b"ftyp", b"isom") + box(b"free", b"") * (8 * 2**20),
+        box(b"ftyp", b"isom") + box(b"trun", bytes(8)) * (4 * 2**20),
+        box(b"ftyp", b"isom") + box(b"moov", b"stts" + bytes(3) + b"\1\0\0\0\1" + b"\0\0\0\1" * 10 + b"stsc" * 2**20),
+        box(b"ftyp", b"isom") + box(b"moov", b"trun" * 2**24),
+        box(b"ftyp", b"isom") + box(b"moov", b"sidx" * 2**24),
+        box(b"ftyp", b"isom") + box(b"sidx", bytes(23) + b"\xff" * 13) * 2**20,
+        box(b"ftyp", b"isom") + box(b"moov", b"stsd" * 2**24),
+        clips.nested(8000) * 1000,
+    ],
+    ids=["boxes", "truns", "chunk tables", "names", "indices' names", "indices", "entries", "nests"],
+)
+def test_the_check_is_bounded(data: bytes) -> None:
+    def opened() -> None:
+        with pytest.raises((LimitExceeded, MediaError)):
+            EncodedVideo.open(data)
+
+    _, seconds, further = Watched([os.getpid()]).during(opened)
+    assert seconds < 3  # FFmpeg's own reading too
+    assert further < 64 * 2**20

@@ -1,0 +1,147 @@
+"""Names are resolved beside each other: one whose nameserver says nothing holds up no other for long."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from mindie_mm import logs
+from mindie_mm.errors import MediaError
+from mindie_mm.media import fetch as module
+from mindie_mm.media.fetch import fetch
+from mindie_mm.media.lookups import Lookups
+
+BODY = b"a picture"
+
+
+class Names:
+    """What getaddrinfo finds: those under .dead nothing until they are let go, those under .live this machine."""
+
+    def __init__(self, system: Any) -> None:
+        self._system = system
+        self._lock = threading.Lock()
+        self._begun = threading.Semaphore(0)
+        self.go = threading.Event()
+        self.asked = Counter[str]()
+
+    def __call__(self, host: str, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self.asked[host] += 1
+        self._begun.release()
+        if host.endswith(".dead"):
+            assert self.go.wait(60)
+        return self._system("127.0.0.1" if host.endswith((".dead", ".live")) else host, *args, **kwargs)
+
+    async def wait_for(self, num_lookups: int) -> None:
+        """Until so many more have begun."""
+        for _ in range(num_lookups):
+            assert await asyncio.to_thread(self._begun.acquire, timeout=20)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    found = Names(socket.getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    lookups = Lookups()
+    monkeypatch.setattr(module, "LOOKUPS", lookups)
+    yield found
+    found.go.set()
+    for thread in threading.enumerate():
+        if thread.name == "lookup":
+            thread.join(20)
+    assert not lookups._running
+    assert not lookups._waiting
+
+
+async def get(host: str, port: int = 9, **changes: Any) -> bytes:
+    settings = {"max_bytes": 100, "timeout_s": 30.0, "allow_private": True}
+    return await fetch(f"http://{host}:{port}/", **(settings | changes))
+
+
+async def ended(tasks: list[asyncio.Task[bytes]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_an_address_comes_from_the_lookup(names: Names) -> None:
+    (found,) = await module._Resolver(allow_private=True).resolve("a.live", 80)
+    assert (found["hostname"], found["host"], found["port"]) == ("a.live", "127.0.0.1", 80)
+    with pytest.raises(MediaError, match="not public"):
+        await get("a.live", allow_private=False)
+
+
+def test_names_that_hang_delay_no_other(names: Names) -> None:
+    """Of two requests, also when their fetches were given up."""
+
+    async def media(request: web.Request) -> web.Response:
+        return web.Response(body=BODY)
+
+    async def hang(name: str) -> None:
+        logs.request_id.set(name)
+        await asyncio.wait([asyncio.create_task(get(f"{name}.{i}.dead")) for i in range(20)], timeout=0.5)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/", media)
+        async with TestServer(app, host="127.0.0.1") as server, asyncio.timeout(20):
+            assert server.port is not None
+            hanging = [asyncio.create_task(hang(name)) for name in "ab"]
+            await names.wait_for(8)
+            assert await get("b.live", server.port) == BODY
+            await asyncio.wait(hanging)
+            assert await get("c.live", server.port) == BODY
+            assert sum(names.asked.values()) == 10
+            names.go.set()
+            async with asyncio.timeout(20):
+                await asyncio.wait([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+
+    uvloop.run(run())
+
+
+async def test_a_request_has_its_share(names: Names) -> None:
+    async def request(name: str) -> None:
+        logs.request_id.set(name)
+        await asyncio.wait([asyncio.create_task(get(f"{name}.{i}.dead")) for i in range(6)])
+
+    tasks = [asyncio.create_task(request(name)) for name in ("a", "b")]
+    await names.wait_for(8)
+    assert Counter(host[0] for host in names.asked) == {"a": 4, "b": 4}
+    names.go.set()
+    await asyncio.wait(tasks)
+    assert len(names.asked) == 12
+
+
+async def test_lookups_have_a_limit_together(names: Names) -> None:
+    tasks = [asyncio.create_task(get(f"a.{i}.dead")) for i in range(20)]
+    await names.wait_for(16)
+    assert len(names.asked) == 16
+    names.go.set()
+    await asyncio.wait(tasks)
+    assert len(names.asked) == 20
+
+
+def test_a_lookup_that_hangs_does_not_keep_the_process() -> None:
+    program = """
+import asyncio, socket, threading
+from mindie_mm.errors import MediaError
+from mindie_mm.media.fetch import fetch
+
+socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
+try:
+    asyncio.run(fetch("http://a.dead/", max_bytes=1, timeout_s=0.1))
+except MediaError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "fetching from a.dead took longer than the limit of 0.1 s\n"
+    assert ended.stderr == ""
