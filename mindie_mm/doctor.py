@@ -117,6 +117,6 @@ def _memory(config: WorkerConfig) -> Finding:
 
 def _open_files(_: WorkerConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:
-        return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -n {MIN_OPEN_FILES} or more")
-    return Finding("open files", "ok", str(soft))
+    if hard < MIN_OPEN_FILES:  # which the service takes, whatever the soft limit is
+        return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
+    return Finding("open files", "ok", f"{soft} of at most {hard}")

@@ -207,11 +207,12 @@ def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     _require_dict(call, where)
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments") or "{}", str):
         return dict(call)
     try:
-        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        arguments = msgspec.json.decode(text, type=dict[str, Any] | None) or {}
+        msgspec.msgpack.encode(arguments)  # they go to another process, where an integer has 64 bits
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, OverflowError) as error:
         raise InputError(f"{where}.function.arguments must be a JSON object: {error}") from None
     return {**call, "function": {**function, "arguments": arguments}}
 

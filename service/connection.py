@@ -22,10 +22,12 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Any byte ends uvicorn's pause, also the rest of a body whose request was answered before it came.
+        # Any byte ends uvicorn's pause, also of a body whose request was answered before it came: it begins anew.
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._waiting is None and self.timeout_keep_alive_task is None:
-            self._await_head()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -44,7 +44,7 @@ NOT_SERVED = frozenset(
     {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"}
     | {"allowed_token_ids", "bad_words", "logits_processors", "use_beam_search", "truncate_prompt_tokens"}
     | {"continue_final_message", "include_stop_str_in_output", "return_token_ids", "mm_processor_kwargs"}
-    | {"functions", "function_call", "prompt_logprobs"}
+    | {"functions", "prompt_logprobs"}
 )
 """vLLM's and OpenAI's fields that would make another answer than the one that comes without them."""
 

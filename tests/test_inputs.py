@@ -53,9 +53,11 @@ def test_arguments_of_a_tool_call_are_an_object():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, "x"]}'}}
     whole = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": [1, "x"]}}}
     assert parsed([call]) == parsed([whole]) == [whole]
-    assert parsed([{"function": {"name": "now", "arguments": ""}}]) == [{"function": {"name": "now", "arguments": {}}}]
+    for none in ("", "null", None):
+        calls = [{"function": {"name": "now", "arguments": none}}]
+        assert parsed(calls) == [{"function": {"name": "now", "arguments": {}}}]
     assert parsed([]) == []
-    for wrong in ("{", "[1]", "null", "\ud800"):
+    for wrong in ("{", "[1]", "\ud800", f'{{"a": {10**23}}}', '{"a": ' + "[" * 5000 + "]" * 5000 + "}"):
         with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments must be a JSON object"):
             parsed([{"function": {"name": "add", "arguments": wrong}}])
     for calls in ("x", ["x"]):

@@ -16,7 +16,7 @@ from aiohttp.abc import ResolveResult
 
 from mindie_mm import logs
 
-MAX_LOOKUPS = 16
+MAX_LOOKUPS = 64
 """At a time, those included that nobody waits for any more."""
 MAX_OF_A_REQUEST = 4
 """Of these, names for one request; further ones wait."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 
+import av
+import numpy as np
 import pytest
 
 from mindie_mm.errors import LimitExceeded, MediaError
@@ -184,3 +187,24 @@ def test_the_check_is_bounded(data: bytes) -> None:
     _, seconds, further = Watched([os.getpid()]).during(opened)
     assert seconds < 3  # FFmpeg's own reading too
     assert further < 64 * 2**20
+
+
+@pytest.mark.parametrize("video_frames", [0, 40])
+@pytest.mark.parametrize(("codec", "rate"), [("pcm_s16le", 16_000), ("pcm_mulaw", 8000), ("pcm_s24le", 48_000)])
+def test_sound_without_compression_has_sizes_that_are_all_its_bytes(codec: str, rate: int, video_frames: int) -> None:
+    """Half a minute of it, alone or beside a video that is next to nothing."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mov") as container:
+        sound = container.add_stream(codec, rate=rate, layout="mono")
+        if video_frames:
+            video = container.add_stream("mjpeg", rate=2, width=64, height=64, pix_fmt="yuvj420p")
+            for _ in range(video_frames):
+                picture = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), "rgb24")
+                container.mux(video.encode(picture))
+            container.mux(video.encode(None))
+        for start in range(0, 30 * rate, 1024):
+            samples = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.int16), "s16", "mono")
+            samples.rate, samples.pts = rate, start
+            container.mux(sound.encode(samples))
+        container.mux(sound.encode(None))
+    assert EncodedAudio.open(file.getvalue()).rate == rate

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from service import connection
 
-TIMEOUT_S = 0.3
+TIMEOUT_S, PAUSE_S = 0.3, 1
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
 
@@ -26,7 +26,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None))
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None, timeout_keep_alive=PAUSE_S)
+        )
         serving = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()
         server.should_exit = True
@@ -53,11 +55,15 @@ async def test_the_second_head_is_waited_for_no_longer(address: tuple[str, int])
 
 
 async def test_what_comes_of_a_body_after_its_answer_holds_no_connection(address: tuple[str, int]) -> None:
+    """Nor is it cut off while it comes: only a pause is too long."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(20):
-        writer.write(WHOLE.replace(b"POST /", b"POST /early"))
+        writer.write(WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length: 9"))
         assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
-        writer.write(b"h")
+        for _ in range(8):
+            await asyncio.sleep(0.4 * PAUSE_S)
+            writer.write(b"h")
+        assert not reader.at_eof()
         assert await reader.read() == b""
     writer.close()
 
