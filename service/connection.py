@@ -39,6 +39,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
+        self._unset_keepalive_if_required()  # where the client reset it, uvicorn leaves this, which holds what it has
         super().connection_lost(exc)
 
     def _await_head(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator
 
 import pytest
@@ -66,6 +67,28 @@ async def test_what_comes_of_a_body_after_its_answer_holds_no_connection(address
         assert not reader.at_eof()
         assert await reader.read() == b""
     writer.close()
+
+
+async def test_a_connection_that_was_reset_is_held_by_no_timer(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.get_running_loop().create_future()
+    connection_lost = connection.Connection.connection_lost
+
+    def watched(self: connection.Connection, exc: Exception | None) -> None:
+        connection_lost(self, exc)
+        lost.set_result((exc, self.timeout_keep_alive_task))
+
+    monkeypatch.setattr(connection.Connection, "connection_lost", watched)
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(WHOLE + b"hi")
+        await reader.readuntil(b"\r\n\r\nhi")
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+        exc, timer = await lost
+    assert isinstance(exc, ConnectionResetError)
+    assert timer is None
 
 
 async def test_a_body_and_a_pause_may_take_longer(address: tuple[str, int]) -> None:
