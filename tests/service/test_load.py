@@ -206,7 +206,7 @@ def test_slow_readers_hold_nothing_and_nobody(loaded: RunningService, red_square
     done = before + len(slow) * asked["n"]
     wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == done)
     assert metric(loaded, "num_requests_running") == 0
-    answered = httpx2.post(loaded.url + CHAT, json={"messages": content(red_square)}, timeout=WAIT_S)
+    answered = httpx2.post(loaded.url + CHAT, json={"messages": content(red_square), "temperature": 0}, timeout=WAIT_S)
     assert answered.status_code == 200
     assert "red square" in answered.text
     wait_until(lambda: loaded.shm()["blocks"] == 0)
