@@ -63,8 +63,9 @@ def adopt() -> None:
     """Has libraries that were imported log as all else does, in place of handlers of their own."""
     for name in list(logging.root.manager.loggerDict):
         logger = logging.getLogger(name)
-        for handler in logger.handlers:
+        for handler in logger.handlers[:]:
             logger.removeHandler(handler)
+            handler.close()  # it may hold a file
         logger.propagate = True
 
 

@@ -118,3 +118,16 @@ async def test_a_child_logs_as_its_parent_does(capfd):
         ("logging_worker", "mindie_mm.worker", "debug"),
         ("logging_worker", "library", "warning"),
     ]
+
+
+def test_libraries_are_adopted_with_every_handler_they_had(tmp_path, monkeypatch):
+    library = logging.getLogger("a library")
+    file = logging.FileHandler(tmp_path / "log")
+    for handler in file, logging.StreamHandler(), logging.NullHandler():
+        library.addHandler(handler)
+    library.propagate = False
+    monkeypatch.setattr(logging.root.manager, "loggerDict", {library.name: library})
+    logs.adopt()
+    assert library.handlers == []
+    assert library.propagate
+    assert file.stream is None  # closed

@@ -7,6 +7,7 @@ work. Tests of just that use `tools.serving` and subprocess as they are.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -98,7 +99,8 @@ class Popen:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is still on its way
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -5,20 +5,22 @@ import contextlib
 import json
 import resource
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from mindie_mm.config import ServiceConfig, WorkerConfig
-from mindie_mm.errors import WorldError
-from service import border, errors, server
+from mindie_mm.config import ServiceConfig
+from service import border, errors
 from service.border import Border
 from service.connection import Connection
 from service.metrics import Metrics
+from tools.serving import running_service
 
 IDLE_S = 1.0
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -95,15 +97,10 @@ async def test_a_slow_body_is_taken(address: tuple[str, int]) -> None:
             await asyncio.wait_for(reader.read(1), 1.2 * IDLE_S)
 
 
-def test_connections_may_be_as_many_as_the_hard_limit_grants(tmp_path: Path) -> None:
-    limits = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert hard > 1024
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            config = ServiceConfig(port=taken.getsockname()[1], spool=tmp_path)
-            with pytest.raises(WorldError, match="cannot listen"):  # it starts no further
-                server.serve(WorkerConfig(), config)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+def test_connections_may_be_as_many_as_the_hard_limit_grants(settings: dict[str, object], tmp_path: Path) -> None:
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(["sh", "-c", 'ulimit -Sn 512; exec "$@"', "sh", *command], **options)
+
+    with running_service(settings | {"spool": tmp_path}, tmp_path / "log", start=start) as service:
+        soft, hard = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard > 512
