@@ -2,10 +2,9 @@
 
 A prompt is rendered to one string: by the checkpoint's chat template, or item after item. Control tokens that the
 template, or a media item, puts there are meant. One that a caller's text spells out, or that the pieces of several
-texts would join to, is text. So before rendering, the first character of any such spelling is replaced by a
-private-use character that occurs nowhere else; afterwards the string is cut at its control tokens, which now are the
-meant ones, and what lies between is restored and encoded with their recognition off. A prompt that spells out none,
-which is nearly every one, is encoded whole, exactly as transformers does it.
+texts would join to, is text, and is escaped before (`spelling.py`). The string is cut at its control tokens, which now
+are the meant ones, and what lies between is restored and encoded with their recognition off. A prompt that spells out
+none, which is nearly every one, is encoded whole, exactly as transformers does it.
 """
 
 from __future__ import annotations
@@ -15,41 +14,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
-
-import msgspec
 
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Item, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize.chat_template import ChatTemplate, as_dict, template_source
 from mindie_mm.tokenize.placeholders import check_order
+from mindie_mm.tokenize.spelling import Rendered, Spelling, strings
 
-_FIRST_PRIVATE_USE = 0xE000
 _ALWAYS_ENCODED = 2**18
 """Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
 _REMEMBERED = 256
-"""Prompts whose text and ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
+"""Prompts whose ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
 _REMEMBERED_CHARS = 4096
-_PROBE = "a text"
-_PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
-"""What makes a template give something else the next time, unless it hides that: `map('ran' ~ 'dom')` is not found."""
-_RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
-    | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-    | {"sanitize_control_tokens"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A prompt as one string, control tokens spelled out."""
-
-    text: str
-    restore: Mapping[int, str]
-    """For str.translate: private-use characters to those that they stand for; empty where nothing was replaced."""
-    items: Sequence[tuple[int, int]] = ()
-    """Where in `text` each media item is spelled, [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +79,6 @@ class TextEncoder:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._template = _chat_template(checkpoint, tokenizer) or chat_template
         added = tokenizer.added_tokens_decoder
         missing = sorted(set(placeholder_ids) - added.keys())
         if missing:
@@ -116,7 +94,9 @@ class TextEncoder:
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._spelling = _spelling_pattern(longest_first)
+        self._spelling = Spelling(longest_first)
+        source = template_source(checkpoint, tokenizer) or chat_template
+        self._template = ChatTemplate(source, tokenizer, self._spelling) if source else None
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
@@ -124,12 +104,6 @@ class TextEncoder:
         self.opening: Sequence[int] = self._prefix or bos
         """What a prompt begins with by the tokenizer's own doing, or a template's."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
-        # Several families' templates pass over a content that is a string, and read parts alone.
-        self._wraps_strings = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
-        self._is_lasting = not _PASSING.search(self._template or "")
-        self._rendered = lru_cache(_REMEMBERED)(
-            lambda conversation, opens: self._render(msgspec.json.decode(conversation), opens, {})
-        )
 
     @property
     def has_template(self) -> bool:
@@ -145,7 +119,7 @@ class TextEncoder:
 
     def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
         """The same of messages, and of what else their template puts into the prompt."""
-        self._check_size(_strings([*map(_as_dict, messages), template_kwargs]), max_tokens)
+        self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
 
     def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):
@@ -159,9 +133,9 @@ class TextEncoder:
 
     def render_items(self, items: Sequence[Item | str]) -> Rendered:
         """One after another, no template; a str is taken as it is, control tokens and all."""
-        escapes = self._escapes(item.text for item in items if isinstance(item, Text))
-        pieces = [self._escape(item.text, escapes) if isinstance(item, Text) else item for item in items]
-        return Rendered("".join(str(piece) for piece in pieces), _inverse(escapes))
+        escapes = self._spelling.escapes(item.text for item in items if isinstance(item, Text))
+        pieces = [escapes.apply(item.text) if isinstance(item, Text) else item for item in items]
+        return escapes.rendered("".join(str(piece) for piece in pieces))
 
     def render_messages(
         self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
@@ -169,34 +143,7 @@ class TextEncoder:
         """Through the chat template. InputError where there is none, or where it refuses the messages."""
         if self._template is None:
             raise InputError("the checkpoint has no chat template; give a list of items or a text")
-        if reserved := _RESERVED_TEMPLATE_KWARGS & template_kwargs.keys():
-            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
-        if "tools" in template_kwargs and not re.search(r"\btools\b", self._template):
-            raise InputError("tools are not served: the model's chat template has no place for them")
-        conversation = [_as_dict(message, self._wraps_strings) for message in messages]
-        if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
-            key = msgspec.json.encode(conversation)
-            if len(key) <= _REMEMBERED_CHARS:
-                return self._rendered(key, bool(add_generation_prompt))
-        return self._render(conversation, add_generation_prompt, template_kwargs)
-
-    def _render(self, conversation: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]) -> Rendered:
-        assert self._template is not None
-        escapes = self._escapes([*_strings(conversation), *_strings(template_kwargs)])
-        if escapes:
-            conversation = self._escape(conversation, escapes)
-            template_kwargs = self._escape(dict(template_kwargs), escapes)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                conversation,
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **template_kwargs,
-            )
-        except Exception as error:  # a template is a program: it raises what it likes
-            raise InputError(f"the chat template refuses these messages: {error}") from error
-        return Rendered(text, _inverse(escapes))
+        return self._template.render(messages, add_generation_prompt, template_kwargs)
 
     def replace_markers(
         self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
@@ -289,61 +236,6 @@ class TextEncoder:
         start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]
 
-    def _shows(self, content: Any) -> bool:
-        """Whether the template puts such a content into a prompt."""
-        try:
-            message = {"role": "user", "content": content}
-            return _PROBE in self._tokenizer.apply_chat_template(
-                [message], chat_template=self._template, tokenize=False
-            )
-        except Exception:  # noqa: BLE001 - a template is a program: it raises what it likes
-            return False
-
-    def _escapes(self, texts: Iterable[str]) -> dict[str, str]:
-        """For each character that begins a spelling in `texts`, one that occurs in none of them; mostly empty."""
-        texts = list(texts)
-        spelled = {match[0] for text in texts for match in self._spelling.finditer(text)}
-        if not spelled:
-            return {}
-        taken = set().union(*texts, self._template or "")
-        free = (chr(code) for code in count(_FIRST_PRIVATE_USE) if chr(code) not in taken)
-        return dict(zip(sorted(spelled), free, strict=False))
-
-    def _escape(self, value: Any, escapes: Mapping[str, str]) -> Any:
-        """`value`, in all its strings, with `escapes` applied where a spelling begins."""
-        if not escapes:
-            return value
-        if isinstance(value, str):
-            return self._spelling.sub(lambda match: escapes[match[0]], value)
-        if isinstance(value, Mapping):
-            return {self._escape(key, escapes): self._escape(entry, escapes) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._escape(entry, escapes) for entry in value]
-        return value
-
-
-def _chat_template(checkpoint: Checkpoint, tokenizer: Any) -> str | None:
-    """chat_template.jinja and tokenizer_config.json are the tokenizer's, chat_template.json is the processor's."""
-    if not (checkpoint.path / "chat_template.jinja").is_file():
-        template = checkpoint.json("chat_template.json").get("chat_template")
-        if isinstance(template, str):
-            return template
-    template = tokenizer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
-
-
-def _spelling_pattern(control: Sequence[str]) -> re.Pattern[str]:
-    """Matches the first character of each control token in a text, and of what its end may begin.
-
-    The latter, with any blanks behind it that a template may strip, would become a token if the template put the
-    right text behind it.
-    """
-    prefixes = {token[:size] for token in control for size in range(1, len(token))}
-    ends = "|".join(map(re.escape, sorted(prefixes, key=len, reverse=True)))
-    tokens = "|".join(map(re.escape, control))
-    first = "".join({re.escape(token[0]) for token in control})
-    return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")
-
 
 @lru_cache
 def _one_of(names: frozenset[str]) -> re.Pattern[str]:
@@ -361,32 +253,3 @@ def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[
     """Which of `places`, [start, stop) each and ascending, have a part in [start, stop)."""
     first = bisect_right(places, start, key=lambda place: place[1])
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
-
-
-def _as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
-    content: Any = message.content
-    if isinstance(content, tuple):
-        content = [
-            {"type": "text", "text": str(item.text)} if isinstance(item, Text) else {"type": item.kind}
-            for item in content
-        ]
-    elif content is not None:
-        content = str(content)  # of what is more than a str, such as numpy's
-        content = [{"type": "text", "text": content}] if wraps_strings else content
-    return {"role": str(message.role), "content": content, **message.extra}
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _strings(key)
-            yield from _strings(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _strings(entry)
-
-
-def _inverse(escapes: Mapping[str, str]) -> dict[int, str]:
-    return {ord(replacement): original for original, replacement in escapes.items()}

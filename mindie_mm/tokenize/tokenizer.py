@@ -42,7 +42,8 @@ from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm import PATH_FILE_NAME, Arena, ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.prompt import Prompt, put_words
-from mindie_mm.tokenize.text import Encoded, Rendered, TextEncoder
+from mindie_mm.tokenize.spelling import Rendered
+from mindie_mm.tokenize.text import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
 

@@ -1,0 +1,108 @@
+"""A checkpoint's chat template: messages to one string."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Message, Text
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.tokenize.spelling import Rendered, Spelling, strings
+
+_REMEMBERED = 256
+"""Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""
+_REMEMBERED_BYTES = 4096
+_PROBE = "a text"
+_PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
+"""What makes a template give something else the next time, unless it hides that: `map('ran' ~ 'dom')` is not found."""
+_RESERVED_KWARGS = frozenset(
+    {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
+    | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"sanitize_control_tokens"}
+)
+
+
+class ChatTemplate:
+    """A template, and the tokenizer that runs it."""
+
+    def __init__(self, source: str, tokenizer: Any, spelling: Spelling) -> None:
+        """`source` is Jinja's, `tokenizer` transformers' fast one, `spelling` that of its control tokens."""
+        self._source = source
+        self._tokenizer = tokenizer
+        self._spelling = spelling
+        # Several families' templates pass over a content that is a string, and read parts alone.
+        self._wraps_strings = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        self._takes_tools = re.search(r"\btools\b", source) is not None
+        self._is_lasting = not _PASSING.search(source)
+        self._remembered = lru_cache(_REMEMBERED)(
+            lambda conversation, opens: self._rendered(msgspec.json.decode(conversation), opens, {})
+        )
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> Rendered:
+        """`messages` as a prompt. InputError where the template refuses them."""
+        if reserved := _RESERVED_KWARGS & template_kwargs.keys():
+            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
+        if "tools" in template_kwargs and not self._takes_tools:
+            raise InputError("tools are not served: the model's chat template has no place for them")
+        conversation = [as_dict(message, self._wraps_strings) for message in messages]
+        if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
+            key = msgspec.json.encode(conversation)
+            if len(key) <= _REMEMBERED_BYTES:
+                return self._remembered(key, bool(add_generation_prompt))
+        return self._rendered(conversation, add_generation_prompt, template_kwargs)
+
+    def _rendered(self, conversation: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]) -> Rendered:
+        escapes = self._spelling.escapes([*strings(conversation), *strings(template_kwargs)], self._source)
+        try:
+            text = self._run(
+                escapes.apply(conversation),
+                add_generation_prompt=add_generation_prompt,
+                **escapes.apply(template_kwargs),
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+        return escapes.rendered(text)
+
+    def _shows(self, content: Any) -> bool:
+        """Whether the template puts such a content into a prompt."""
+        try:
+            return _PROBE in self._run([{"role": "user", "content": content}])
+        except Exception:  # noqa: BLE001 - as above
+            return False
+
+    def _run(self, conversation: Any, **kwargs: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            conversation, chat_template=self._source, tokenize=False, **kwargs
+        )
+        return text
+
+
+def template_source(checkpoint: Checkpoint, tokenizer: Any) -> str | None:
+    """chat_template.jinja and tokenizer_config.json are the tokenizer's, chat_template.json is the processor's."""
+    if not (checkpoint.path / "chat_template.jinja").is_file():
+        template = checkpoint.json("chat_template.json").get("chat_template")
+        if isinstance(template, str):
+            return template
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
+    """A message as templates read it, media as {"type": kind}; with `wraps_strings` no content is a string."""
+    content: Any = message.content
+    if isinstance(content, tuple):
+        content = [
+            {"type": "text", "text": str(item.text)} if isinstance(item, Text) else {"type": item.kind}
+            for item in content
+        ]
+    elif content is not None:
+        content = str(content)  # of what is more than a str, such as numpy's
+        content = [{"type": "text", "text": content}] if wraps_strings else content
+    return {"role": str(message.role), "content": content, **message.extra}
