@@ -65,7 +65,6 @@ def adopt() -> None:
         logger = logging.getLogger(name)
         for handler in logger.handlers[:]:
             logger.removeHandler(handler)
-            handler.close()  # it may hold a file
         logger.propagate = True
 
 

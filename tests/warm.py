@@ -170,7 +170,9 @@ class _Copy(subprocess.Popen[bytes]):
         os.closerange(3, self._descriptor)
         os.closerange(self._descriptor + 1, os.sysconf("SC_OPEN_MAX"))
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
-        logging.root.handlers.clear()  # not closed: what they wrote to is
+        loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+        self._handlers = [logger.handlers[:] for logger in loggers]  # they live on, else their files would be closed
+        logging.root.handlers.clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
             del sys.modules[name]  # with what they know of this process: they are imported anew
         _show(command)
