@@ -14,7 +14,7 @@ from mindie_mm.config import ServiceConfig, default_spool
 from mindie_mm.engine.worker import Worker
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
-from service.access import Access
+from service.access import OPEN_PATHS, Access
 from service.admission import Admission
 from service.border import Border
 from service.media import MediaPolicy
@@ -75,15 +75,22 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)
-    _describe(app)
+    _describe(app, keys=bool(config.api_key))
     return app
 
 
-def _describe(app: FastAPI) -> None:
-    """The interface's description without FastAPI's 422: a body that is no good is a 400 here."""
+def _describe(app: FastAPI, *, keys: bool) -> None:
+    """The interface's description without FastAPI's 422: a body that is no good is a 400 here.
+
+    With `keys` it says which operations need one.
+    """
     described = app.openapi()
-    for operations in described["paths"].values():
+    for path, operations in described["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
+            if keys and path not in OPEN_PATHS:
+                operation["security"] = [{"key": []}]
     for name in ("HTTPValidationError", "ValidationError"):
         described["components"]["schemas"].pop(name, None)
+    if keys:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

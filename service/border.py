@@ -32,7 +32,8 @@ class Border:
     """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
 
     A client's own X-Request-Id goes back in its place, and into the log beside ours.
-    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter.
+    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter. HEAD goes on as GET: a server
+    sends the head of its answer alone, and balancers ask in that way how the service is.
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class Border:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server's own stays, by which it leaves the body out
         request_id = token_hex(12)
         logs.request_id.set(request_id)
         started = time.perf_counter()
         trace = None
-        if self._tracer is not None and scope["method"] == "POST":  # the others ask how the service is
+        if self._tracer is not None and method == "POST":  # the others ask how the service is
             trace = tracing.Trace(request_id, started, _trace_headers(scope))
             tracing.current.set(trace)
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
@@ -81,16 +85,16 @@ class Border:
             self.held_bytes -= body.num_bytes
             route = scope.get("route")
             path = route.path if route is not None else "none"
-            self._metrics.count_http(path, scope["method"], status)
+            self._metrics.count_http(path, method, status)
             duration_s = time.perf_counter() - started
-            fields = {"method": scope["method"], "route": path, "status": status, "duration_s": round(duration_s, 6)}
+            fields = {"method": method, "route": path, "status": status, "duration_s": round(duration_s, 6)}
             named = f" as {given}" if given else ""
             extra = {"fields": fields | ({"client_request_id": given} if given else {})}
             # Probes, scrapers and the page ask how the service is, several times a second.
-            level = logging.DEBUG if scope["method"] == "GET" and status < 400 else logging.INFO
-            _log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, duration_s, named, extra=extra)
+            level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
+            _log.log(level, "%s %s %d %.3f s%s", method, path, status, duration_s, named, extra=extra)
             if trace is not None and self._tracer is not None:
-                self._tracer.record(trace, self._metrics.model_name, scope["method"], path, status)
+                self._tracer.record(trace, self._metrics.model_name, method, path, status)
 
 
 def _given_id(scope: Scope) -> str | None:

@@ -130,11 +130,13 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
 
 
 def _detail(detail: Mapping[str, Any]) -> str:
-    """One mistake of the body: where and what, without the value, which may be a picture."""
+    """One mistake of the body: where and what, with the value where it is a number; any other may be a picture."""
     if detail["type"] == "json_invalid":
         return "the body is not valid JSON"
     where = ".".join(str(part) for part in detail["loc"][1:]) or "body"
-    return f"{where}: {detail['msg']}"
+    value = detail["input"]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{where}: {detail['msg']}, not {value}" if number else f"{where}: {detail['msg']}"
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 from service.choices import Choice, Clock, collect, timings
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
-from service.openai_types import Array, Body
+from service.openai_types import INT32_MAX, Array, Body, MaxTokens, RepetitionPenalty, TopP
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 
@@ -32,14 +32,14 @@ class InferParameters(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    temperature: Annotated[float, Field(gt=0)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_p: TopP | None = None
+    max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
     """None: sampled if temperature, top_k or top_p is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     stop: str | Array[str] | None = None
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600)] | None = None

@@ -6,15 +6,24 @@ import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from mindie_mm.errors import InputError
 
 MAX_CHOICES = 64
 
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
+INT32_MAX = 2**31 - 1
+
+# Numbers in the ranges of SamplingParams.check, which the interface's description tells (tests/service/test_openapi.py
+# holds them to be the same): a request that leaves them is refused with the field's name before anything is made of it.
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=100)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 T = TypeVar("T")
 
@@ -48,6 +57,9 @@ NOT_SERVED = frozenset(
 )
 """vLLM's and OpenAI's fields that would make another answer than the one that comes without them."""
 
+_TO_THE_CONTEXT = -1
+"""vLLM's truncate_prompt_tokens: cut to what the context holds. No prompt that is taken here changes by it."""
+
 
 class GenerationBody(Body):
     """What chat and text completions share."""
@@ -57,6 +69,8 @@ class GenerationBody(Body):
     def _refuse(cls, given: Any) -> Any:
         """A field that is off is as good as none."""
         for name in NOT_SERVED.intersection(given) if isinstance(given, dict) else ():
+            if name == "truncate_prompt_tokens" and given[name] == _TO_THE_CONTEXT:
+                continue
             if not any(given[name] is off for off in (None, False)) and given[name] not in ([], {}):
                 raise PydanticCustomError("not_served", "{name} is not served", {"name": name})
         return given
@@ -64,18 +78,21 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    """Of a stream alone."""
+    max_tokens: MaxTokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """0, or vLLM's word for it, -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[str, float] | None = None
     """By token id, written as a string."""
-    seed: int | None = None
+    # FastAPI describes limits as floats, and 2**63 - 1 is none.
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Array[str] | None = None
     stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
@@ -85,6 +102,14 @@ class GenerationBody(Body):
     """Ignored."""
     metadata: dict[str, Any] | None = None
     """Ignored."""
+
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
+        """OpenAI and vLLM refuse them, too: who asks for them expects a stream. Empty ones are as good as none."""
+        if given and not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "needs stream to be true")
+        return given
 
     @property
     def include_usage(self) -> bool:
@@ -98,7 +123,7 @@ class GenerationBody(Body):
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's word for all
+            "top_k": None if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
@@ -117,7 +142,8 @@ class NamedSchema(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    content: dict[str, Any] = Field(alias="schema")
+    content: dict[str, Any] | None = Field(None, alias="schema")
+    """None, as OpenAI and vLLM allow: any JSON object."""
 
 
 class ResponseFormat(BaseModel):
@@ -130,12 +156,12 @@ class ResponseFormat(BaseModel):
 
     def schema_text(self) -> str | None:
         """The schema as JSON, None for a text; InputError where it is missing, or nests too deeply."""
-        if self.type == "json_object":
-            return '{"type": "object"}'
         if self.type == "text":
             return None
-        if self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None:
             raise InputError("response_format is 'json_schema' and has no json_schema")
+        if self.type == "json_object" or self.json_schema is None or self.json_schema.content is None:
+            return '{"type": "object"}'
         try:
             return json.dumps(self.json_schema.content)
         except RecursionError as error:
@@ -149,9 +175,10 @@ class ChatBody(GenerationBody):
     """Chat messages, checked by mindie_mm.inputs."""
     media_spans: bool | None = None
     """Say where the tokens of each media item lie, in the answer's `media_spans`."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
+    """With `logprobs`."""
     add_generation_prompt: bool | None = None
     """None: true."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -188,9 +215,11 @@ class CompletionBody(GenerationBody):
     prompt: str | Array[str] | Array[int] | Array[Array[int]]
     """Texts or token ids, one prompt or several."""
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     suffix: str | None = None
+    """Not served."""
     best_of: Annotated[int, Field(ge=1)] | None = None
+    """1 or `n`: no more are drawn than are answered."""
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
@@ -221,9 +250,10 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Array[dict[str, Any]] | None = None
     inputs: Array[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """None: true."""
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):

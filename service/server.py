@@ -123,6 +123,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=Connection,
+                ws="none",  # "auto" would import what is installed: no route speaks it
                 log_config=None,
                 access_log=False,
                 server_header=False,

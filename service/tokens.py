@@ -29,7 +29,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, ar
         text=body.prompt,
         messages=body.messages,
         items=body.inputs,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=body.add_generation_prompt is not False,
         chat_template_kwargs=body.chat_template_kwargs or {},
         max_tokens=service.worker.engine.info.max_model_len,
     )

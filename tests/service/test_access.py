@@ -74,6 +74,17 @@ def test_health_and_metrics_need_no_key(bare: httpx2.Client) -> None:
     assert [bare.get(path).status_code for path in ("/health", "/health/live", "/metrics")] == [200] * 3
 
 
+def test_the_description_says_where_a_key_is_asked_for(bare: httpx2.Client, http: Any) -> None:
+    described = bare.get("/openapi.json", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
+    assert described["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in described["paths"].items():
+        asked = bare.request(next(iter(operations)).upper(), path.replace("{name}", "tiny"), json={}).status_code == 401
+        assert all(("security" in operation) == asked for operation in operations.values())
+    unguarded = http.get("/openapi.json").json()
+    assert "securitySchemes" not in unguarded["components"]
+    assert not any("security" in operation for path in unguarded["paths"].values() for operation in path.values())
+
+
 def test_a_page_of_the_origin_may_ask(bare: httpx2.Client) -> None:
     asked = {
         "Origin": ORIGIN,

@@ -2,12 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
+ANSWERS: dict[str, Callable[[Any], object]] = {
+    "/v1/chat/completions": lambda answer: answer["choices"][0]["message"]["content"],
+    "/v1/completions": lambda answer: answer["choices"][0]["text"],
+    "/infer": lambda answer: answer["generated_text"] and answer["details"],
+    "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
+}
+"""What is in the answer to a path's example."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -23,11 +31,12 @@ def test_requests(http: Any, red_square: str, path: str, body: str) -> None:
     asked = json.loads(body.replace("data:image/png;base64,iVBORw0...", red_square)) | {"max_tokens": 32}
     answer = http.post(path, json=asked)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"]
+    assert ANSWERS[path](answer.json())
 
 
 def test_there_are_requests() -> None:
-    assert len(CALLS) == 2
+    assert {path for path, _ in CALLS} == set(ANSWERS)
+    assert len(CALLS) == 5
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,19 @@ def test_logprobs(client: openai.OpenAI, red_square: str) -> None:
     assert ask(client, "Hello!", max_tokens=1).choices[0].logprobs is None
 
 
+def test_logprobs_of_a_stream(client: openai.OpenAI, red_square: str) -> None:
+    content = [image(red_square), {"type": "text", "text": WHAT}]
+    whole = ask(client, content, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert whole is not None
+    assert whole.content
+    chunks: Any = ask(client, content, logprobs=True, top_logprobs=2, stream=True)
+    streamed = [chunk.choices[0].logprobs for chunk in chunks]
+    found = [position for part in streamed if part is not None for position in part.content or []]
+    assert [position.token for position in found] == [position.token for position in whole.content]
+    assert [position.logprob for position in found] == pytest.approx([one.logprob for one in whole.content], abs=1e-4)
+    assert all(len(position.top_logprobs) == 2 for position in found)
+
+
 def test_logit_bias(client: openai.OpenAI, http: Any, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     plain = ask(client, content, logprobs=True, top_logprobs=2, max_tokens=1)
@@ -205,6 +218,27 @@ def test_roles_and_history(client: openai.OpenAI, red_square: str) -> None:
         max_tokens=32,
     )
     assert "red" in text(answer)
+
+
+@pytest.mark.parametrize("role", ["developer", "tool", "function", "system"])
+def test_roles_reach_the_template(client: openai.OpenAI, http: Any, role: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": role, "content": "7 kg", "tool_call_id": "c1"},
+    ]
+    tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    prompt = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert prompt.endswith(f"<|im_start|>{role}\n7 kg<|im_end|>\n<|im_start|>assistant\n")
+    answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens)
+
+
+def test_user_and_metadata_change_nothing(client: openai.OpenAI) -> None:
+    answer = ask(client, "Hello!", max_tokens=64, metadata={"batch": "7", "of": "tests"}, user="somebody")
+    assert text(answer) == CHAT_ANSWERS["hello"]
 
 
 def test_the_model_may_be_left_out_and_unknown_fields_are_ignored(service: RunningService, http: Any) -> None:

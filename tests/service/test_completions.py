@@ -102,3 +102,42 @@ def test_a_prompt_that_is_json_is_text(client: openai.OpenAI, http: Any) -> None
 def test_too_many_choices(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="limit is 64"):
         complete(client, ["a"] * 33, n=2)
+
+
+def tokens(client: openai.OpenAI, **changes: Any) -> list[str]:
+    """24 tokens, the likeliest ones after what `changes` do to them."""
+    extra = {name: changes.pop(name) for name in ("repetition_penalty",) if name in changes} | {"ignore_eos": True}
+    answer = complete(client, "What colour", max_tokens=24, logprobs=0, extra_body=extra, **changes)
+    assert answer.choices[0].logprobs is not None
+    found = answer.choices[0].logprobs.tokens or []
+    assert len(found) == 24
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "more", "fewer"),
+    [("frequency_penalty", 0, 2, -2), ("presence_penalty", 0, 2, -2), ("repetition_penalty", 1, 3, 0.1)],
+)
+def test_penalties_turn_the_draw_away_from_what_came(
+    client: openai.OpenAI, name: str, off: float, more: float, fewer: float
+) -> None:
+    plain, away, back = (len(set(tokens(client, **{name: value}))) for value in (off, more, fewer))
+    assert back < plain < away
+    assert tokens(client, **{name: off}) == tokens(client)
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, 1), (2, 2), (2, 1), (1, None)])
+def test_best_of_what_is_answered_anyway(client: openai.OpenAI, n: int, best_of: int | None) -> None:
+    answer = complete(client, "What colour", n=n, best_of=best_of)
+    assert [choice.text for choice in answer.choices] == [complete(client, "What colour").choices[0].text] * n
+
+
+def test_best_of_more_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="best_of is 3; it is not served"):
+        complete(client, "What colour", n=2, best_of=3)
+
+
+def test_no_tokens_are_refused(client: openai.OpenAI) -> None:
+    """OpenAI takes 0 beside echo; here 1 is the least."""
+    with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than or equal to 1, not 0"):
+        complete(client, "What colour", max_tokens=0, echo=True, logprobs=1)

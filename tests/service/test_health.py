@@ -30,6 +30,17 @@ def test_health(http: Any) -> None:
     assert http.get("/health/live").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/", "/static/api.js", "/metrics", "/v1/models"])
+def test_head_is_get_without_its_body(http: Any, path: str) -> None:
+    head, whole = http.head(path), http.get(path)
+    assert head.status_code == whole.status_code == 200
+    assert head.content == b""
+    assert head.headers.keys() == whole.headers.keys()
+    assert http.get("/health").json()["status"] == "ok", "the connection goes on"
+    counted = re.escape(f'http_requests_total{{handler="{path.replace("api.js", "{name}")}",method="HEAD"')
+    assert re.search(counted, http.get("/metrics").text)
+
+
 def test_a_service_in_use_comes_to_be_faulted_in_whole(http: Any) -> None:
     deadline = time.monotonic() + 60
     while (found := http.get("/health").json()["shared_memory"]["populated"]) < 1 and time.monotonic() < deadline:

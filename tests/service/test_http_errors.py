@@ -58,7 +58,13 @@ def test_bodies_that_are_no_object(http: Any, path: str, body: bytes) -> None:
         ({"n": 65}, "n"),
         ({"stop": [1]}, "stop"),
         ({"seed": 0.5}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"top_k": -2}, "top_k"),
         ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
         ({"logit_bias": {"1": "a"}}, "logit_bias"),
     ],
 )
@@ -75,6 +81,7 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
         {"continue_final_message": True},
         {"prompt_logprobs": 0},
         {"allowed_token_ids": [5]},
+        {"truncate_prompt_tokens": 5},
     ],
 )
 def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str, field: Any) -> None:
@@ -83,6 +90,25 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
     assert f"{name} is not served" in check(http.post(path, json=body), 400)["message"]
     for off in (None, False, [], {}):
         assert http.post(path, json=body | {name: off}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("field", [{"truncate_prompt_tokens": -1}, {"stream_options": None}, {"stream_options": {}}])
+def test_what_changes_nothing_is_taken(http: Any, path: str, field: Any) -> None:
+    body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 8, "temperature": 0}
+    plain, given = (http.post(path, json=one).json() for one in (body, body | field))
+    assert given["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: bool) -> None:
+    for change, said in (
+        ({"temperature": 1000.5}, "temperature: Input should be less than or equal to 100, not 1000.5"),
+        ({"n": 65}, "n: Input should be less than or equal to 64, not 65"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, not 0"),
+    ):
+        body = {"messages": HELLO, "stream": stream} | change
+        assert check(http.post(CHAT, json=body), 400)["message"] == said
 
 
 @pytest.mark.parametrize(
@@ -145,6 +171,8 @@ def test_another_model(client: openai.OpenAI) -> None:
 def test_unknown_routes_and_methods(http: Any) -> None:
     check(http.get("/v1/nothing"), 404)
     check(http.get(CHAT), 405)
+    assert http.head(CHAT).status_code == 405
+    assert http.head("/v1/nothing").status_code == 404
 
 
 def test_a_prompt_that_is_too_long(http: Any) -> None:

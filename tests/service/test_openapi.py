@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
 from tools.serving import RunningService
 
 ROUTES = {
@@ -26,6 +28,12 @@ ROUTES = {
 }
 
 
+ELSEWHERE = {"n", "best_of"}
+"""Numbers that are no setting of the sampler."""
+NAMES = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
+"""Settings of the sampler that have another name there."""
+
+
 def test_every_route_is_described(http: Any) -> None:
     described = http.get("/openapi.json").json()
     assert set(described["paths"]) >= ROUTES
@@ -35,12 +43,42 @@ def test_every_route_is_described(http: Any) -> None:
             assert "422" not in operation["responses"]
 
 
+@pytest.mark.parametrize("body", ["ChatBody", "CompletionBody"])
+def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
+    """Of each, the outermost that the description allows is taken, and what is next to it is not."""
+    properties = http.get("/openapi.json").json()["components"]["schemas"][body]["properties"]
+    numbers = {name: number for name, described in properties.items() for number in numeric(described)}
+    assert len(numbers) > 11
+    for name in numbers.keys() - ELSEWHERE:
+        number = numbers[name]
+        for side, outward in (("inimum", -1), ("aximum", 1)):
+            kind, step = (int, outward) if number["type"] == "integer" else (float, outward * 1e-6)
+            if f"exclusiveM{side}" in number:
+                outside = kind(number[f"exclusiveM{side}"])
+                last = outside - step
+            else:
+                last = kind(number[f"m{side}"])
+                outside = last + step
+            if (name, last) == ("top_k", -1):  # vLLM's word for all, which the engine calls 0
+                continue
+            setting = NAMES.get(name, name)
+            SamplingParams(**{setting: last}).check(vocab_size=100)
+            with pytest.raises(InputError, match=setting):
+                SamplingParams(**{setting: outside}).check(vocab_size=100)
+
+
+def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
+    return [of for of in described.get("anyOf", ()) if of.get("type") in ("integer", "number")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_schemathesis(service: RunningService, http: Any, tmp_path: Path) -> None:
     """Wrong requests are refused, no request is a 5xx, statuses, types and bodies are those described.
 
-    Not asked: that every request of the described form is answered. Limits that join several fields are in no schema.
+    Not asked: that every request of the described form is answered. No schema says which model is served, what
+    a message or an image holds, which ids are in the vocabulary, what joins several fields (`stream_options` and
+    `stream`, `min_tokens` and `max_tokens`), or what the context still holds.
     """
     ended = subprocess.run(
         [

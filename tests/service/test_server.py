@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
 from mindie_mm.shm import collect
-from service.server import _bound
+from service.server import _bound, _Server
 from tests.warm import running_service
 from tools.serving import RunningService
 
@@ -304,3 +305,13 @@ def test_only_failing_to_listen_is_called_so() -> None:
 def test_settings_that_would_stall_the_service() -> None:
     with pytest.raises(InputError, match="max_concurrent_fetches is 0, it must be at least 1"):
         ServiceConfig(max_concurrent_fetches=0)
+
+
+def test_no_library_of_web_sockets_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn would import any that is installed."""
+    (tmp_path / "websockets.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "uvicorn.protocols.websockets.auto", raising=False)
+    config = _Server(FastAPI(), ServiceConfig()).config
+    config.load()
+    assert config.ws_protocol_class is None

@@ -65,9 +65,11 @@ def test_drawn_answers_fit_too(client: openai.OpenAI, red_square: str, schema: d
 
 
 def test_any_object(client: openai.OpenAI, red_square: str) -> None:
+    unsaid = {"type": "json_schema", "json_schema": {"name": "whatever"}}
     answer = ask(client, red_square, {}, response_format={"type": "json_object"}, max_tokens=128)
     text = answer.choices[0].message.content or ""
     assert text.startswith("{")
+    assert text == (ask(client, red_square, {}, response_format=unsaid, max_tokens=128).choices[0].message.content)
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(text), dict)
 

@@ -44,6 +44,9 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
     without = tokenize(http, messages=messages, add_generation_prompt=False)["tokens"]
     assert with_prompt[: len(without)] == without
     assert len(without) < len(with_prompt)
+    nulls = tokenize(http, messages=messages, add_generation_prompt=None, return_token_strs=None)
+    assert nulls["tokens"] == with_prompt
+    assert "token_strs" not in nulls
 
 
 def test_inputs(http: Any, media_dir: Path) -> None:

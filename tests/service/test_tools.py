@@ -1,0 +1,67 @@
+"""Tools over HTTP, to a model whose chat template has a place for them."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.service.conftest import TINY
+from tests.tokenize.test_tools import TEMPLATE
+from tests.warm import running_service
+from tools.serving import RunningService
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weigh", "description": "Weighs a thing.", "parameters": {}}}
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(scope="module")
+def handy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("handy")
+    shutil.copytree(TINY, folder / "tiny")
+    described = json.loads((folder / "tiny/tokenizer_config.json").read_text())
+    (folder / "tiny/tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
+    with running_service(settings | {"spool": folder / "spool"}, folder / "log", folder / "tiny") as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def handy_http(handy: RunningService) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=handy.url, timeout=60) as made:
+        yield made
+
+
+def prompt_tokens(handy: RunningService, **changes: Any) -> int:
+    with openai.OpenAI(base_url=f"{handy.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(model=handy.model, messages=MESSAGES, max_tokens=4, **changes)
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.usage is not None
+    return answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
+def test_they_reach_the_prompt(handy: RunningService, handy_http: httpx2.Client, choice: Any) -> None:
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"tools": TOOLS}}
+    tokens = handy_http.post("/tokenize", json=body).json()["tokens"]
+    prompt = handy_http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert prompt.startswith("weigh: Weighs a thing.\n")
+    assert prompt_tokens(handy, tools=TOOLS, **choice) == len(tokens)
+
+
+@pytest.mark.parametrize("given", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": []}])
+def test_they_are_left_out(handy: RunningService, given: Any) -> None:
+    assert prompt_tokens(handy, **given) == prompt_tokens(handy)
+
+
+def test_no_call_is_enforced(handy_http: httpx2.Client) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weigh"}}):
+        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+        answer = handy_http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "tool_choice must be 'auto' or 'none'" in answer.json()["error"]["message"]
