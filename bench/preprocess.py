@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mindie_mm.media.image import resize
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import Arena, release
+from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.tokenizer import content_digest
 from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
@@ -38,7 +40,8 @@ ROUNDS = {(640, 480): 10, (1420, 720): 7, (1920, 1080): 5, (4000, 3000): 2}
 RUN = 4
 """Times in a row that each is run at its turn, as a tokenizer process works."""
 ARENA_BYTES = 128 * 2**20
-OURS, DECODE_AND_RESIZE, TORCHVISION, PIL = "ours", "decode + resize alone", "torchvision", "PIL"
+OURS, AGAIN = "ours", "ours, of a picture that came before"
+DECODE_AND_RESIZE, TORCHVISION, PIL = "decode + resize alone", "torchvision", "PIL"
 
 
 def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callable[[], object]]:
@@ -48,11 +51,12 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
     processor = Qwen2VLProcessor(Checkpoint.open(path_file.parent))
     settings = processor.image
 
-    def ours() -> object:
+    def ours(preprocessed: Preprocessed) -> object:
         plan = processor.plan(Media("image", data), data, {"image": 1})
+        digest = content_digest(plan.settings, data)
         with arena.allocate(plan.specs, path_file=path_file) as block:
-            plan.write(block)
-            return block.publish(content_digest(plan.settings, data))
+            preprocessed.write(plan, digest, block)
+            return block.publish(digest)
 
     def decode_and_resize() -> object:
         rgb = simplejpeg.decode_jpeg(data, "RGB")
@@ -65,7 +69,14 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
     def by_pil() -> object:
         return pil(images=[load_image(Image.open(io.BytesIO(data)))], return_tensors="pt")["pixel_values"]
 
-    return {OURS: ours, DECODE_AND_RESIZE: decode_and_resize, TORCHVISION: by_torchvision, PIL: by_pil}
+    again = partial(ours, Preprocessed(ARENA_BYTES))
+    return {
+        OURS: partial(ours, Preprocessed()),
+        AGAIN: again,
+        DECODE_AND_RESIZE: decode_and_resize,
+        TORCHVISION: by_torchvision,
+        PIL: by_pil,
+    }
 
 
 def measure(size: tuple[int, int], arena: Arena, path_file: Path) -> dict[str, float]:
@@ -106,10 +117,10 @@ def main() -> None:
 
 def draw(axes: Any, sizes: dict[str, Any]) -> None:
     """Bars of milliseconds, a group a size, on a logarithmic axis."""
-    names = [DECODE_AND_RESIZE, OURS, TORCHVISION, PIL]
+    names = [AGAIN, DECODE_AND_RESIZE, OURS, TORCHVISION, PIL]
     for place, name in enumerate(names):
         values = [figures["milliseconds"][name] for figures in sizes.values()]
-        bars = axes.bar([index + 0.2 * (place - 1.5) for index in range(len(values))], values, 0.19, label=name)
+        bars = axes.bar([index + 0.17 * (place - 2) for index in range(len(values))], values, 0.16, label=name)
         axes.bar_label(bars, fmt="%.1f", fontsize=7)
     axes.set_xticks(range(len(sizes)), list(sizes))
     axes.set_yscale("log")

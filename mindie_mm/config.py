@@ -144,13 +144,16 @@ class WorkerConfig:
     """Shared memory of each tokenizer process."""
     arena_request_bytes: int | None = None
     """Most of it that one request may hold; None: half."""
+    preprocessed_cache_bytes: int = 256 * MiB
+    """Memory in which each tokenizer process keeps media that it preprocessed, for requests that bring them again, as
+    every turn of a chat does. 0: none."""
     truncate: bool = False
     """Drop the oldest text and whole media items of a prompt that is too long, instead of refusing it."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 
     def __post_init__(self) -> None:
-        _require(self, {"num_tokenizers": 1, "arena_bytes": 1})
+        _require(self, {"num_tokenizers": 1, "arena_bytes": 1, "preprocessed_cache_bytes": 0})
         if self.arena_request_bytes is not None:
             _require(self, {"arena_request_bytes": 1})
 

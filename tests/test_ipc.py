@@ -119,10 +119,11 @@ async def test_a_killed_parent_ends_its_child(tmp_path):
     script = f"""
 import asyncio
 from pathlib import Path
+from mindie_mm.config import WorkerConfig
 from mindie_mm.tokenize import TokenizerPool
 
 async def main():
-    pool = await TokenizerPool.start(Path({str(checkpoint_path)!r}), 1, 2**20)
+    pool = await TokenizerPool.start(Path({str(checkpoint_path)!r}), WorkerConfig(arena_bytes=2**20))
     print(*pool.pids, flush=True)
     await asyncio.Event().wait()
 

@@ -156,10 +156,8 @@ class Worker:
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
     if not in_process:
-        return await TokenizerPool.start(
-            path, config.num_tokenizers, config.arena_bytes, config.arena_request_bytes, config.family, config.media
-        )
+        return await TokenizerPool.start(path, config)
     # Late: a service's own process never needs torch, and starts seconds earlier without it.
     from mindie_mm.tokenize.local import LocalTokenizer
 
-    return await LocalTokenizer.start(path, config.arena_bytes, config.arena_request_bytes, config.family, config.media)
+    return await LocalTokenizer.start(path, config)

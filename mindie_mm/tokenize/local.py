@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from mindie_mm.config import MediaCaps
+from mindie_mm.config import WorkerConfig
 from mindie_mm.ipc import Restarts
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.tokenizer import Tokenizer
+from mindie_mm.tokenize.wires import NativeWire
 
 
 class LocalTokenizer:
@@ -28,23 +30,17 @@ class LocalTokenizer:
         self._thread = ThreadPoolExecutor(1, "mindie_mm-tokenizer")
 
     @classmethod
-    async def start(
-        cls,
-        model_path: Path,
-        arena_bytes: int,
-        request_bytes: int | None = None,
-        family: str | None = None,
-        caps: MediaCaps | None = None,
-    ) -> Self:
+    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
         """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError.
 
-        The caller's memory is not limited: `max_decode_bytes` of `caps` counts for processes alone.
+        The caller's memory is not limited: `max_decode_bytes` counts for processes alone.
         """
         await asyncio.to_thread(collect)  # no service runs here that would do it in time
-        arena = Arena.create(arena_bytes, quota_bytes=request_bytes)
+        arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
+        wire = NativeWire(arena, Preprocessed(config.preprocessed_cache_bytes))
         try:
             tokenizer = await asyncio.to_thread(
-                Tokenizer.from_pretrained, model_path, arena=arena, family=family, caps=caps
+                Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media
             )
         except BaseException:
             arena.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from mindie_mm.config import MediaCaps, WorkerConfig
 from mindie_mm.errors import MindieMMError, error_name, error_named
 from mindie_mm.inputs import Kind
 from mindie_mm.tokenize.prompt import Prompt, Span
@@ -33,6 +35,23 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of the prompt, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
     truncate: bool = False
     """Rather than refuse a longer prompt, drop its oldest text and whole media items."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process is started with, as JSON."""
+
+    model: str
+    """Directory of the checkpoint."""
+    family: str | None
+    arena_bytes: int
+    arena_request_bytes: int | None
+    preprocessed_cache_bytes: int
+    media: MediaCaps
+
+    @classmethod
+    def of(cls, model: Path, config: WorkerConfig) -> Setup:
+        """For the checkpoint in `model`, which the configuration may leave open."""
+        return cls(str(model), **{name: getattr(config, name) for name in cls.__struct_fields__[1:]})
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -10,11 +10,11 @@ from typing import Self
 
 import msgspec
 
-from mindie_mm.config import MediaCaps
+from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import ProcessDied
 from mindie_mm.ipc import RESTART_WAIT_S, Child, Restarts, Starter, logged
 from mindie_mm.shm import Ref, collect, free
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized, TokenizeRequest
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
 _log = logging.getLogger(__name__)
@@ -89,16 +89,8 @@ class _Process:
 class TokenizerPool:
     """Tokenizer processes, each with an arena of its own; a dead one fails the request in work and is started again."""
 
-    def __init__(
-        self,
-        model_path: Path,
-        arena_bytes: int,
-        request_bytes: int | None = None,
-        family: str | None = None,
-        caps: MediaCaps | None = None,
-    ) -> None:
-        caps_json = msgspec.json.encode(caps or MediaCaps()).decode()
-        self._arguments = (str(model_path), str(arena_bytes), str(request_bytes or ""), family or "", caps_json)
+    def __init__(self, model_path: Path, config: WorkerConfig) -> None:
+        self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
         self._processes: list[_Process] = []
         """Those that take requests."""
         self._dying: list[_Process] = []
@@ -115,23 +107,13 @@ class TokenizerPool:
         self._closed = False
 
     @classmethod
-    async def start(
-        cls,
-        model_path: Path,
-        num_processes: int,
-        arena_bytes: int,
-        request_bytes: int | None = None,
-        family: str | None = None,
-        caps: MediaCaps | None = None,
-    ) -> Self:
-        """Starts `num_processes` processes that read `model_path`, each reserving `arena_bytes` of shared memory.
-
-        One request may hold `request_bytes` of it; None: half. `family` and `caps` as in `WorkerConfig`.
+    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
+        """Starts `config.num_tokenizers` processes that read `model_path`, each with an arena.
 
         Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
         """
-        pool = cls(model_path, arena_bytes, request_bytes, family, caps)
-        starts = [asyncio.create_task(pool._start_process()) for _ in range(num_processes)]
+        pool = cls(model_path, config)
+        starts = [asyncio.create_task(pool._start_process()) for _ in range(config.num_tokenizers)]
         try:
             for start in starts:
                 await start
@@ -206,7 +188,7 @@ class TokenizerPool:
 
     async def _start_process(self) -> _Process:
         collect()  # what earlier processes left may take the room of the new arena
-        process = _Process(await Child.start(_MODULE, *self._arguments))
+        process = _Process(await Child.start(_MODULE, self._setup))
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
             await self._await_ready(process)

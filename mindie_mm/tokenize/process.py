@@ -1,5 +1,4 @@
-"""A tokenizer process, started by the pool with CHECKPOINT, ARENA_BYTES, REQUEST_BYTES ("": half), FAMILY
-("": the one that the checkpoint names) and CAPS (a MediaCaps as JSON).
+"""A tokenizer process, started by the pool with a Setup as JSON.
 
 It answers one request after another and exits when its channel closes: the pool closed it, or died.
 """
@@ -16,13 +15,15 @@ import psutil
 import torch
 
 from mindie_mm import faults
-from mindie_mm.config import MediaCaps, fault_folder
+from mindie_mm.config import fault_folder
 from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
 from mindie_mm.ipc import ChildChannel, Lifeline
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Tokenized
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized
+from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.tokenizer import Tokenizer
+from mindie_mm.tokenize.wires import NativeWire
 
 _log = logging.getLogger(__name__)
 
@@ -65,23 +66,21 @@ def _error_of(error: Exception) -> MindieMMError:
 
 def _limit_memory(further_bytes: int) -> None:
     """Lets this process take `further_bytes` of private memory beyond what it has; the arena, shared, is none of it."""
-    if further_bytes:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = psutil.Process().memory_info().data + further_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = psutil.Process().memory_info().data + further_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def main(
-    channel: ChildChannel, lifeline: Lifeline, path: str, arena_bytes: str, request_bytes: str, family: str, caps: str
-) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     """Reads the checkpoint, makes the arena, says so, and serves."""
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
     torch.set_num_threads(1)
+    setup = msgspec.json.decode(setup_json, type=Setup)
     try:
-        quota_bytes = int(request_bytes) if request_bytes else None
-        arena = lifeline.hold(lambda: Arena.create(int(arena_bytes), quota_bytes=quota_bytes), Arena.close)
+        quota_bytes = setup.arena_request_bytes
+        arena = lifeline.hold(lambda: Arena.create(setup.arena_bytes, quota_bytes=quota_bytes), Arena.close)
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
         return
@@ -89,11 +88,12 @@ def main(
     with arena:
         faults.point("arena-made")
         try:
-            media = msgspec.json.decode(caps, type=MediaCaps)
-            tokenizer = Tokenizer.from_pretrained(path, arena=arena, family=family or None, caps=media)
+            wire = NativeWire(arena, Preprocessed(setup.preprocessed_cache_bytes))
+            tokenizer = Tokenizer.from_pretrained(setup.model, wire, family=setup.family, caps=setup.media)
         except MindieMMError as error:
             channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
             return
-        _limit_memory(media.max_decode_bytes)
+        if setup.media.max_decode_bytes:
+            _limit_memory(setup.media.max_decode_bytes + setup.preprocessed_cache_bytes)
         channel.send(msgspec.msgpack.encode(Ready(tokenizer.shown_tokens)))
         serve(channel, tokenizer, arena)

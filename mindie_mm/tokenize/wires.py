@@ -17,8 +17,9 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.splice import ITEM, MediaShape
-from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena
+from mindie_mm.shm import Arena, ArraySpec, DiskArena
 from mindie_mm.shm.mindie import Segment, create_shm
+from mindie_mm.tokenize.preprocessed import Preprocessed
 
 WireName = Literal["native", "mindie"]
 ARENA_BYTES = 256 * 2**20
@@ -52,12 +53,13 @@ class Wire(ABC):
 class NativeWire(Wire):
     """One block an item: a name word and a shape word; where there is one slot, the name word will do."""
 
-    def __init__(self, arena: Arena | None) -> None:
+    def __init__(self, arena: Arena | None, preprocessed: Preprocessed | None = None) -> None:
         """Without `arena` it makes one at the first item, and removes it on `close` or at the interpreter's exit.
 
-        Its own is replaced should another program take it away.
+        Its own is replaced should another program take it away. `preprocessed` saves what comes again; None: nothing.
         """
         self._arena = arena
+        self._preprocessed = preprocessed or Preprocessed()
         self._close_arena: finalize[..., Any] | None = None
 
     def check(self, plan: Plan, kind: Kind) -> None:
@@ -66,12 +68,13 @@ class NativeWire(Wire):
     def store(
         self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        arena = self._own_arena()
+        arena, content = self._own_arena(), digest()
         with arena.allocate(_specs(plan, shape), path_file=path_file) as block:
             faults.point("allocated")
-            _write(block, plan, shape)
+            block[ITEM][...] = shape.to_array()
+            self._preprocessed.write(plan, content, block)
             faults.point("filled")
-            ref = block.publish(digest())
+            ref = block.publish(content)
         faults.point("published")
         undo.callback(arena.free, block)
         return ref.to_words()
@@ -111,7 +114,8 @@ class DiskWire(Wire):
         undo.callback(self.arena.roll_back, self.arena.num_blocks)
         specs = _specs(plan, shape)
         with self.arena.allocate(specs) as block:
-            _write(block, plan, shape)
+            block[ITEM][...] = shape.to_array()
+            plan.write(block)
             content = digest()
             words = block.publish(content).to_words()
         self.stored.append((content, specs))
@@ -120,11 +124,6 @@ class DiskWire(Wire):
 
 def _specs(plan: Plan, shape: MediaShape) -> dict[str, ArraySpec]:
     return {**plan.specs, ITEM: ArraySpec(shape.to_array().shape, "int64")}
-
-
-def _write(block: Block, plan: Plan, shape: MediaShape) -> None:
-    block[ITEM][...] = shape.to_array()
-    plan.write(block)
 
 
 class MindIEWire(Wire):

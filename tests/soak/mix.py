@@ -22,6 +22,7 @@ SETTINGS: dict[str, object] = {
     "arena_bytes": 64 * MiB,
     "kv_cache_bytes": 8 * MiB,
     "encoder_cache_bytes": 8 * MiB,
+    "preprocessed_cache_bytes": 4 * MiB,
     "max_request_bytes": MAX_REQUEST_BYTES,
     "max_item_bytes": MiB // 2,
     "max_media_items": 6,

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mindie_mm.config import WorkerConfig
 from mindie_mm.shm import release, survey
 from mindie_mm.tokenize import TokenizeRequest, TokenizerPool
 from mindie_mm.tokenize import pool as pool_module
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 async def pool(checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TokenizerPool]:
     """One process, which has `GIVEN_UP_S` for a request that was given up."""
     monkeypatch.setattr(pool_module, "GIVEN_UP_S", GIVEN_UP_S)
-    pool = await TokenizerPool.start(checkpoint_path, 1, 16 * 2**20)
+    pool = await TokenizerPool.start(checkpoint_path, WorkerConfig(arena_bytes=16 * 2**20))
     yield pool
     await pool.close()
 

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import (
     ContextLengthExceeded,
     InputError,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 @pytest.fixture(scope="module")
 async def pool(checkpoint_path):
-    pool = await TokenizerPool.start(checkpoint_path, 2, ARENA_BYTES)
+    pool = await TokenizerPool.start(checkpoint_path, WorkerConfig(num_tokenizers=2, arena_bytes=ARENA_BYTES))
     yield pool
     await pool.close()
     assert pool.pids == []
@@ -161,7 +162,7 @@ async def test_a_cancelled_request_that_cannot_be_freed_costs_no_other(checkpoin
     """Its blocks cannot be reached without a descriptor for their arena."""
     image = {"image": str(request_path / "image" / "0.jpg")}
     request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
-    pool = await TokenizerPool.start(checkpoint_path, 1, ARENA_BYTES)
+    pool = await TokenizerPool.start(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     try:
         cancelled = asyncio.create_task(pool.tokenize(request))
         await asyncio.sleep(0)
@@ -178,7 +179,7 @@ async def test_a_cancelled_request_that_cannot_be_freed_costs_no_other(checkpoin
 
 
 async def test_a_stuck_process_is_killed_soon(checkpoint_path):
-    pool = await TokenizerPool.start(checkpoint_path, 1, ARENA_BYTES)
+    pool = await TokenizerPool.start(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     more_than_a_socket_holds = "x" * 2**23
@@ -205,7 +206,7 @@ async def test_a_cancelled_request_leaves_no_block(pool, request_path):
 
 
 async def test_a_closed_pool_says_so(checkpoint_path):
-    pool = TokenizerPool(checkpoint_path, ARENA_BYTES)
+    pool = TokenizerPool(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     await pool.close()
     with pytest.raises(ProcessDied, match="closed"):
         await pool.tokenize(TokenizeRequest(text="hello"))
@@ -213,6 +214,6 @@ async def test_a_closed_pool_says_so(checkpoint_path):
 
 async def test_what_keeps_a_process_from_starting_is_raised(checkpoint_path, tmp_path):
     with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
-        await TokenizerPool.start(tmp_path, 1, ARENA_BYTES)
+        await TokenizerPool.start(tmp_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     with pytest.raises((SharedMemoryError, InputError)):
-        await TokenizerPool.start(checkpoint_path, 1, 2**50)
+        await TokenizerPool.start(checkpoint_path, WorkerConfig(arena_bytes=2**50))

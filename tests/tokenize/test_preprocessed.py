@@ -1,0 +1,121 @@
+"""Media that come again are copied from what was kept, not decoded: the same arrays, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import MediaError
+from mindie_mm.media import image
+from mindie_mm.shm import Arena, Ref, attach, release
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.wires import NativeWire
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+
+CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
+NBYTES = 112 * 84 * 3
+"""Of one picture's patches, of uint8."""
+
+
+class Run:
+    """A tokenizer that keeps `capacity_bytes`, and what it decodes."""
+
+    def __init__(self, checkpoint_path: Path, arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._made_of = checkpoint_path, arena
+        self._path_file = folder / "shm_name.txt"
+        self.num_decoded = 0
+        decode = image.PlainJpeg.decode
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.num_decoded += 1
+            return decode(*args, **kwargs)
+
+        monkeypatch.setattr(image.PlainJpeg, "decode", counted)
+        self.keep(2 * NBYTES)
+
+    def keep(self, capacity_bytes: int) -> None:
+        path, arena = self._made_of
+        self._tokenizer = Tokenizer.from_pretrained(path, NativeWire(arena, Preprocessed(capacity_bytes)))
+
+    def arrays(self, *items: dict[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
+        """What lies in shared memory for each item, which is freed again."""
+        ids = self._tokenizer.tokenize(list(items), self._path_file)
+        try:
+            return [*_arrays(ids[ids < 0].tolist())]
+        finally:
+            release(self._path_file)
+
+
+def _arrays(words: Sequence[int]) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+    for name, shape in zip(words[::2], words[1::2], strict=True):
+        with attach(Ref.from_words(name, shape)) as view:
+            yield {name: array.copy() for name, array in view.items()}
+
+
+@pytest.fixture
+def run(checkpoint_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    with Arena.create(2**22) as arena:
+        yield Run(checkpoint_path, arena, tmp_path, monkeypatch)
+
+
+def assert_equal(one: list[dict[str, np.ndarray[Any, Any]]], other: list[dict[str, np.ndarray[Any, Any]]]) -> None:
+    for first, second in zip(one, other, strict=True):
+        assert first.keys() == second.keys()
+        for name in first:
+            np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_what_comes_again_is_not_decoded_again(run: Run) -> None:
+    once = run.arrays({"image": CAT}, {"image": COFFEE})
+    assert run.num_decoded == 2
+    again = run.arrays({"image": COFFEE}, {"image": CAT})
+    assert run.num_decoded == 2
+    assert_equal(again, once[::-1])
+
+
+def test_within_one_prompt(run: Run) -> None:
+    first, second = run.arrays({"image": CAT}, {"image": CAT})
+    assert run.num_decoded == 1
+    assert_equal([first], [second])
+
+
+def test_other_settings_are_another_item(run: Run) -> None:
+    (large,) = run.arrays({"image": CAT})
+    (small,) = run.arrays({"image": CAT, "max_pixels": 56 * 56})
+    assert run.num_decoded == 2
+    assert small["pixel_values"].nbytes < large["pixel_values"].nbytes
+
+
+def test_the_longest_unused_is_dropped(run: Run) -> None:
+    for picture in (CAT, COFFEE, CAT, ROCKET):  # the coffee goes
+        run.arrays({"image": picture})
+    assert run.num_decoded == 3
+    run.arrays({"image": CAT}, {"image": ROCKET})
+    assert run.num_decoded == 3
+    run.arrays({"image": COFFEE})
+    assert run.num_decoded == 4
+
+
+@pytest.mark.parametrize("capacity_bytes", [0, NBYTES - 1])
+def test_what_does_not_fit_is_not_kept(run: Run, capacity_bytes: int) -> None:
+    run.keep(capacity_bytes)
+    assert_equal(run.arrays({"image": CAT}), run.arrays({"image": CAT}))
+    assert run.num_decoded == 2
+
+
+def test_what_failed_is_not_kept(run: Run) -> None:
+    cut = CAT[: len(CAT) // 2]
+    for _ in range(2):
+        with pytest.raises(MediaError, match="media item 0"):
+            run.arrays({"image": cut})
+
+
+def test_a_video(run: Run) -> None:
+    run.keep(2**21)
+    video = {"video": encode_video(moving_frames(8), fps=4)}
+    assert_equal(run.arrays(video), run.arrays(video))
