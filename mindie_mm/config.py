@@ -225,7 +225,7 @@ class ServiceConfig:
     max_fetch_redirects: int = 3
     """Most redirects that a fetch follows, each judged as the first URL is."""
     max_concurrent_fetches: int = 16
-    """Most items being fetched over HTTP; further ones wait."""
+    """Most items being fetched over HTTP, a quarter of them for one request; further ones wait."""
     allowed_media_dir: Path | None = None
     """Files named by a request must lie under this folder; None: no file is read."""
     allowed_media_domains: tuple[str, ...] = ()

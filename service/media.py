@@ -84,7 +84,8 @@ class MediaPolicy:
         for kind, limit in limits.items():
             if (count := sum(item.kind == kind for item in items)) > limit:
                 raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
-        budget = _Budget(config.max_media_bytes)
+        # A request whose servers are slow leaves the others their turns.
+        budget = _Budget(config.max_media_bytes, asyncio.Semaphore(-(-config.max_concurrent_fetches // 4)))
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
@@ -108,7 +109,7 @@ class MediaPolicy:
             raise type(error)(f"media item {index} ({item.kind}): {error}") from error
 
     async def _fetch(self, url: str, budget: _Budget) -> bytes:
-        async with self._fetching:
+        async with budget.fetching, self._fetching:
             return await fetch(
                 url,
                 max_bytes=self.config.max_item_bytes,
@@ -189,9 +190,12 @@ class MediaPolicy:
 
 @dataclass(slots=True)
 class _Budget:
-    """Bytes that a request's media may still take."""
+    """What a request's media may take."""
 
     limit: int
+    """Bytes."""
+    fetching: asyncio.Semaphore
+    """Of it, at a time."""
     spent: int = 0
 
     def spend(self, num_bytes: int) -> None:

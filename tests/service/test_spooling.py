@@ -79,8 +79,17 @@ async def test_the_budget_ends_a_fetch(tmp_path: Path, web_server: str, sent: li
 
 
 async def test_fetches_wait_for_one_another(tmp_path: Path, web_server: str) -> None:
-    config = ServiceConfig(allow_private_media=True, max_concurrent_fetches=2)
-    paths = await MediaPolicy(config).spool([Media("image", f"{web_server}/crowd")] * 6, tmp_path)
+    policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=2))
+    items = [Media("image", f"{web_server}/crowd")] * 3
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    paths = await asyncio.gather(*(policy.spool(items, tmp_path / name) for name in "ab"))
+    assert max(path.read_bytes()[-1] for own in paths for path in own) == 2
+
+
+async def test_a_request_leaves_the_others_their_turns(tmp_path: Path, web_server: str) -> None:
+    policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=8))
+    paths = await policy.spool([Media("image", f"{web_server}/crowd")] * 6, tmp_path)
     assert max(path.read_bytes()[-1] for path in paths) == 2
 
 
