@@ -5,7 +5,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-npu test-npu-all gcc lint format serve bench clean python3-venv browser
+.PHONY: install demo test test-all test-npu test-npu-all test-cuda gcc lint format serve bench clean python3-venv browser
 
 install: .venv/installed
 
@@ -72,6 +72,13 @@ test-npu-all: .venv-npu/installed gcc
 	$(BIN)/coverage run -m pytest tests/cli/test_doctor_npu.py  # where there is no torch_npu to answer for itself
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --fail-under=100
+
+# The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
+# takes a share of what is free.
+test-cuda: install
+	@missing=$$($(BIN)/python -c 'from mindie_mm.device.cuda import CUDA; print(CUDA.missing() or "")') || exit; \
+	if [ "$$missing" ]; then echo "nothing is tested: $$missing"; \
+	else $(BIN)/python -m pytest --device cuda -m '' tests/device tests/models tests/engine tests/service tests/faults/test_world.py; fi
 
 lint: install
 	$(BIN)/ruff format --check .

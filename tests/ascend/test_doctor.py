@@ -56,6 +56,12 @@ def test_what_is_amiss_where_they_start_is_no_error(said, tree):
     assert amiss == dict.fromkeys(("npu driver", "npu device files", "npu health"), "warning")
 
 
+def test_cann_prints_its_log_on_standard_output(said):
+    """ASCEND_SLOG_PRINT_TO_STDOUT=1, here by the simulator's trace: before the answer, and after it, at the end."""
+    one = said(memory_bytes=2**30, trace="/dev/stdout")["npu runtime"]
+    assert (one.status, one.found) == ("ok", "1 x Ascend910B1, 1.0 of 1.0 GiB free on the first")
+
+
 def test_an_internal_error_of_the_driver(said):
     one = said(fail="aclrtSetDevice=507899")["npu runtime"]
     assert one.status == "error"

@@ -425,6 +425,17 @@ def test_one_npu_needs_no_ports(tree, monkeypatch):
 
 # What torch_npu and CANN say
 
+# gpustack/gpustack#2527
+ARGUMENT = (
+    "EE1001: [PID: 112081] 2025-07-17-08:06:53.296.370 The argument is invalid.Reason: set "
+    "ASCEND_RT_VISIBLE_DEVICES:0,2,4,6,1,3,5,7 error, it must be configured in ascending order"
+)
+# hw-native-sys/PTOAS#948, beside 507033
+NO_MESSAGES = (
+    "[PID: 278366] 2026-07-21-07:08:52.810.217 Invalid_Argument(EE1001): The argument is invalid.Reason: rtGetDevMsg "
+    "execution failed, the context is a null pointer."
+)
+
 
 @pytest.mark.parametrize(
     ("text", "words"),
@@ -449,12 +460,21 @@ def test_one_npu_needs_no_ports(tree, monkeypatch):
         ("Bind_Failed(EJ0003): Failed to bind the IP port. Reason: The IP address and port have been bound", "a port"),
         ("EI0006: Getting socket times out. Reason: ...", "did not come"),
         ("error code is 107001: Invalid device ID", "no NPU of that number"),
+        ("EL0002: The device ID is invalid.", "no NPU of that number"),
+        # CANN's page on EE1001
+        ("EE1001: The argument is invalid.Reason: Invalid device ID 8. The valid device range is [0, 7).", "no NPU of"),
     ],
 )
-def test_errors_that_are_known(text, words):
-    symptom = explain(text)
+@pytest.mark.parametrize("beside", ["{}", "{}\n{ARGUMENT}", "{ARGUMENT}\n{}", "{NO_MESSAGES}\n{}"])
+def test_errors_that_are_known(text, words, beside):
+    symptom = explain(beside.format(text, ARGUMENT=ARGUMENT, NO_MESSAGES=NO_MESSAGES))
     assert words in symptom.meaning
     assert symptom.advice
+
+
+def test_an_argument_that_cann_refuses():
+    assert explain(ARGUMENT).meaning == explain(f"{NO_MESSAGES}\n{ARGUMENT}").meaning == "an argument that CANN refuses"
+    assert explain(f"error code is 207004\n{NO_MESSAGES}") is None, "which says nothing of what failed"
 
 
 def test_an_error_that_is_not_known():
@@ -493,6 +513,23 @@ def test_doctor_outlives_a_library_that_crashes(tree):
     found = doctor(tree, f"import os\nos.kill(os.getpid(), {signal.SIGSEGV:d})", "--device", "npu", status=1)
     assert found["npu runtime"]["found"].startswith("starting the NPU ends with signal 11")
     assert found["device"]["found"].startswith("no npu: see below")
+
+
+def test_a_start_that_ends_well_and_says_nothing(tree):
+    found = doctor(tree, "import os\nos._exit(0)", "--device", "npu", status=1)
+    assert found["npu runtime"]["found"] == "starting the NPU ends without an error, and without a word of it"
+    assert "python -m mindie_mm.device.npu_doctor.probe" in found["npu runtime"]["advice"]
+    assert found["device"]["found"].startswith("no npu: see below")
+
+
+def test_of_several_errors_the_line_of_the_one_that_counts(tree):
+    def said(*lines):
+        code = f"raise RuntimeError({chr(10).join(lines)!r})"
+        return doctor(tree, code, "--device", "npu", status=1)["npu runtime"]["found"]
+
+    memory = "EL0004: Failed to allocate memory."
+    assert said("SetDevice failed", ARGUMENT, memory, NO_MESSAGES) == f"its memory is used up: {memory}"
+    assert said("SetDevice failed", NO_MESSAGES, ARGUMENT).startswith(f"an argument that CANN refuses: {ARGUMENT}")
 
 
 def test_an_npu_that_does_not_answer():

@@ -7,10 +7,11 @@ import json
 import torch
 
 from mindie_mm.device.npu import NPU
+from mindie_mm.device.npu_doctor.runtime import ANSWER
 
 
 def main() -> None:
-    """Prints {"count": ..., "name": ..., "free_bytes": ..., "total_bytes": ...}."""
+    """Prints a line: ANSWER, and {"count": ..., "name": ..., "free_bytes": ..., "total_bytes": ...}."""
     if reason := NPU.missing():
         raise SystemExit(reason)
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
@@ -22,7 +23,8 @@ def main() -> None:
         "free_bytes": free_bytes,
         "total_bytes": total_bytes,
     }
-    print(json.dumps(said))
+    # In one piece, which a pipe keeps whole, and a line of its own, whatever was printed before.
+    print(f"\n{ANSWER}{json.dumps(said)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from typing import Any
 
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.npu_doctor import programs
@@ -15,6 +16,8 @@ _TIMEOUT_S = 120.0  # torch_npu takes 10 s to import, and a device some seconds 
 _GiB = 2**30
 _LITTLE = 0.5
 """Share of the memory; with less of it free, somebody else has the rest."""
+ANSWER = "mindie_mm.device.npu_doctor.probe: "
+"""What the probe's one line begins with: CANN may print its log on standard output, too, before and after it."""
 
 
 def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
@@ -29,13 +32,22 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
         return Finding(subject, "error", f"the NPU does not answer within {timeout_s:.0f} s", advice)
     if ended.status:
         return _failed(subject, ended.stderr, ended.status)
-    said = json.loads(ended.stdout.splitlines()[-1])
+    said = _answer(ended.stdout)
+    if said is None:
+        advice = "python -m mindie_mm.device.npu_doctor.probe; see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
+        return Finding(subject, "error", "starting the NPU ends without an error, and without a word of it", advice)
     free, total = said["free_bytes"], said["total_bytes"]
     found = f"{said['count']} x {said['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
     if free < _LITTLE * total:
         advice = "stop what uses it (npu-smi info), or choose another with ASCEND_RT_VISIBLE_DEVICES"
         return Finding(subject, "warning", found, advice)
     return Finding(subject, "ok", found)
+
+
+def _answer(stdout: str) -> dict[str, Any] | None:
+    """The probe's answer, among all else that was printed; None if there is none."""
+    found = re.search(rf"^{re.escape(ANSWER)}(.*)$", stdout, re.MULTILINE)
+    return json.loads(found.group(1)) if found else None
 
 
 def _failed(subject: str, stderr: str, status: int) -> Finding:

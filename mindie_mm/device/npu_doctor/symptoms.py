@@ -79,8 +79,9 @@ SYMPTOMS = (
         "npu-smi info -t health -i NPU; it is ill, in use by another container, or its driver does not suit CANN; "
         "reset it or reboot",
     ),
+    # "valid device range is [0, N)" of CANN's page on EE1001
     Symptom(
-        r"EE1001|\b107001\b|EL0002",
+        r"\b107001\b|EL0002|valid device range is",
         "there is no NPU of that number",
         "see ASCEND_RT_VISIBLE_DEVICES; in a container they count anew from 0",
     ),
@@ -100,6 +101,13 @@ SYMPTOMS = (
         "a rank of the group did not come within HCCL_CONNECT_TIMEOUT (120 s)",
         "see the log of the others: one failed before; else HCCL_CONNECT_TIMEOUT=600, and the same TLS switch on all "
         "NPUs (hccn_tool -i NPU -tls -g)",
+    ),
+    # The last: CANN reports it beside other errors, too. That of rtGetDevMsg says no more than that a device which did
+    # not start has no messages (vllm-project/vllm-omni#2898, hw-native-sys/PTOAS#948).
+    Symptom(
+        r"EE1001(?!.*rtGetDevMsg)",
+        "an argument that CANN refuses",
+        "the line says which, such as an ASCEND_RT_VISIBLE_DEVICES; else CANN's log, ~/ascend/log/debug/plog",
     ),
 )
 
