@@ -12,7 +12,7 @@ import msgspec
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.tokenize.spelling import Rendered, Spelling, strings
+from mindie_mm.tokenize.spelling import Rendered, ControlSpelling, strings
 
 _REMEMBERED = 256
 """Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""
@@ -30,7 +30,7 @@ _RESERVED_KWARGS = frozenset(
 class ChatTemplate:
     """A template, and the tokenizer that runs it."""
 
-    def __init__(self, source: str, tokenizer: Any, spelling: Spelling) -> None:
+    def __init__(self, source: str, tokenizer: Any, spelling: ControlSpelling) -> None:
         """`source` is Jinja's, `tokenizer` transformers' fast one, `spelling` that of its control tokens."""
         self._source = source
         self._tokenizer = tokenizer

@@ -50,7 +50,7 @@ class Escapes:
         return Rendered(text, {ord(replacement): original for original, replacement in self._replacements.items()})
 
 
-class Spelling:
+class ControlSpelling:
     """How a tokenizer's control tokens are spelled."""
 
     def __init__(self, control: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from mindie_mm.inputs import Item, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.chat_template import ChatTemplate, as_dict, template_source
 from mindie_mm.tokenize.placeholders import check_order
-from mindie_mm.tokenize.spelling import Rendered, Spelling, strings
+from mindie_mm.tokenize.spelling import Rendered, ControlSpelling, strings
 
 _ALWAYS_ENCODED = 2**18
 """Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
@@ -94,7 +94,7 @@ class TextEncoder:
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._spelling = Spelling(longest_first)
+        self._spelling = ControlSpelling(longest_first)
         source = template_source(checkpoint, tokenizer) or chat_template
         self._template = ChatTemplate(source, tokenizer, self._spelling) if source else None
         self._longest_token = max(map(len, tokenizer.get_vocab()))
