@@ -12,7 +12,7 @@ import msgspec
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.tokenize.spelling import Rendered, ControlSpelling, strings
+from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 
 _REMEMBERED = 256
 """Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""

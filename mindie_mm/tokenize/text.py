@@ -22,7 +22,7 @@ from mindie_mm.inputs import Item, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.chat_template import ChatTemplate, as_dict, template_source
 from mindie_mm.tokenize.placeholders import check_order
-from mindie_mm.tokenize.spelling import Rendered, ControlSpelling, strings
+from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
 """Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
