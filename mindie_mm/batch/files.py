@@ -16,9 +16,12 @@ _PIECE = 1 << 20
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path to write to; on leaving, that file is synced and gets the name `path`. StorageError."""
-    unfinished = path.with_name(path.name + ".partial")
+def replacing(path: Path, writer: str = "") -> Iterator[Path]:
+    """Gives a path to write to; on leaving, that file is synced and gets the name `path`. StorageError.
+
+    `writer` tells the unfinished file from those of others that write to `path` at the same time.
+    """
+    unfinished = path.with_name(f"{path.name}{writer and '.' + writer}.partial")
     try:
         yield unfinished
         sync(unfinished)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +14,7 @@ from mindie_mm.batch.source import MEDIA_MARK, SUFFIXES, suffix_of
 from mindie_mm.errors import InputError
 
 STDIN = "-"
+_PIECE_BYTES = 1 << 20
 
 
 def gathered_path(folder: Path, index: int) -> Path:
@@ -24,7 +24,7 @@ def gathered_path(folder: Path, index: int) -> Path:
 
 def is_gathered(given: str) -> bool:
     """Whether an input is no file of rows itself."""
-    return given == STDIN or Path(given).is_dir()
+    return given == STDIN or os.path.isdir(given)  # noqa: PTH112 - what cannot be looked at is no folder, and no error
 
 
 def gather(inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO) -> None:
@@ -33,7 +33,7 @@ def gather(inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO) 
         if is_gathered(given):
             with replacing(gathered_path(folder, index)) as unfinished, unfinished.open("wb") as file:
                 if given == STDIN:
-                    shutil.copyfileobj(stdin, file, 1 << 20)
+                    file.writelines(_pieces(stdin))
                 else:
                     _list(Path(given), file, template)
 
@@ -43,6 +43,14 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
     for index, given in enumerate(inputs):
         if is_gathered(given):
             gathered_path(folder, index).unlink(missing_ok=True)
+
+
+def _pieces(stdin: BinaryIO) -> Iterator[bytes]:
+    try:
+        while piece := stdin.read(_PIECE_BYTES):
+            yield piece
+    except OSError as error:
+        raise InputError(f"standard input cannot be read: {error.strerror}") from None
 
 
 def _list(root: Path, file: BinaryIO, template: str) -> None:
@@ -69,5 +77,13 @@ def _media_files(folder: str) -> Iterator[str]:
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _media_files(entry.path)
-        elif suffix_of(entry.name) in SUFFIXES and entry.is_file():
+        elif suffix_of(entry.name) in SUFFIXES and _is_file(entry):
             yield entry.path
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """A link that leads nowhere is none, nor is one that cannot be followed, such as one to itself."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False

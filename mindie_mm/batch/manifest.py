@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,8 @@ from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.errors import CorruptReference, InputError, StorageError
 from mindie_mm.shm.disk_digest import digest_of as blocks_digest
+
+_log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
@@ -106,6 +109,30 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
             raise CorruptReference(f"{file} is damaged: its shards do not have the rows 0 to {manifest.num_rows - 1}")
         return manifest
+
+
+def drop_changed(folder: Path, run: Run) -> None:
+    """Removes the tables of a finished run that are not what it wrote: their shards are then made anew.
+
+    Else the next manifest would vouch for them. The blocks' digests stand in the tables. CorruptReference where the
+    manifest itself is damaged, StorageError.
+    """
+    if not (folder / MANIFEST_FILE).exists():
+        return
+    manifest = Manifest.read(folder)
+    for shard in manifest.shards if manifest.run.digest == run.digest else ():
+        path = table_path(folder, shard.info.first_row)
+        try:
+            if path.exists() and (found := file_digest(path)) != shard.table_digest:
+                _log.warning(
+                    "%s is not what the run wrote: its digest is %s, not %s. Its shard is made anew",
+                    path,
+                    found,
+                    shard.table_digest,
+                )
+                path.unlink()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read, or removed: {error.strerror}") from error
 
 
 def _shards(folder: Path, run: str) -> list[Shard]:

@@ -7,7 +7,7 @@ are copied to one of them, and the same command there finds nothing left to do b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -20,14 +20,18 @@ from mindie_mm.batch.gather import gathered_path, is_gathered
 from mindie_mm.batch.messages import Failed, Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
-from mindie_mm.batch.source import Chunk
-from mindie_mm.errors import InputError, MindieMMError, ProcessDied
+from mindie_mm.batch.source import Chunk, JSONLines
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
 _DEATHS = 2
 """Of actors at one row, after which it is not tried again."""
+_MOST_BLOCKS = 10_000
+"""Of Ray's: more chunks than that share them, since its driver keeps something of each."""
+_PIECE_BYTES = 1 << 24
+"""Of a gathered input, in memory at a time."""
 
 
 def shards(
@@ -48,15 +52,16 @@ def shards(
             ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise InputError(f"no Ray cluster can be joined at {address}: {error}") from error
+    # Ray's own store holds them, and writes what it has no room for to disk.
     lists = {
-        gathered_path(folder, index).name: gathered_path(folder, index).read_bytes()
+        index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index))]
         for index, given in enumerate(run.settings.inputs)
         if is_gathered(given)
     }
     encoded = [{"chunk": msgspec.json.encode(chunk)} for chunk in chunks]
-    dataset = ray.data.from_items(encoded, override_num_blocks=len(encoded)).map_batches(
+    dataset = ray.data.from_items(encoded, override_num_blocks=min(len(encoded), _MOST_BLOCKS)).map_batches(
         _Actor,
-        fn_constructor_args=(msgspec.json.encode(run), str(folder), ray.put(lists), uuid4().hex),
+        fn_constructor_args=(msgspec.json.encode(run), str(folder.absolute()), lists, uuid4().hex),
         batch_size=1,
         num_cpus=1,
         concurrency=(1, num_workers or max(1, int(ray.cluster_resources().get("CPU", 1)))),
@@ -67,10 +72,28 @@ def shards(
         yield msgspec.json.decode(row["chunk"], type=Chunk), msgspec.json.decode(row["shards"], type=list[ShardInfo])
 
 
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writer: str) -> None:
+    """Writes the gathered inputs, by number and in pieces, to a node's `folder`, unless they are there. StorageError.
+
+    What is there may be an earlier run's; and each actor of the node may do this at the same time, as another `writer`.
+    """
+    for index, pieces in lists.items():
+        path = gathered_path(folder, index)
+        if not path.is_file() or JSONLines(path).fingerprint() != run.input_digests[index]:
+            with replacing(path, writer) as unfinished, unfinished.open("wb") as file:
+                file.writelines(pieces)
+
+
 class _Actor:
     """A stage on some node."""
 
-    def __init__(self, run: bytes, folder: str, lists: Any, call: str) -> None:
+    def __init__(self, run: bytes, folder: str, lists: Mapping[int, Sequence[Any]], call: str) -> None:
         self._run = msgspec.json.decode(run, type=Run)
         self._lists = lists
         self._folder = Path(folder)
@@ -94,11 +117,13 @@ class _Actor:
         from mindie_mm.batch.stage import Stage  # late: it imports torch, and the driver runs none
 
         if self._stage is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for name, content in ray.get(self._lists).items():
-                if not (self._folder / name).exists():
-                    with replacing(self._folder / name) as unfinished:
-                        unfinished.write_bytes(content)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"{self._folder} cannot be written to: {error.strerror}") from error
+            lists = {index: map(ray.get, pieces) for index, pieces in self._lists.items()}
+            put_lists(self._run, self._folder, lists, uuid4().hex)
+            self._run.require_here(self._folder)
             self._stage = Stage(self._run, self._folder)
         return self._stage
 
@@ -112,12 +137,12 @@ class _Actor:
         doomed = {row: death_error("an unknown status") for row, count in deaths.items() if count >= _DEATHS}
 
         def at(row: int) -> None:
-            mark.write_bytes(msgspec.json.encode(_Mark(self._call, deaths | {row: deaths.get(row, 0) + 1})))
+            _Mark(self._call, deaths | {row: deaths.get(row, 0) + 1}).write(mark)
 
         at(chunk.first_row)
         for report in stage.run(chunk, doomed):
             if isinstance(report, Finished):
-                mark.unlink()
+                mark.unlink(missing_ok=True)
                 return report.shards
             at(min(report.row + 1, chunk.stop_row - 1))
         raise AssertionError(chunk)
@@ -131,11 +156,20 @@ class _Mark(msgspec.Struct, frozen=True):
     deaths: dict[int, int]
     """How often a row was begun and not ended, by row."""
 
+    def write(self, file: Path) -> None:
+        """StorageError."""
+        try:
+            file.write_bytes(msgspec.json.encode(self))
+        except OSError as error:
+            raise StorageError(f"{file} cannot be written: {error.strerror}") from error
+
 
 def _deaths(file: Path, call: str) -> dict[int, int]:
-    """Those of the mark in `file`."""
+    """Those of the mark in `file`. StorageError."""
     try:
         mark = msgspec.json.decode(file.read_bytes(), type=_Mark)
     except (FileNotFoundError, msgspec.DecodeError):
         return {}
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error.strerror}") from error
     return mark.deaths if mark.call == call else {}

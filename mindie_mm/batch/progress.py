@@ -27,7 +27,7 @@ class Progress:
     num_bytes: int = 0
     """Of blocks."""
     share: float = 0.0
-    """Of the input, 0 to 1, by bytes of its files."""
+    """Of the input, 0 to 1, by bytes of its files, or of the rows that are taken."""
 
     def __add__(self, other: Progress) -> Progress:
         return Progress(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

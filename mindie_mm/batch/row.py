@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,24 @@ from mindie_mm.inputs import (
     parse_inputs,
     parse_messages,
 )
-from mindie_mm.media.source import source_path
+from mindie_mm.media.source import located
 
 _PROMPTS = ("inputs", "messages")
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 _TEXTS = ("text", "prompt")
-_FLAT = (*_TEXTS, *KINDS, *(f"{kind}s" for kind in KINDS))
+_SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
+_MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
+_FLAT = _MEDIA.union(_TEXTS)
+_VARIABLES = frozenset({"tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt"})
+_NOT_SERVED = frozenset({"continue_final_message", "functions", "mm_processor_kwargs", "truncate_prompt_tokens"})
+"""Fields of vLLM's and OpenAI's chat bodies that would make another prompt; the service refuses them, too."""
+_TO_THE_CONTEXT = -1
+"""vLLM's truncate_prompt_tokens: no prompt that is taken changes by it."""
+_KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
+"""Keys of JSON whose values go to the chat template as they are: there a null may mean something."""
+
+_Place = Callable[[Media], Media]
+"""Gives a medium with its file's path, or bytes, in place of what the row calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +47,16 @@ class Row:
 
     items: Sequence[Item] | None = None
     messages: Sequence[Message] | None = None
+    add_generation_prompt: bool = True
+    """End the chat with the head of the assistant's turn."""
+    template_kwargs: Mapping[str, Any] | None = None
+    """Further variables of the chat template, such as `tools`."""
 
 
 def row_id(record: Record) -> str | None:
     """What the input calls a row, as far as that can be read; None where it does not."""
     if isinstance(record, Files):
-        described = record.files.get(f"{record.key}.json")
+        described = record.own(".json")
         return (row_id(described) if described is not None else None) or printable(record.key)
     try:
         value = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
@@ -62,70 +78,90 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     """The row of a record of a file in `folder`; `template` is for records that are files. InputError and below.
 
     A record is a `List[Dict]`, or an object with `inputs` (such a list) or `messages`, or with `text` (or `prompt`),
-    `image`, `video`, `audio`, `images`...: then the media come first, in the object's order. A null is as good as no
-    key, in whatever depth, because a table has a column for each key of any row. Paths are those of `folder`.
+    `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order. Beside any of them,
+    `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` are as in a chat's body. A null is as
+    good as no key, in whatever depth, because a table has a column for each key of any row. Paths are those of
+    `folder`.
     """
     try:
         if isinstance(record, Files):
             return _from_files(record, folder, template)
         if isinstance(record, bytes):
-            decoded = _decoded(record, "the row")
-            return _from_object({"inputs": decoded} if isinstance(decoded, list) else decoded, folder)
-        return _from_object(record, folder)
+            value = _without_nulls(_decoded(record, "the row"))
+        else:
+            value = _without_nulls(record, kept=frozenset())
+        return _from_object(value, partial(located, folder=folder))
     except RecursionError:
         raise InputError("the row is nested too deeply") from None
 
 
-def _from_object(record: Any, folder: Path) -> Row:
+def _from_object(record: Any, place: _Place) -> Row:
+    if isinstance(record, list):
+        record = {"inputs": record}
     if not isinstance(record, Mapping):
         raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
-    record = _without_nulls(record)
     if not isinstance(record.get("id", ""), str | int):
         raise InputError(f"the row's id is {type(record['id']).__name__}; it must be a string or an integer")
     given = [key for key in _PROMPTS if key in record]
-    flat = [key for key in _FLAT if key in record]
-    if flat and not given:
-        return _located(Row(parse_inputs(_flat_items(record))), folder)
-    if flat or len(given) != 1:
+    flat = [key for key in record if key in _FLAT]
+    if (flat and given) or len(given) > 1 or not (flat or given):
         raise InputError(f"the row has {given + flat or sorted(record)}; it takes inputs, messages, or text and media")
+    variables = _variables(record)
+    if flat:
+        return Row(_placed(parse_inputs(_flat_items(record)), place), **variables)
     prompt = record[given[0]]
     if isinstance(prompt, str):
         prompt = _decoded(prompt, f"the row's {given[0]}")
-    row = Row(messages=parse_messages(prompt)) if given[0] == "messages" else Row(parse_inputs(prompt))
-    return _located(row, folder)
+    if given[0] == "inputs":
+        return Row(_placed(parse_inputs(prompt), place), **variables)
+    _require_served(record)
+    return Row(messages=[_placed_message(message, place) for message in parse_messages(prompt)], **variables)
 
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
-    """Files of one name: a .json with a prompt, whose paths may be the others'; else media, and a .txt or template."""
-    by_suffix = {suffix_of(name): data for name, data in record.files.items()}
-    if ".json" in by_suffix:
-        described = _decoded(by_suffix[".json"], f"{record.key}.json")
-        if isinstance(described, dict) and described.keys() & {*_PROMPTS, *_FLAT} - set(_TEXTS):
-            by_base = {os.path.basename(name): data for name, data in record.files.items()}  # noqa: PTH119 - no path
-            return _from_object(_embedded(described, by_base | record.files), folder)
-        if isinstance(described, dict):
-            template = next((described[key] for key in _TEXTS if isinstance(described.get(key), str)), template)
+    """Files of one name: a .json with a prompt, whose media may be the others; else these, and a .txt or `template`."""
     media = [
         Media(SUFFIXES[suffix], data) for name, data in record.files.items() if (suffix := suffix_of(name)) in SUFFIXES
     ]
+    described: Any = {}
+    if (own := record.own(".json")) is not None:
+        described = _without_nulls(_decoded(own, f"{record.key}.json"))
+        # A text alone is the prompt round the row's media, if it has any.
+        if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
+            return _from_object(described, partial(_placed_file, files=record.files, folder=folder))
     if not media:
-        raise MediaError(f"{record.key} has no medium among {sorted(by_suffix)}")
+        raise MediaError(f"{record.key} has no medium among {sorted({*map(suffix_of, record.files)})}")
+    before, _, after = (_own_text(record, described) or template or _text_file(record)).rpartition(MEDIA_MARK)
+    items: list[Item] = [Text(before), *media, Text(after)]
+    return Row([item for item in items if item != Text("")], **_variables(described))
+
+
+def _own_text(record: Files, described: Mapping[str, Any]) -> str:
+    texts = [value for key, value in described.items() if key in _TEXTS]
+    for text in texts:
+        if not isinstance(text, str):
+            raise InputError(f"the text in {record.key}.json is {type(text).__name__}; it must be a string")
+    return "".join(texts)
+
+
+def _text_file(record: Files) -> str:
+    """What the row's .txt has; InputError for several, none of which is called as the row is."""
+    texts = {name: data for name, data in record.files.items() if suffix_of(name) == ".txt"}
+    text = record.own(".txt")
+    if text is None and len(texts) > 1:
+        raise InputError(f"{record.key} has the texts {sorted(texts)}; one of them must be {record.key}.txt")
     try:
-        template = template or by_suffix.get(".txt", b"").decode()
+        return (b"".join(texts.values()) if text is None else text).decode()
     except UnicodeDecodeError:
         raise InputError(f"{record.key}.txt is not UTF-8") from None
-    before, _, after = template.rpartition(MEDIA_MARK)
-    items: list[Item] = [Text(before), *media, Text(after)]
-    return Row([item for item in items if item != Text("")])
 
 
-def _embedded(value: Any, files: Mapping[str, bytes]) -> Any:
-    """A prompt with the bytes of its files in place of their names."""
-    if isinstance(value, dict):
-        return {key: one if key == "text" else _embedded(one, files) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_embedded(one, files) for one in value]
-    return files.get(value, value) if isinstance(value, str) else value
+def _placed_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
+    """`media` with the bytes of the file of its row that it names, with that one's folder or without it."""
+    for name, data in files.items():
+        if media.source in (name, name.rpartition("/")[2]):
+            return replace(media, source=data)
+    return located(media, folder)
 
 
 def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -134,20 +170,59 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key, value in record.items():
         if key in _TEXTS:
             texts.append({"text": value})
-        elif key in _FLAT:
-            kind = key.removesuffix("s")
-            media += [{kind: one} for one in (value if isinstance(value, list) else [value])]
+        elif key in _MEDIA:
+            name = key.removesuffix("s")
+            media += [{name: one} for one in (value if isinstance(value, list) else [value])]
     return media + texts
 
 
-def _without_nulls(value: Any) -> Any:
-    """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes."""
+def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What else of a `Row` the record has, as the service takes it of a chat's body. InputError."""
+    if _VARIABLES.isdisjoint(record):
+        return {}
+    choice = record.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise InputError("the row's tool_choice must be 'auto' or 'none': no call is enforced")
+    opens = _typed(record, "add_generation_prompt", bool)
+    kwargs = _typed(record, "chat_template_kwargs", dict[str, Any]) or {}
+    tools = _typed(record, "tools", list[dict[str, Any]])
+    if tools and choice != "none":
+        kwargs = kwargs | {"tools": tools}
+    return {"add_generation_prompt": opens is not False, "template_kwargs": kwargs}
+
+
+def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
+    """A value of that type, or JSON text of one; None where there is none. InputError."""
+    value = record.get(key)
+    if isinstance(value, str):
+        value = _decoded(value, f"the row's {key}")
+    try:
+        return msgspec.convert(value, kind | None)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the row's {key}: {error}") from None
+
+
+def _require_served(record: Mapping[str, Any]) -> None:
+    for key in _NOT_SERVED.intersection(record):
+        if record[key] is not False and record[key] not in ([], {}, _TO_THE_CONTEXT):
+            raise InputError(f"the row has {key}, which is not served")
+
+
+def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT) -> Any:
+    """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes.
+
+    What stands under a key of `kept` is left as it is.
+    """
     if isinstance(value, Mapping):
-        if value and value.keys() <= {"bytes", "path"}:
+        if key in _MEDIA and value and value.keys() <= {"bytes", "path"}:
             return value.get("bytes") or value.get("path")
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {
+            name: one if name in kept else _without_nulls(one, name, kept)
+            for name, one in value.items()
+            if one is not None
+        }
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(one, key, kept) for one in value]
     return value
 
 
@@ -158,29 +233,9 @@ def _decoded(text: str | bytes, what: str) -> Any:
         raise InputError(f"{what} is not JSON: {error}") from None
 
 
-def _located(row: Row, folder: Path) -> Row:
-    """`row` with the paths of its media seen from `folder`."""
-    if row.messages is None:
-        return replace(row, items=_located_items(row.items or (), folder))
-    return replace(
-        row,
-        messages=[
-            replace(message, content=_located_items(message.content, folder))
-            if isinstance(message.content, tuple)
-            else message
-            for message in row.messages
-        ],
-    )
+def _placed_message(message: Message, place: _Place) -> Message:
+    return replace(message, content=_placed(message.content, place)) if isinstance(message.content, tuple) else message
 
 
-def _located_items(items: Sequence[Item], folder: Path) -> tuple[Item, ...]:
-    return tuple(_located_item(item, folder) if isinstance(item, Media) else item for item in items)
-
-
-def _located_item(item: Media, folder: Path) -> Media:
-    if isinstance(item.source, str) and item.source.startswith("/"):  # absolute, or a JPEG in base64
-        return item
-    path = source_path(item)
-    if path is None or path.is_absolute():
-        return item
-    return replace(item, source=os.fspath(folder / path))
+def _placed(items: Sequence[Item], place: _Place) -> tuple[Item, ...]:
+    return tuple(place(item) if isinstance(item, Media) else item for item in items)

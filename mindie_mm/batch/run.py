@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from mindie_mm.batch.gather import drop_gathered, gather
-from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.manifest import Manifest, drop_changed
 from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Steps, death_error
 from mindie_mm.batch.place import Place
 from mindie_mm.batch.progress import Progress, Show
@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _MODULE = "mindie_mm.batch.process"
 LOCK_FILE = ".lock"
 TIMINGS_FILE = "timings.jsonl"
+_OF_KILLED_ACTORS = ("at-*.json", "input-*.partial")
+"""What they leave, in the folder or in what is copied into it."""
 
 
 class TooManyErrors(WorldError):
@@ -102,6 +104,7 @@ class BatchRun:
             gather(settings.inputs, folder, settings.template, sys.stdin.buffer)
             run = Run.of(settings, folder)
             run.begin(folder)
+            drop_changed(folder, run)
             self._digest = run.digest
             sources = settings.sources(folder)
             self._shares = _shares(sources)
@@ -112,6 +115,10 @@ class BatchRun:
                 self._work_on_ray(run, [chunk for chunk in every if not self._is_done(chunk)])
             manifest = Manifest.write(folder, run, self._done.rows)
             drop_gathered(settings.inputs, folder)
+            for left in (path for pattern in _OF_KILLED_ACTORS for path in folder.glob(pattern)):
+                left.unlink(missing_ok=True)
+            # Of a file a little may be in no row, such as what a tar ends with.
+            self._show(replace(self._done, share=1.0), self._earlier)
             return manifest
 
     def _is_done(self, chunk: Chunk) -> bool:
@@ -134,13 +141,16 @@ class BatchRun:
 
     def _share(self, chunk: Chunk, rows: int) -> float:
         """Of the whole input, so many rows of a chunk."""
-        if self._settings.limit is not None:
-            return rows / self._settings.limit
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _count(self, more: Progress) -> None:
         self._done += more
-        self._show(self._done, self._earlier)
+        self._show(self._of_limit(self._done), self._of_limit(self._earlier))
+
+    def _of_limit(self, done: Progress) -> Progress:
+        """With what is done of the rows that are taken, where that is more than what is done of the input."""
+        limit = self._settings.limit
+        return done if limit is None else replace(done, share=max(done.share, done.rows / limit))
 
     def _count_shards(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
         for shard in shards:
@@ -219,10 +229,14 @@ class BatchRun:
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
-        """Apart from what must be equal from run to run."""
+        """Apart from what must be equal from run to run. StorageError."""
         line = {"first_row": chunk.first_row, "rows": chunk.num_rows, "seconds": round(seconds, 4), "worker": pid}
-        with (self._folder / TIMINGS_FILE).open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        path = self._folder / TIMINGS_FILE
+        try:
+            with path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _shares(sources: Sequence[Source]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
 from mindie_mm.batch.source import Source, open_source
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
 FORMAT = 2
@@ -23,8 +24,8 @@ RUN_FILE = "run.json"
 MiB = 2**20
 MAX_SHARD_BYTES = 2**40
 
-_RUN_FILES = re.compile(r"\.lock|(input-|shard-|run\.json).*")
-"""What may be there before the run's file is: its lock, gathered input, shards that came from another node."""
+_RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
+"""What may be there before the run's file is: its lock, gathered input, what came from another node."""
 _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
@@ -68,6 +69,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"{name} is {getattr(self, name)}, it must be {least} to {most}")
         if self.inputs.count(STDIN) > 1:
             raise InputError(f"standard input is named {self.inputs.count(STDIN)} times; it can be read once")
+        for name, values in (("model", [self.model]), ("stdin_folder", [self.stdin_folder]), ("inputs", self.inputs)):
+            for value in values:
+                if not _is_utf8(value):
+                    raise InputError(f"{name} has {value!r}, which is not UTF-8: the run's file cannot name it")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}, it must be at least 1")
 
@@ -102,12 +107,25 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, settings: Settings, folder: Path) -> Run:
         """Reads what the settings name. InputError and below."""
         digests = tuple(source.fingerprint() for source in settings.sources(folder))
-        return cls(settings=settings, model_digest=_model_digest(settings.checkpoint()), input_digests=digests)
+        return cls(settings=settings, model_digest=model_digest(settings.checkpoint()), input_digests=digests)
 
     @property
     def digest(self) -> str:
         """Names the run: a shard says of which one it is."""
         return blake3(msgspec.json.encode(self)).hexdigest(16)
+
+    def require_here(self, folder: Path) -> None:
+        """InputError unless this machine has the checkpoint and the input, gathered in `folder`, that the run has."""
+        if differing := _differences(self, Run.of(self.settings, folder)):
+            raise InputError(f"{socket.gethostname()} has other files than the run: {'; '.join(differing)}")
+
+    def require_model(self, checkpoint: Checkpoint) -> None:
+        """InputError unless the rows were tokenised with `checkpoint`, wherever it lay then."""
+        if (found := model_digest(checkpoint)) != self.model_digest:
+            raise InputError(
+                f"{checkpoint.path} is not the checkpoint that the rows were tokenised with: the digest of the files "
+                f"that tokenising reads is {found}, not {self.model_digest}"
+            )
 
     def begin(self, folder: Path) -> bool:
         """Writes the run's file into `folder`; False if the same run was begun there.
@@ -128,6 +146,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
 
+def _is_utf8(path: str) -> bool:
+    """Whether a path, as Python has it, can be written down as JSON."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def require_run(folder: Path) -> None:
     """InputError if a folder holds what no run writes, and no run: it is somebody's, and was not meant."""
     if not (folder / RUN_FILE).exists():
@@ -145,12 +172,19 @@ def _differences(earlier: Run, now: Run) -> list[str]:
     return [f"{name} was {before[name]}, now {value}" for name, value in flat(now).items() if before[name] != value]
 
 
-def _model_digest(checkpoint: Checkpoint) -> str:
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Of the files that tokenising reads; what is no file, as a link that leads nowhere, is not there.
+
+    UnsupportedCheckpoint for one that cannot be read.
+    """
     digest = blake3()
     files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}
     for file in sorted(files):
-        if not file.name.endswith(".index.json"):
-            content = file.read_bytes()
+        if not file.name.endswith(".index.json") and file.is_file():
+            try:
+                content = file.read_bytes()
+            except OSError as error:
+                raise UnsupportedCheckpoint(f"{file} cannot be read: {error.strerror}") from error
             digest.update(f"{file.name}\0{len(content)}\0".encode())
             digest.update(content)
     return digest.hexdigest(16)

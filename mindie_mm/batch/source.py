@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import tarfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
@@ -49,6 +52,10 @@ class Files:
     files: dict[str, bytes]
     """By name, in order."""
 
+    def own(self, suffix: str) -> bytes | None:
+        """The file that is called as the row is: of `3.json` and `3.meta.json` the first."""
+        return next((data for name, data in self.files.items() if name.removeprefix(self.key).lower() == suffix), None)
+
 
 Record = bytes | dict[str, Any] | Files
 """A line of JSON, a row of a table, files."""
@@ -85,8 +92,11 @@ class Source(ABC):
         return self.path.stat().st_size
 
     def fingerprint(self) -> str:
-        """Tells it from another file: by all of it, or, of a large one, by its size and 1,024 pieces of it."""
-        with self.path.open("rb") as file:
+        """Tells it from another file: by all of it, or, of a large one, by its size and 1,024 pieces of it.
+
+        InputError if it cannot be read.
+        """
+        with _reading(self.path), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest = blake3(str(size).encode())
             # The last one ends with the file: a Parquet file's end has something to say of each of its pages.
@@ -104,6 +114,14 @@ class Source(ABC):
     @abstractmethod
     def records(self, start: int, stop: int) -> Iterator[Record]:
         """The rows of a chunk as they stand in the file: nothing in one of them is looked at here."""
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 class JSONLines(Source):
@@ -148,6 +166,8 @@ class Table(Source):
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
         if missing := set(columns) - set(names):
             raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
+        if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
+            raise InputError(f"{path} has several columns of the name {twice[0]!r}; rename or drop all but one")
         metadata = self._file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
@@ -200,7 +220,10 @@ def _cell(scalar: Any) -> Any:
 
 
 class Tar(Source):
-    """WebDataset: files of one name up to its first dot are one row. Links and sparse files are left out."""
+    """WebDataset: files of one name up to its first dot are one row.
+
+    Links, sparse files and what begins with a dot are left out: macOS packs a `._4.jpg` before each 4.jpg.
+    """
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         rows, start, stop, last = 0, 0, 0, None
@@ -237,7 +260,7 @@ class Tar(Source):
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (member := tar.next()) is not None:
                         tar.members = []  # type: ignore[attr-defined]  # it would keep every one
-                        if member.isfile() and not member.issparse():
+                        if member.isfile() and not member.issparse() and not _base(member.name).startswith("."):
                             yield member
                     file.seek(tar.offset)
                     if any(file.read(tarfile.BLOCKSIZE)):  # tarfile takes a damaged header for the end
@@ -247,13 +270,23 @@ class Tar(Source):
 
 
 def _key(name: str) -> str:
-    folder, _, base = name.rpartition("/")
-    return f"{folder}/{base.partition('.')[0]}" if folder else base.partition(".")[0]
+    base = _base(name)
+    return name.removesuffix(base) + base.partition(".")[0]
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def open_source(path: Path, columns: Sequence[str]) -> Source:
     """The source that a file is, by the end of its name. InputError."""
-    if not path.is_file():
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_file = False
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    if not is_file:
         raise InputError(f"there is no file {path}")
     suffix = suffix_of(path.name)
     if suffix in (".jsonl", ".ndjson"):
@@ -266,12 +299,13 @@ def open_source(path: Path, columns: Sequence[str]) -> Source:
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:
-    """All rows, or the first `limit`, in chunks of `num_rows`; none reaches from one file into the next."""
+    """All rows, or the first `limit`, in chunks of `num_rows`; none reaches from one file into the next. InputError."""
     number = first_row = 0
     for index, source in enumerate(sources):
-        for rows, start, stop in source.cut(num_rows):
-            taken = rows if limit is None else min(rows, limit - first_row)
-            if taken <= 0:
-                return
-            yield Chunk(number, index, first_row, taken, start, stop)
-            number, first_row = number + 1, first_row + taken
+        with _reading(source.path):
+            for rows, start, stop in source.cut(num_rows):
+                taken = rows if limit is None else min(rows, limit - first_row)
+                if taken <= 0:
+                    return
+                yield Chunk(number, index, first_row, taken, start, stop)
+                number, first_row = number + 1, first_row + taken

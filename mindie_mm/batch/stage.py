@@ -17,7 +17,7 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Record, Source
 from mindie_mm.device import host_memory
-from mindie_mm.errors import ArenaFull, MindieMMError, StorageError, error_name
+from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Message
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt
@@ -96,9 +96,11 @@ class Stage:
         if messages is None:
             items = row.items or ()
             if not settings.chat or not tokenizer.has_template:
+                if row.template_kwargs or not row.add_generation_prompt:
+                    raise InputError("the row has variables of a chat template, and goes through none")
                 return tokenizer.prompt_from_items(items, None, **limits)
             messages = [Message("user", tuple(items))]
-        return tokenizer.prompt_from_messages(messages, None, **limits)
+        return tokenizer.prompt_from_messages(messages, None, row.add_generation_prompt, row.template_kwargs, **limits)
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

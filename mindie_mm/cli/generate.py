@@ -13,6 +13,7 @@ from mindie_mm.cli.settings import configured
 @click.option("--tokenized", "folder", type=click.Path(path_type=Path), required=True, help="What `tokenize` wrote.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON lines, a row each.")
 @click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the rows' own if not given.")
+@click.option("--other-model", is_flag=True, help="Take a checkpoint whose tokenising files did not make the rows.")
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens of an answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always gives the same answer.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
@@ -24,6 +25,7 @@ def command(
     output: Path,
     *,
     model: Path | None,
+    other_model: bool,
     max_tokens: int,
     temperature: float,
     limit: int | None,
@@ -34,7 +36,7 @@ def command(
     """Run the model on rows that are tokenised: no preprocessing, the arrays are mapped where they lie.
 
     A line has row, id, text, token_ids and finish_reason, or error, in the order of the rows. A second call goes on
-    behind the last line of OUTPUT. Exits with 1 if a row failed.
+    behind the last line of OUTPUT; OUTPUT.origin.json tells whether it is the same call. Exits with 1 if a row failed.
     """
     import asyncio
 
@@ -49,7 +51,7 @@ def command(
     flags |= {"family": settings.family or None, "arena_bytes": 1 << 20}
     config = configured(path, flags).worker
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    rows, errors = asyncio.run(generate(dataset, output, config, params, limit))
+    rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:
         raise SystemExit(1)

@@ -35,6 +35,7 @@ def command(folder: Path, row: int | None, png: Path | None) -> None:
 
     settings = dataset.manifest.run.settings
     checkpoint = settings.checkpoint()
+    dataset.manifest.run.require_model(checkpoint)
     family = family_of(checkpoint, settings.family or None)
     tokenizer, processor = family.tokenizer(checkpoint), family.processor(checkpoint)
     click.echo(f"{len(sample.ids)} tokens")

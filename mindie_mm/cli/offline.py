@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
@@ -13,27 +14,82 @@ from typing import Any, BinaryIO
 import msgspec
 
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.files import replacing
 from mindie_mm.batch.mounting import renumbered, reserved
+from mindie_mm.batch.settings import model_digest
 from mindie_mm.batch.shard import ShardRow, arena_path
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import InputError, MindieMMError, StorageError, error_name
+from mindie_mm.nn.checkpoint import Checkpoint
 
 Answer = dict[str, Any]
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides the answers in a file; it stands beside them."""
+
+    run: str
+    """`Run.digest` of the rows."""
+    model: str
+    """The directory of the checkpoint that answers: its weights are known by nothing else."""
+    model_digest: str
+    sampling: SamplingParams
+
+    @staticmethod
+    def path(output: Path) -> Path:
+        """Where it stands."""
+        return output.with_name(output.name + ".origin.json")
+
+    def begin(self, output: Path) -> None:
+        """Writes it. StorageError."""
+        with replacing(self.path(output)) as unfinished:
+            unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
+
+    def require(self, output: Path) -> None:
+        """InputError, with what differs, unless the answers in `output` are of this origin."""
+        file = self.path(output)
+        try:
+            earlier = msgspec.json.decode(file.read_bytes(), type=Origin)
+        except FileNotFoundError:
+            raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} is not what an earlier call left: {error}") from None
+        before, now = msgspec.structs.asdict(earlier), msgspec.structs.asdict(self)
+        before |= msgspec.structs.asdict(before.pop("sampling"))
+        now |= msgspec.structs.asdict(now.pop("sampling"))
+        differing = [f"{name} was {before[name]}, now {value}" for name, value in now.items() if before[name] != value]
+        if differing:
+            raise InputError(f"{output} has other answers: {'; '.join(differing)}. Name another file")
+
+
 async def generate(
-    dataset: Dataset, output: Path, config: WorkerConfig, params: SamplingParams, limit: int | None = None
+    dataset: Dataset,
+    output: Path,
+    config: WorkerConfig,
+    params: SamplingParams,
+    limit: int | None = None,
+    *,
+    other_model: bool = False,
 ) -> tuple[int, int]:
     """Appends the answers of rows that `output` does not have yet; how many rows it has then, and errors among them.
 
-    InputError if `output` is not this run's, StorageError if it cannot be written, CorruptReference if a shard is not
-    what the run wrote; errors as Worker.start.
+    InputError if `output` is not this run's, or, without `other_model`, its rows are not of `config`'s checkpoint;
+    StorageError if it cannot be written, CorruptReference if a shard is not what the run wrote; errors as Worker.start.
     """
-    stop = min(len(dataset), limit or len(dataset))
-    with _continued(output) as (file, begun, earlier_errors, last_id):
+    stop, run = min(len(dataset), limit or len(dataset)), dataset.manifest.run
+    checkpoint = Checkpoint.open(config.model)
+    if not other_model:
+        run.require_model(checkpoint)
+    origin = Origin(
+        run=run.digest,
+        model="" if config.model is None else os.fsencode(config.model.absolute()).decode(errors="backslashreplace"),
+        model_digest=model_digest(checkpoint),
+        sampling=params,
+    )
+    with _continued(output, origin) as (file, begun, earlier_errors, last_id):
         if begun > stop:
             raise InputError(f"{output} has {begun} rows; {stop} are asked for")
         if begun and last_id != (own := dataset.record(begun - 1).id):
@@ -97,7 +153,7 @@ def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
 
 
 @contextmanager
-def _continued(output: Path) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
+def _continued(output: Path, origin: Origin) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
     """The file of answers, to write behind those that it has, and what `_begun` says of them."""
     try:
         with output.open("a+b") as file:
@@ -105,6 +161,10 @@ def _continued(output: Path) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(f"another call writes {output}") from None
+            if file.tell():
+                origin.require(output)
+            else:
+                origin.begin(output)
             yield file, *_begun(file, output)
     except OSError as error:
         raise StorageError(f"{output} cannot be written: {error.strerror}") from error

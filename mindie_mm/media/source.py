@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mindie_mm.media.audio import Samples
 from mindie_mm.media.image import Data, Pixels, pil_to_rgb
 
 MAX_SOURCE_BYTES = 512 * 2**20
-"""Most bytes of one encoded source, unless the caller sets another cap."""
+"""Most bytes of one encoded source."""
 
 FETCH_TIMEOUT_S = 30.0
 """Longest that fetching a URL may take."""
@@ -27,17 +28,17 @@ FETCH_TIMEOUT_S = 30.0
 _MIN_BASE64_CHARS = 64
 
 
-def read_source(media: Media, max_bytes: int = MAX_SOURCE_BYTES) -> Data:
-    """The bytes of a path, `data:` or `file:` URL, or bare base64; pixels or samples of a PIL image, array or tensor.
+def read_source(media: Media) -> Data:
+    """The bytes of a path, a URL or bare base64; pixels or samples of a PIL image, array or tensor.
 
-    `http(s):` is refused: fetching has a policy (addresses, redirects, time), and the service that holds it spools
-    what it fetched to a file. Raises InputError, MediaError, LimitExceeded.
+    URLs are `data:`, `file:` and `http(s):`, which is fetched from public addresses alone. Raises InputError,
+    MediaError, LimitExceeded.
     """
     source = media.source
     if isinstance(source, str):
-        return _read_text(source, max_bytes)
+        return _read_text(source)
     if isinstance(source, bytes):
-        return _capped(source, max_bytes)
+        return _capped(source)
     return _samples(source) if media.kind == "audio" else _pixels(source, media.kind)
 
 
@@ -47,62 +48,94 @@ def source_path(media: Media) -> Path | None:
         return None
     scheme = _scheme(media.source)
     if scheme == "file":
-        return _file_url_path(media.source)
+        return Path(file_url_path(media.source))
     if scheme or (_decode_base64(media.source) is not None and not _is_file(media.source)):
         return None
     return Path(media.source)
 
 
-def decode_data_url(url: str, max_bytes: int = MAX_SOURCE_BYTES) -> bytes:
+def located(media: Media, folder: Path) -> Media:
+    """`media` with its path seen from `folder`, whatever the current directory is; bare base64 becomes its bytes.
+
+    What could be base64 is a path where `folder` has such a file. InputError.
+    """
+    source = media.source
+    if not isinstance(source, str) or source.startswith("/"):  # absolute, or a JPEG in base64
+        return media
+    scheme = _scheme(source)
+    if scheme == "file":
+        path = Path(file_url_path(source))
+    elif scheme:
+        return media
+    elif (data := _decode_base64(source)) is not None and not _is_file(folder / source):
+        return replace(media, source=data)
+    else:
+        path = Path(source)
+    return media if path.is_absolute() else replace(media, source=os.fspath(folder / path))
+
+
+def file_url_path(url: str) -> str:
+    """The path that a `file:` URL names. MediaError."""
+    try:
+        parts = urlsplit(url)
+        path = os.fsdecode(unquote_to_bytes(parts.path))
+    except ValueError:
+        raise MediaError("a file: URL that is not valid") from None
+    if parts.netloc not in {"", "localhost"}:
+        raise MediaError(f"a file: URL with a host, {_shortened(parts.netloc)!r}: files are of this machine")
+    return path
+
+
+def _decode_data_url(url: str) -> bytes:
     """The payload of a `data:` URL, base64 checked strictly. MediaError, LimitExceeded."""
     head, comma, payload = url.partition(",")
     if not comma:
         raise MediaError("a data: URL has no comma before its data")
     if not head.lower().endswith(";base64"):
-        return _capped(unquote_to_bytes(payload), max_bytes)
-    if len(payload) * 3 // 4 > max_bytes + 3:
-        raise LimitExceeded(f"a data: URL holds about {len(payload) * 3 // 4} bytes; the limit is {max_bytes}")
+        return _capped(unquote_to_bytes(payload))
+    if len(payload) * 3 // 4 > MAX_SOURCE_BYTES + 3:
+        raise LimitExceeded(f"a data: URL holds about {len(payload) * 3 // 4} bytes; the limit is {MAX_SOURCE_BYTES}")
     try:
-        return _capped(pybase64.b64decode(payload, validate=True), max_bytes)
+        return _capped(pybase64.b64decode(payload, validate=True))
     except ValueError:
         raise MediaError("a data: URL does not hold valid base64") from None
 
 
-def _read_text(source: str, max_bytes: int) -> bytes:
+def _read_text(source: str) -> bytes:
     scheme = _scheme(source)
     if scheme == "data":
-        return decode_data_url(source, max_bytes)
+        return _decode_data_url(source)
     if scheme in {"http", "https"}:
-        return _fetch(source, max_bytes)
+        return _fetch(source)
     if scheme == "file":
-        return _read_file(_file_url_path(source), max_bytes)
+        return _read_file(Path(file_url_path(source)))
     if (data := _decode_base64(source)) is not None and not _is_file(source):
-        return _capped(data, max_bytes)
-    return _read_file(Path(source), max_bytes)
+        return _capped(data)
+    return _read_file(Path(source))
 
 
-def _fetch(url: str, max_bytes: int) -> bytes:
+def _fetch(url: str) -> bytes:
     """Behind the same fence as the service's fetching, which spools before it tokenises and never comes here."""
     from mindie_mm.media.fetch import fetch  # late: an HTTP client takes long to import, and most callers have files
 
     # On a thread of its own, for a caller may be inside an event loop, as a notebook is.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, fetch(url, max_bytes=max_bytes, timeout_s=FETCH_TIMEOUT_S)).result()
+        return thread.submit(asyncio.run, fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)).result()
 
 
-def _read_file(path: Path, max_bytes: int) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         with BufferedReader(FileIO(path)) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > max_bytes:
-                raise LimitExceeded(f"{path} has {size} bytes; the limit is {max_bytes}")
-            data = file.read(size or max_bytes + 1)  # the buffer is as large as what is asked for
+            if size > MAX_SOURCE_BYTES:
+                raise LimitExceeded(f"{path} has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
+            data = file.read(size or MAX_SOURCE_BYTES + 1)  # the buffer is as large as what is asked for
     except FileNotFoundError:
         raise MediaError(f"there is no file {_shortened(str(path))}") from None
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "not a valid path"
         raise MediaError(f"{_shortened(str(path))} cannot be read: {reason}") from None
-    return _capped(data, max_bytes)
+    return _capped(data)
 
 
 def _pixels(source: Any, kind: str) -> Pixels:
@@ -129,16 +162,9 @@ def _scheme(source: str) -> str:
     return scheme if scheme in {"data", "file", "http", "https"} and ":" in source[:8] else ""
 
 
-def _file_url_path(url: str) -> Path:
-    parts = urlsplit(url)
-    if parts.netloc not in {"", "localhost"}:
-        raise InputError(f"{_shortened(url)} names the host {parts.netloc!r}; file: URLs are of this machine")
-    return Path(os.fsdecode(unquote_to_bytes(parts.path)))
-
-
-def _is_file(text: str) -> bool:
+def _is_file(path: str | Path) -> bool:
     try:
-        return Path(text).is_file()
+        return Path(path).is_file()
     except (OSError, ValueError):
         return False
 
@@ -153,9 +179,9 @@ def _decode_base64(text: str) -> bytes | None:
         return None
 
 
-def _capped(data: bytes, max_bytes: int) -> bytes:
-    if len(data) > max_bytes:
-        raise LimitExceeded(f"the source has {len(data)} bytes; the limit is {max_bytes}")
+def _capped(data: bytes) -> bytes:
+    if len(data) > MAX_SOURCE_BYTES:
+        raise LimitExceeded(f"the source has {len(data)} bytes; the limit is {MAX_SOURCE_BYTES}")
     if not data:
         raise MediaError("the source is empty")
     return data

@@ -49,9 +49,10 @@ class MappedArena:
         SharedMemoryError if it cannot be mapped.
         """
         self._on_disk = arena is None
-        access = os.O_RDONLY if self._on_disk else os.O_RDWR
+        # In /dev/shm anybody may put a link; a file on disk is the caller's, who may link to it.
+        access = os.O_RDONLY if self._on_disk else os.O_RDWR | os.O_NOFOLLOW
         try:
-            descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, PermissionError) as error:
             raise SegmentMissing(f"{path}: {error.strerror}") from error
         except OSError as error:

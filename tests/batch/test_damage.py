@@ -18,7 +18,7 @@ from mindie_mm.batch.shard import SCHEMA
 from mindie_mm.cli import main
 from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing, StorageError
 from mindie_mm.shm import Ref
-from tests.batch.conftest import made, settings, written
+from tests.batch.conftest import content, made, run, settings, written
 
 TABLE, ARENA = "shard-000000000.parquet", "shard-000000000.arena"
 
@@ -116,6 +116,22 @@ def test_a_table_that_was_exchanged_is_found_before_it_is_used(folder: Path, tmp
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert shown.exit_code == 1
     assert f"{TABLE} is not what the run wrote: its digest is" in shown.stderr
+
+
+def test_calling_again_does_not_vouch_for_a_table_that_was_exchanged(
+    folder: Path, whole: Path, media: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewritten(folder, id=lambda _: "another")
+    made(settings(media / "damage.jsonl"), folder)
+    assert f"{folder / TABLE} is not what the run wrote: its digest is" in caplog.text
+    assert content(folder) == content(whole)
+
+
+def test_calling_again_does_not_mend_a_manifest(folder: Path, media: Path) -> None:
+    cut(folder / "manifest.json", 100)
+    with pytest.raises(CorruptReference, match=r"manifest\.json is damaged"):
+        run(settings(media / "damage.jsonl"), folder)
+    assert (folder / "manifest.json").stat().st_size == 100
 
 
 @pytest.mark.parametrize(

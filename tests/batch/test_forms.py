@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindie_mm.batch import Dataset, Sample
-from mindie_mm.batch.source import open_source
+from mindie_mm.batch.gather import gather, is_gathered
+from mindie_mm.batch.source import chunks, open_source
 from mindie_mm.errors import InputError
 from tests.batch.conftest import made, settings, tokenize, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
@@ -146,6 +147,27 @@ def tar_with_json_texts(folder: Path, out: Path) -> Path:
     )
 
 
+def flat_urls(folder: Path, out: Path) -> Path:
+    return written(folder / "urls.jsonl", [{f"{kind(name)}_url": name, "text": TEXT} for name in NAMES])
+
+
+def tar_with_lists(folder: Path, out: Path) -> Path:
+    """As macOS packs it, with a file beside each that says something else."""
+    return packed(
+        out / "lists.tar",
+        [
+            one
+            for name, row in zip(NAMES, listed(folder), strict=True)
+            for one in (
+                (f"._{name}", b"\0\5\x16\7"),
+                (name, (folder / name).read_bytes()),
+                (f"{name[0]}.json", json.dumps(row["inputs"]).encode()),
+                (f"{name[0]}.meta.json", b'{"text": "no", "video": "no.mp4"}'),
+            )
+        ],
+    )
+
+
 def require_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
     assert [sample.error for sample in found] == [None] * len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -163,8 +185,9 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset
     return Dataset(out / "run")
 
 
-FORMS = (windows_lines, bare_lists, flat, openai, table_of_cells, table_of_paths, table_of_lists, table_of_nested_cells,
-         table_of_json, tar_with_texts, tar_with_prompts, tar_with_json_texts)  # fmt: skip
+FORMS = (windows_lines, bare_lists, flat, flat_urls, openai, table_of_cells, table_of_paths, table_of_lists,
+         table_of_nested_cells, table_of_json, tar_with_texts, tar_with_prompts, tar_with_json_texts,
+         tar_with_lists)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -333,6 +356,69 @@ def test_files_that_are_none(name: str, data: bytes, why: str, tmp_path: Path) -
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=why):
         made(settings(tmp_path / name), tmp_path / "run")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """Also by root, who may open anything: this is a file whose first bytes nobody can read."""
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
+    (tmp_path / "b.jsonl").symlink_to("b.jsonl")
+    for given, why in (
+        (tmp_path / "a.jsonl", r"a\.jsonl cannot be read: "),
+        (tmp_path / "b.jsonl", "b.jsonl cannot be read: Too many levels of symbolic links"),
+        (tmp_path / f"{'c' * 300}.jsonl", r"\.jsonl cannot be read: File name too long"),
+        (tmp_path / "a.jsonl/d.jsonl", r"there is no file .*d\.jsonl"),
+        (tmp_path / "gone.jsonl", r"there is no file .*gone\.jsonl"),
+    ):
+        with pytest.raises(InputError, match=why):
+            made(settings(given), tmp_path / "run")
+    (tmp_path / "e.jsonl").write_text('{"text": "a"}')
+    source = open_source(tmp_path / "e.jsonl", ())
+    (tmp_path / "e.jsonl").unlink()
+    with pytest.raises(InputError, match=r"e\.jsonl cannot be read: No such file or directory"):
+        list(chunks([source], 7, None))
+
+
+def test_files_that_one_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests: root's own rights are put aside."""
+    (tmp_path / "hidden").mkdir()
+    hidden = [tmp_path / name for name in ("hidden/a.jsonl", "a.jsonl", "a.tar", "hidden")]
+    for path in hidden:
+        if not path.is_dir():
+            path.write_bytes(b'{"text": "a"}')
+        path.chmod(0)
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        for path in hidden[:-1]:
+            with pytest.raises(InputError, match=rf"{path.name} cannot be read: Permission denied"):
+                open_source(path.relative_to(tmp_path), ()).fingerprint()
+            assert not is_gathered(str(path.relative_to(tmp_path)))
+        with pytest.raises(InputError, match="hidden cannot be listed: Permission denied"):
+            gather(["hidden"], Path(), "", io.BytesIO())
+    finally:
+        os.seteuid(user)
+        for path in reversed(hidden):
+            path.chmod(0o700)
+
+
+def test_a_link_in_a_folder_that_cannot_be_followed_is_left_out(folder: Path, tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    media.mkdir()
+    for name, target in (("0.jpg", folder / "0.jpg"), ("loop.jpg", "loop.jpg"), ("nowhere.jpg", "gone")):
+        (media / name).symlink_to(target)
+    made(settings(media), tmp_path / "run")
+    assert [(sample.id, sample.error) for sample in Dataset(tmp_path / "run")] == [("0.jpg", None)]
+
+
+def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match="standard input cannot be read: Input/output error"),
+        Path("/proc/self/mem").open("rb") as stdin,
+    ):
+        gather(["-"], tmp_path, "", stdin)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_standard_input_is_read_once() -> None:

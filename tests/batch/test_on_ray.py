@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mindie_mm.batch import Dataset
-from mindie_mm.batch.settings import Run
-from mindie_mm.errors import StorageError
-from tests.batch.conftest import content, run, settings
+from mindie_mm.batch import Dataset, on_ray
+from mindie_mm.batch.gather import gather, gathered_path
+from mindie_mm.batch.messages import Failed
+from mindie_mm.batch.settings import Run, Settings
+from mindie_mm.batch.shard import complete_shards
+from mindie_mm.batch.source import Chunk, chunks
+from mindie_mm.errors import InputError, StorageError
+from tests.batch.conftest import content, made, run, settings, written
 from tests.batch.deadly import Deadly
 
 ray = pytest.importorskip("ray")
@@ -36,6 +45,108 @@ def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
     run(settings(lines), tmp_path / "here")
     run(settings(lines), tmp_path / "there", ray_address=cluster.address)
     assert content(tmp_path / "there") == content(tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_media_that_no_node_has_listed(cluster, media, tmp_path, monkeypatch):
+    """They get it in pieces; the run's folder is relative to where it was called, and a task has several chunks."""
+    only = tmp_path / "media"
+    only.mkdir()
+    for index in range(4):
+        (only / f"{index}.jpg").write_bytes((media / f"{index}.jpg").read_bytes())
+    given = settings(only, shard_rows=1)
+    made(given, tmp_path / "here")
+    pieces = on_ray._pieces
+
+    def moved(path: Path) -> Iterator[bytes]:
+        yield from pieces(path)
+        path.unlink()
+
+    monkeypatch.setattr(on_ray, "_pieces", moved)
+    monkeypatch.setattr(on_ray, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(on_ray, "_MOST_BLOCKS", 3)
+    monkeypatch.chdir(tmp_path)
+    run(given, Path("there"), num_workers=2, ray_address=cluster.address)
+    assert content(tmp_path / "there") == content(tmp_path / "here")
+
+
+@pytest.fixture
+def begun(media: Path, tmp_path: Path) -> tuple[Run, bytes]:
+    """A run over a folder of two pictures, and the list of them."""
+    (tmp_path / "media").mkdir()
+    for name in ("0.jpg", "1.jpg"):
+        (tmp_path / "media" / name).write_bytes((media / name).read_bytes())
+    (tmp_path / "driver").mkdir()
+    given = settings(tmp_path / "media")
+    gather(given.inputs, tmp_path / "driver", given.template, None)
+    return Run.of(given, tmp_path / "driver"), gathered_path(tmp_path / "driver", 0).read_bytes()
+
+
+def test_a_node_takes_the_list_of_this_run_and_not_of_an_earlier_one(begun, tmp_path):
+    run, rows = begun
+    node = tmp_path / "node"
+    node.mkdir()
+    gathered_path(node, 0).write_bytes(b'{"text": "an earlier run"}\n')
+    on_ray.put_lists(run, node, {0: [rows[:50], rows[50:]]}, "one")
+    assert gathered_path(node, 0).read_bytes() == rows
+    run.require_here(node)
+    on_ray.put_lists(run, node, {0: (pytest.fail("it is there") for _ in range(1))}, "two")
+
+
+def test_two_actors_of_a_node_write_the_list_at_once(begun, tmp_path):
+    run, rows = begun
+
+    def met() -> Iterator[bytes]:
+        yield rows[:50]
+        on_ray.put_lists(run, tmp_path, {0: [rows]}, "another")
+        assert gathered_path(tmp_path, 0).read_bytes() == rows
+        yield rows[50:]
+
+    on_ray.put_lists(run, tmp_path, {0: met()}, "one")
+    assert gathered_path(tmp_path, 0).read_bytes() == rows
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def _done_by_an_actor(run: Run, folder: Path, chunk: Chunk) -> dict[str, Any]:
+    actor = on_ray._Actor(msgspec.json.encode(run), str(folder), {}, "call")
+    done = actor({"chunk": np.array([msgspec.json.encode(chunk)])})
+    return {name: value for name, (value,) in done.items()}
+
+
+def _text_run(folder: Path) -> tuple[Run, Chunk]:
+    given: Settings = settings(written(folder / "rows.jsonl", [{"text": "a"}, {"text": "b"}]))
+    return Run.of(given, folder), next(chunks(given.sources(folder), 7, None))
+
+
+def test_a_node_with_another_input_is_refused(tmp_path):
+    run, chunk = _text_run(tmp_path)
+    assert not _done_by_an_actor(run, tmp_path / "node", chunk)["failed"]
+    written(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "a"}])
+    failed = _done_by_an_actor(run, tmp_path / "other", chunk)["failed"]
+    error = msgspec.json.decode(failed, type=Failed).exception()
+    assert isinstance(error, InputError)
+    assert "has other files than the run: input_digests was " in str(error)
+    assert complete_shards(tmp_path / "other", chunk, run.digest) is None
+
+
+@pytest.mark.parametrize("where", ["node", "node/at-0.json"])
+def test_a_node_that_cannot_write_says_so(tmp_path, where):
+    run, chunk = _text_run(tmp_path)
+    if where == "node":
+        (tmp_path / where).touch()
+    else:
+        (tmp_path / where).mkdir(parents=True)
+    failed = _done_by_an_actor(run, tmp_path / "node", chunk)["failed"]
+    error = msgspec.json.decode(failed, type=Failed).exception()
+    assert isinstance(error, StorageError)
+    assert f"{tmp_path / where} cannot be " in str(error)
+
+
+def test_a_mark_that_cannot_be_written(tmp_path):
+    with pytest.raises(StorageError, match="full cannot be written: No space left on device"):
+        on_ray._Mark("call", {}).write(Path("/dev/full"))
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,10 +20,11 @@ from mindie_mm.batch.mounting import mounted, renumbered
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
-from tests.batch.conftest import CLI, made, settings
+from tests.batch.conftest import CLI, made, settings, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
 
@@ -43,6 +46,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here / "run"
 
 
+@pytest.fixture
+def linked(folder: Path, tmp_path: Path) -> Path:
+    """The same, each file by a link."""
+    (tmp_path / "linked").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(file)
+    return tmp_path / "linked"
+
+
 def test_a_dataset_is_a_sequence(folder: Path) -> None:
     dataset = Dataset(folder)
     assert [sample.id for sample in dataset] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]
@@ -53,6 +65,12 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
         dataset[8]
     with pytest.raises(InputError, match=r"holds no finished run: there is no manifest\.json"):
         Dataset(folder.parent)
+
+
+def test_a_run_is_read_through_links(folder: Path, linked: Path) -> None:
+    for found, own in zip(Dataset(linked), Dataset(folder), strict=True):
+        for arrays, expected in zip(found.arrays, own.arrays, strict=True):
+            assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
 
 
 def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
@@ -67,10 +85,12 @@ def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
             assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
 
 
-def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(folder: Path, tmp_path: Path) -> None:
+def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
+    folder: Path, linked: Path, tmp_path: Path
+) -> None:
     model, dataset = load_model(None, device="cpu"), Dataset(folder)
     record = dataset.record(1)
-    with mounted(folder, 0) as first, mounted(folder, 0) as second:
+    with mounted(folder, 0) as first, mounted(linked, 0) as second:
         assert first != second
         one, other = (renumbered(record, number).ids for number in (first, second))
         assert one.tolist() != other.tolist()
@@ -84,7 +104,7 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(folder: P
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8"]
     done = warm.run([CLI, *arguments], timeout=100)
@@ -95,7 +115,8 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path:
     assert all(answer["text"] for answer in answers if "error" not in answer)
     whole = output.read_bytes()
     output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
-    assert CliRunner().invoke(main, arguments).exit_code == 1
+    by_links = ["generate", "--tokenized", str(linked), *arguments[3:]]
+    assert CliRunner().invoke(main, by_links).exit_code == 1
     assert output.read_bytes() == whole
     output.write_text("something else\n")
     refused = CliRunner().invoke(main, arguments)
@@ -105,6 +126,50 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, tmp_path:
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
     assert "its row 3 is 's3', this run's 'r3'" in refused.stderr
+
+
+def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_path: Path) -> None:
+    """Nor does it empty a file that is none of its own."""
+    output, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
+    arguments = ["--output", str(output), "--max-tokens", "4", "--limit", "1"]
+    assert CliRunner().invoke(main, ["generate", "--tokenized", str(folder), *arguments]).exit_code == 0
+    before = output.read_bytes()
+    made(settings(folder.parent / "rows.jsonl", shard_rows=5), tmp_path / "run")
+    copy.write_text("a line without an end")
+    for other, differing in (
+        (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has other answers: run was "),
+        (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
+        (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
+    ):
+        refused = CliRunner().invoke(main, ["generate", *other])
+        assert (refused.exit_code, differing in refused.stderr) == (2, True), refused.stderr
+    assert output.read_bytes() == before
+    assert copy.read_text() == "a line without an end"
+
+
+def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> None:
+    """Where it lies does not count."""
+    checkpoint, moved, run = (tmp_path / name for name in ("checkpoint", "moved", "run"))
+    shutil.copytree(EMBEDDED, checkpoint)
+    rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}])
+    made(msgspec.structs.replace(settings(rows), model=str(checkpoint)), run)
+    shutil.copytree(checkpoint, moved)
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text() + "\n")
+
+    generate = ["generate", "--tokenized", str(run), "--max-tokens", "4", "--output"]
+    for command in (["inspect", str(run), "0"], [*generate, str(tmp_path / "out.jsonl")]):
+        refused = CliRunner().invoke(main, command)
+        said = f"{checkpoint} is not the checkpoint that the rows were tokenised with: the digest"
+        assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+    assert CliRunner().invoke(main, ["inspect", str(run)]).exit_code == 0
+    answers = []
+    for name, *option in (("moved.jsonl", "--model", str(moved)), ("changed.jsonl", "--other-model")):
+        done = CliRunner().invoke(main, [*generate, str(tmp_path / name), *option])
+        assert done.exit_code == 0, done.stderr
+        answers.append((tmp_path / name).read_text())
+    assert answers[0] == answers[1]
 
 
 def test_inspect_shows_the_run_and_the_pictures_of_a_row(

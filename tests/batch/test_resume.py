@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindie_mm import faults
+from mindie_mm.batch.settings import require_run
 from mindie_mm.batch.shard import table_path
 from mindie_mm.errors import InputError, StorageError
 from mindie_mm.shm.layout import ArenaHeader, Owner
@@ -66,6 +67,16 @@ def test_a_shard_of_another_run_is_not_taken_for_this_ones(few: Path, whole: Pat
     (tmp_path / "run/run.json").unlink()
     (tmp_path / "run/manifest.json").unlink()
     (tmp_path / "run/errors.jsonl").unlink()
+    made(settings(few), tmp_path / "run")
+    assert content(tmp_path / "run") == content(whole)
+
+
+def test_what_killed_actors_left_goes_with_the_runs_end(few: Path, whole: Path, tmp_path: Path) -> None:
+    """It may have come with the shards from another node, to a folder where no run was begun."""
+    (tmp_path / "run").mkdir()
+    for name in ("at-3.json", "input-000.jsonl.0123abcd.partial"):
+        (tmp_path / "run" / name).write_text("{}")
+    require_run(tmp_path / "run")
     made(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
 

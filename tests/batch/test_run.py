@@ -16,8 +16,9 @@ from click.testing import CliRunner
 
 from mindie_mm import ipc
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, StorageError
 from mindie_mm.nn.splice import ITEM, MediaShape, read_media
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
@@ -151,6 +152,30 @@ def test_a_finished_run_is_not_done_again(lines, tmp_path):
     first = made(settings(lines), tmp_path / "run")
     assert run(settings(lines), tmp_path / "run") == first
     assert not (tmp_path / "run/timings.jsonl").exists(), "no worker did a chunk"
+
+
+@pytest.mark.parametrize("limit", [None, 14, 100_000])
+def test_the_share_that_is_done_is_of_the_rows_that_are_taken(lines, rows, tmp_path, limit):
+    made(settings(lines, limit=limit), tmp_path / "run")
+    shown = []
+    run(settings(lines, limit=limit), tmp_path / "run", show=lambda done, _: shown.append(done))
+    *steps, end = shown
+    assert end.share == 1
+    assert steps[-1].share == pytest.approx(1)
+    if limit == 14:
+        assert [(done.rows, done.share) for done in steps] == [(7, 0.5), (14, 1)]
+        return
+    for done in steps:
+        assert done.share == pytest.approx(done.rows / len(rows), abs=0.25)
+
+
+def test_timings_that_cannot_be_written_end_it_with_our_own_error(tmp_path):
+    made = settings(written(tmp_path / "rows.jsonl", [{"text": "a"}]))
+    (tmp_path / "run").mkdir()
+    Run.of(made, tmp_path / "run").begin(tmp_path / "run")
+    (tmp_path / "run/timings.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"timings\.jsonl cannot be written: No space left on device"):
+        run(made, tmp_path / "run")
 
 
 def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):

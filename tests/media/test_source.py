@@ -80,7 +80,8 @@ async def test_urls_are_fetched_behind_the_fence_even_inside_an_event_loop():
         ("data:image/png;base64,####", "valid base64"),
         ("data:image/png;base64,QUJ", "valid base64"),
         ("data:image/png;base64,", "empty"),
-        ("file://elsewhere/a.png", "host 'elsewhere'"),
+        ("file://elsewhere/a.png", "a file: URL with a host, 'elsewhere'"),
+        ("file://[elsewhere/a.png", "a file: URL that is not valid"),
     ],
 )
 def test_bad_sources(source, message):
@@ -89,12 +90,13 @@ def test_bad_sources(source, message):
     assert len(str(caught.value)) < 400
 
 
-def test_bytes_are_capped(tmp_path):
+def test_bytes_are_capped(tmp_path, monkeypatch):
     file = tmp_path / "a.jpg"
     file.write_bytes(DATA)
-    for source in (str(file), DATA, f"data:;base64,{BASE64}", BASE64):
+    monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", 100)
+    for named in (str(file), DATA, f"data:;base64,{BASE64}", BASE64):
         with pytest.raises(LimitExceeded, match="the limit is 100"):
-            read_source(Media("image", source), max_bytes=100)
+            read_source(Media("image", named))
     file.write_bytes(b"")
     with pytest.raises(MediaError, match="empty"):
         read_source(Media("image", str(file)))

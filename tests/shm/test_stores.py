@@ -371,6 +371,19 @@ class TestDiskArena(StoreContract):
         with pytest.raises(SegmentMissing, match=str(store.path)), mount(store.path):
             pass
 
+    def test_a_link_to_a_file_leads_to_it(self, store: DiskArena, tmp_path: Path) -> None:
+        """A folder of links to shards is as good as the shards."""
+        with store.allocate(SPECS) as block:
+            block["grid"][...] = 3
+            ref = block.publish()
+        store.close()
+        (tmp_path / "link").symlink_to(store.path)
+        with mount(tmp_path / "link"):
+            assert attach(ref)["grid"].tolist() == [3, 3, 3]
+        (tmp_path / "loop").symlink_to("loop")
+        with pytest.raises(SharedMemoryError, match="Too many levels of symbolic links"), mount(tmp_path / "loop"):
+            pass
+
     def test_a_missing_file_is_missing(self, tmp_path: Path) -> None:
         with pytest.raises(SegmentMissing, match="nowhere"), mount(tmp_path / "nowhere"):
             pass

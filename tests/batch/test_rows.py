@@ -1,0 +1,256 @@
+"""What a row says is what its prompt has: its files, its texts, its template's variables; or it says why not."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import mindie_mm
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.row import Row, parse, row_id
+from mindie_mm.batch.source import open_source
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Media, Message, Text
+from mindie_mm.tokenize import Tokenizer
+from service.openai_types import NOT_SERVED
+from tests.batch.conftest import made, settings, written
+from tests.batch.test_forms import packed, tabled
+from tests.media_samples import encoded, photograph
+
+TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+PICTURE = encoded(photograph(size=(60, 40)))
+TEMPLATE = (
+    "{% if tools %}{{ tools|tojson }}\n{% endif %}{{ tone }}{% for message in messages %}{{ message.role }}: "
+    "{{ message.content[0].text }}{{ message.tool_calls|tojson if message.tool_calls }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""The spellings of JSON in it are those of the row: a null of a tool is one, and so is a property called `path`."""
+PROPERTIES = {"path": {"type": "string", "default": None}}
+TOOLS: Sequence[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": PROPERTIES}}}
+]
+MESSAGES: Sequence[dict[str, Any]] = [{"role": "user", "content": "Hello!"}]
+CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "a.txt", "bytes": None}}}
+
+
+def rows_of(path: Path) -> list[tuple[str | None, Row]]:
+    """What the rows of a tar are called, and what they say."""
+    source = open_source(path, ())
+    ((_, start, stop),) = source.cut(1000)
+    return [(row_id(record), parse(record, path.parent, "")) for record in source.records(start, stop)]
+
+
+def packed_json(path: Path, key: str, described: Any, *others: tuple[str, bytes]) -> Path:
+    return packed(path, [(f"{key}.json", json.dumps(described).encode()), (f"{key}.jpg", PICTURE), *others])
+
+
+def test_a_path_that_could_be_base64_is_of_the_inputs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever the command is called; of the current directory nothing is read."""
+    here, elsewhere = tmp_path / "rows", tmp_path / "elsewhere"
+    names = [hashlib.sha256(name).hexdigest() for name in (b"here", b"elsewhere")]
+    for folder, name in zip((here, elsewhere), names, strict=True):
+        folder.mkdir()
+        (folder / name).write_bytes(PICTURE)
+    encoded_picture = base64.b64encode(PICTURE).decode()
+    rows = [{"image": source, "text": "What?"} for source in (*names, encoded_picture)]
+    settled = settings(written(here / "rows.jsonl", rows))
+    for folder in (elsewhere, here):
+        monkeypatch.chdir(folder)
+        made(settled, tmp_path / f"from {folder.name}")
+    found = Dataset(tmp_path / "from elsewhere")
+    assert [sample.error is None for sample in found] == [True, False, True]
+    assert found[0].ids.tolist() == found[2].ids.tolist()
+    shards = [sorted((tmp_path / f"from {name}").glob("shard-*")) for name in ("rows", "elsewhere")]
+    assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+def test_only_media_of_a_tars_prompt_are_its_files(tmp_path: Path) -> None:
+    described = {"id": "d/1.jpg", "image": "1.jpg", "prompt": "d/1.jpg"}
+    ((name, row),) = rows_of(packed_json(tmp_path / "t.tar", "d/1", described))
+    assert (name, row) == ("d/1.jpg", Row((Media("image", PICTURE), Text("d/1.jpg"))))
+    part = {"type": "image_url", "image_url": {"url": "d/1.jpg"}}
+    messages = [{"role": "system", "content": "1.jpg"}, {"role": "user", "content": [part], "name": "1.jpg"}]
+    ((_, row),) = rows_of(packed_json(tmp_path / "m.tar", "d/1", {"messages": messages}))
+    said = [Message("system", "1.jpg"), Message("user", (Media("image", PICTURE),), {"name": "1.jpg"})]
+    assert row == Row(messages=said)
+
+
+def test_a_json_of_a_tar_that_is_a_list_or_a_text_alone(tmp_path: Path) -> None:
+    listed = [{"image": "2.jpg"}, {"text": "Describe"}]
+    ((_, row),) = rows_of(packed_json(tmp_path / "l.tar", "2", listed))
+    assert row == Row((Media("image", PICTURE), Text("Describe")))
+    rows = rows_of(packed(tmp_path / "t.tar", [("5.json", b'{"text": "{media}a"}'), ("6.JSON", b'{"prompt": "b"}')]))
+    assert rows == [("5", Row((Text("{media}a"),))), ("6", Row((Text("b"),)))]
+    described = {"text": "{media}a", "image": None, "prompt": "b", "add_generation_prompt": False}
+    ((_, row),) = rows_of(packed_json(tmp_path / "o.tar", "7", described))
+    expected = Row([Media("image", PICTURE), Text("ab")], add_generation_prompt=False, template_kwargs={})
+    assert row == expected
+
+
+def test_the_json_and_the_text_that_are_called_as_the_row_is(tmp_path: Path) -> None:
+    others = [("3.meta.json", b'{"text": "no", "image": "gone.jpg"}'), ("3.old.txt", b"no"), ("3.txt", b"no")]
+    ((_, row),) = rows_of(packed_json(tmp_path / "j.tar", "3", {"text": "yes"}, *others))
+    assert row == Row([Media("image", PICTURE), Text("yes")])
+    ((name, row),) = rows_of(
+        packed(tmp_path / "t.tar", [("/4.jpg", PICTURE), *[("/4.txt", b"yes")], ("/4.z.txt", b"")])
+    )
+    assert (name, row) == ("/4", Row([Media("image", PICTURE), Text("yes")]))
+    ((_, row),) = rows_of(packed(tmp_path / "c.tar", [("5.caption.txt", b"yes"), ("5.jpg", PICTURE)]))
+    assert row == Row([Media("image", PICTURE), Text("yes")])
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ({"1.json": b'{"text": ["a"]}', "1.jpg": PICTURE}, "the text in 1.json is list; it must be a string"),
+        ({"1.json": b'"a"', "1.jpg": PICTURE}, "the row is str; it must be an object or a list"),
+        ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
+        ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
+        ({"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE}, r"1 has the texts \['1.a.txt', '1.b.txt'\]; one of"),
+        ({"1.meta.json": b'{"text": "a"}'}, r"1 has no medium among \['.json'\]"),
+    ],
+)
+def test_files_of_a_tar_that_are_no_row(members: dict[str, bytes], why: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=why):
+        rows_of(packed(tmp_path / "t.tar", [*members.items()]))
+
+
+def test_files_of_a_tar_that_begin_with_a_dot_are_no_rows(tmp_path: Path) -> None:
+    """As macOS packs them; a folder may begin with one."""
+    members = [("._4.jpg", b"x"), ("4.jpg", PICTURE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
+    rows = rows_of(packed(tmp_path / "t.tar", [("./.DS_Store", b"x"), *members, ("./5.jpg", PICTURE)]))
+    assert rows == [("4", Row([Media("image", PICTURE), Text("a")])), ("./5", Row([Media("image", PICTURE)]))]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("image_url", "a.jpg"),
+        ("image_url", {"url": "a.jpg", "detail": "low"}),
+        ("image_urls", ["a.jpg", {"url": "b.jpg"}]),
+        ("video_url", "a.mp4"),
+        ("audio_url", "a.wav"),
+        ("input_audio", {"data": "AAAA", "format": "wav"}),
+    ],
+)
+def test_a_flat_row_takes_the_media_of_a_list(key: str, value: Any, tmp_path: Path) -> None:
+    values = value if isinstance(value, list) else [value]
+    listed = [*({key.removesuffix("s"): one} for one in values), {"text": "what"}]
+    flat, as_list = (parse(json.dumps(row).encode(), tmp_path, "") for row in ({key: value, "text": "what"}, listed))
+    assert flat == as_list
+    assert flat.items is not None
+    assert isinstance(flat.items[0], Media)
+
+
+@pytest.fixture(scope="module")
+def handy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose chat template reads tools and `tone`."""
+    folder = tmp_path_factory.mktemp("handy") / "tiny"
+    shutil.copytree(TINY, folder)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
+    return str(folder)
+
+
+def test_variables_of_the_chat_template_are_the_online_paths(handy: str, tmp_path: Path) -> None:
+    called = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    given: Sequence[dict[str, Any]] = [
+        {"messages": MESSAGES},
+        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto"},
+        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"},
+        {"messages": MESSAGES, "tools": [], "chat_template_kwargs": {}, "continue_final_message": False},
+        {"messages": MESSAGES, "chat_template_kwargs": {"tone": "Softly. ", "tools": TOOLS}},
+        {"messages": MESSAGES, "add_generation_prompt": False},
+        {"messages": called, "tools": TOOLS},
+        {"inputs": [{"text": "Hello!"}], "tools": TOOLS},
+        {"text": "Hello!", "chat_template_kwargs": {"tone": "Softly. "}, "add_generation_prompt": False},
+    ]
+    soft = {"tone": "Softly. "}
+    online: Sequence[tuple[Sequence[dict[str, Any]], dict[str, Any]]] = [
+        (MESSAGES, {}),
+        (MESSAGES, {"tools": TOOLS}),
+        (MESSAGES, {}),
+        (MESSAGES, {}),
+        (MESSAGES, soft | {"tools": TOOLS}),
+        (MESSAGES, {"add_generation_prompt": False}),
+        (called, {"tools": TOOLS}),
+        (MESSAGES, {"tools": TOOLS}),
+        (MESSAGES, soft | {"add_generation_prompt": False}),
+    ]
+    rows = msgspec.structs.replace(settings(written(tmp_path / "rows.jsonl", given)), model=handy)
+    made(rows, tmp_path / "run")
+    with Tokenizer.from_pretrained(handy) as tokenizer:
+        expected = [tokenizer.tokenize_chat(messages, **kwargs).tolist() for messages, kwargs in online]
+    found = [sample.ids.tolist() for sample in Dataset(tmp_path / "run") if sample.error is None]
+    assert found == expected
+    assert len({*map(tuple, expected)}) == 6
+
+
+def test_a_tables_tools_are_the_same_but_for_its_nulls(handy: str, tmp_path: Path) -> None:
+    """A table has a column for each key of any tool, or the tools as JSON text."""
+    bare = json.loads(json.dumps(TOOLS), object_hook=lambda one: {k: v for k, v in one.items() if v is not None})
+    function = {"name": "dig", "parameters": {"type": "object", "properties": {"depth": {"type": "integer"}}}}
+    both = [*bare, {"type": "function", "function": function}]
+    inputs = (
+        tabled(tmp_path / "structs.parquet", [{"messages": MESSAGES, "tools": tools} for tools in (both, None)]),
+        tabled(tmp_path / "path.parquet", [{"messages": MESSAGES, "tools": bare}]),
+        tabled(tmp_path / "texts.parquet", [{"messages": MESSAGES, "tools": json.dumps(TOOLS)}]),
+    )
+    made(msgspec.structs.replace(settings(*inputs), model=handy), tmp_path / "run")
+    with Tokenizer.from_pretrained(handy) as tokenizer:
+        expected = [tokenizer.tokenize_chat(MESSAGES, tools=tools).tolist() for tools in (both, bare, TOOLS)]
+        expected.insert(1, tokenizer.tokenize_chat(MESSAGES).tolist())
+    assert [sample.ids.tolist() for sample in Dataset(tmp_path / "run") if sample.error is None] == expected
+
+
+REFUSED: Sequence[tuple[dict[str, Any], str]] = [
+    ({"tools": TOOLS}, "tools are not served: the model's chat template has no place for them"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+    ({"tools": 5}, "the row's tools: Expected"),
+    ({"tools": ["weigh"]}, "the row's tools: Expected"),
+    ({"tools": "weigh"}, "the row's tools is not JSON"),
+    ({"add_generation_prompt": 1}, "the row's add_generation_prompt: Expected"),
+    ({"chat_template_kwargs": []}, "the row's chat_template_kwargs: Expected"),
+    ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs cannot hold 'conversation'"),
+    ({"continue_final_message": True}, "the row has continue_final_message, which is not served"),
+    ({"functions": TOOLS}, "the row has functions, which is not served"),
+]
+
+
+def test_what_a_prompt_cannot_have_is_refused_not_dropped(tmp_path: Path) -> None:
+    rows = [{"messages": MESSAGES} | variables for variables, _ in REFUSED]
+    made(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
+    for sample, (variables, why) in zip(Dataset(tmp_path / "run"), REFUSED, strict=True):
+        assert why in (sample.error or ""), variables
+    rows = [{"text": "a", "add_generation_prompt": False}, {"text": "a", "add_generation_prompt": True}]
+    made(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
+    errors = [sample.error for sample in Dataset(tmp_path / "bare")]
+    assert errors == ["InputError: the row has variables of a chat template, and goes through none", None]
+
+
+def test_the_service_refuses_what_rows_may_not_have() -> None:
+    for name in ("continue_final_message", "functions", "mm_processor_kwargs", "truncate_prompt_tokens"):
+        assert name in NOT_SERVED
+        for off in (False, [], {}, -1):
+            assert parse(json.dumps({"messages": MESSAGES, name: off}).encode(), Path(), "").messages
+        with pytest.raises(InputError, match=f"the row has {name}, which is not served"):
+            parse(json.dumps({"messages": MESSAGES, name: {"a": 1}}).encode(), Path(), "")
+
+
+def test_a_column_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([["a"], ["b"], [1]], names=["text", "text", "id"]), path)
+    for columns in ((), ("text",)):
+        with pytest.raises(InputError, match=r"twice\.parquet has several columns of the name 'text'"):
+            made(settings(path, columns=columns), tmp_path / "run")
+    assert [*open_source(path, ("id",)).records(0, 1)] == [{"id": 1}]

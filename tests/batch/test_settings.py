@@ -1,0 +1,39 @@
+"""What a run takes down of where things are, and of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.batch.settings import Settings, model_digest
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import EMBEDDED, Checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return Checkpoint.open(shutil.copytree(EMBEDDED, tmp_path / "checkpoint"))
+
+
+def test_what_is_no_file_is_no_part_of_a_checkpoint(checkpoint: Checkpoint) -> None:
+    (checkpoint.path / "logs.json").mkdir()
+    (checkpoint.path / "gone.txt").symlink_to("nowhere")
+    (checkpoint.path / "round.json").symlink_to("round.json")
+    assert model_digest(checkpoint) == model_digest(Checkpoint.open())
+
+
+def test_a_file_that_cannot_be_read_is_named(checkpoint: Checkpoint) -> None:
+    (checkpoint.path / "bad.json").symlink_to("/proc/self/mem")
+    with pytest.raises(UnsupportedCheckpoint, match=r"bad\.json cannot be read: Input/output error"):
+        model_digest(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model", "stdin_folder", "inputs"])
+def test_a_path_that_is_not_utf_8_is_named(name: str) -> None:
+    path = os.fsdecode(b"/caf\xe9")
+    given = {"model": "", "inputs": ("-",)} | {name: (path,) if name == "inputs" else path}
+    with pytest.raises(InputError, match=rf"{name} has '/caf\\udce9', which is not UTF-8"):
+        Settings(**given)
