@@ -9,6 +9,7 @@ import torch
 
 from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
+from mindie_mm.device.cpu_layers import lighten
 from mindie_mm.device.packed_linear import pack
 
 
@@ -34,6 +35,7 @@ class CPU(Device):
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()
         pack(module)
+        lighten(module)
 
     def free_bytes(self) -> int:
         return host_memory.available_bytes()

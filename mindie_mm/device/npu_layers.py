@@ -5,16 +5,14 @@ A layer is replaced because a fused one gives the same numbers, whatever its nam
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device import rotation
 from mindie_mm.device.npu_kernels import HALF, PACKED, rms_norm, rotary, works
 
 _LANE_BYTES = 32
@@ -40,8 +38,7 @@ def fuse(module: nn.Module) -> None:
     """Replaces what `module` has of norms and rotations on an NPU; others stay as they are."""
     _fuse_norms(module)
     _pack_towers(module)
-    for source in {sys.modules[type(part).__module__] for part in module.modules()}:
-        _fuse_rotation(source)
+    rotation.replace(module, rotation.TEXT, _rotate)
 
 
 def _pack_towers(module: nn.Module) -> None:
@@ -90,24 +87,6 @@ def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
 def _close(one: Tensor, other: Tensor) -> bool:
     tolerance = 1e-5 if one.dtype == torch.float32 else 0.05
     return bool(torch.allclose(one.float().cpu(), other.float().cpu(), rtol=tolerance, atol=tolerance))
-
-
-def _fuse_rotation(source: ModuleType) -> None:
-    """Has the attention layers of one of transformers' modules rotate by the fused operator, on an NPU alone."""
-    own: Any = getattr(source, "apply_rotary_pos_emb", None)
-    if own is None or isinstance(own, partial) or not _rotates_halves(own):
-        return
-    source.apply_rotary_pos_emb = partial(_rotate, own)  # type: ignore[attr-defined]  # their layers look it up by this name
-
-
-def _rotates_halves(own: Callable[..., Any]) -> bool:
-    values, angles = torch.randn(2, 1, 2, 3, 16), torch.randn(2, 1, 3, 16)
-    halves = torch.cat([-values[..., 8:], values[..., :8]], -1)
-    expected = values * angles[0].unsqueeze(1) + halves * angles[1].unsqueeze(1)
-    try:
-        return all(map(torch.allclose, own(*values, *angles), expected))
-    except (TypeError, RuntimeError, ValueError):  # it takes other things
-        return False
 
 
 def _rotate(
