@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +18,10 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.shm.arena_info import Room
+from mindie_mm.shm.layout import SHM_DIRECTORY
 
 MIN_OPEN_FILES = 1024
-SHM = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 
 
 def examine(config: WorkerConfig, root: Path = Path("/")) -> Iterator[Finding]:
@@ -96,10 +96,10 @@ def _checkpoint(config: WorkerConfig) -> Finding:
 
 def _shared_memory(config: WorkerConfig) -> Finding:
     needed = config.num_tokenizers * config.arena_bytes
-    if not os.access(SHM, os.W_OK):
-        return Finding("shared memory", "error", f"{SHM} can't be written", "mount a tmpfs there")
-    free = shutil.disk_usage(SHM).free
-    found = f"{SHM} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
+    if not os.access(SHM_DIRECTORY, os.W_OK):
+        return Finding("shared memory", "error", f"{SHM_DIRECTORY} can't be written", "mount a tmpfs there")
+    free = Room.now().free_bytes
+    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
         advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"
         return Finding("shared memory", "error", found, advice)

@@ -30,9 +30,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         message = "the request bears no API key that is known here; it goes into Authorization, as Bearer KEY"
-        answer = JSONResponse(
-            error_body(message, "AuthenticationError", 401), status_code=401, headers={"WWW-Authenticate": "Bearer"}
-        )
+        answer = JSONResponse(error_body(message, 401), status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await answer(scope, receive, send)
 
     def _may(self, headers: Headers) -> bool:

@@ -14,7 +14,7 @@ from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.worker import Delta
 from mindie_mm.inputs import KINDS
 from mindie_mm.shm import Ref
-from mindie_mm.shm.layout import file_name
+from mindie_mm.shm.layout import block_name
 from mindie_mm.tokenize.prompt import Prompt, Span
 
 _ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s", "decode_s")
@@ -114,7 +114,7 @@ def _block(prompt: Prompt, span: Span) -> str:
     ids = prompt.ids[span.start : span.stop]
     words = ids[ids < 0]
     ref = Ref.from_words(words[0], words[1] if len(words) > 1 else None)
-    return f"{file_name(ref.arena)}:{ref.block}"
+    return block_name(ref.arena, ref.block)
 
 
 def timings(clock: Clock, choices: Sequence[Choice]) -> dict[str, float]:

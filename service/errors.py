@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,37 +21,32 @@ _MAX_DETAILS = 5
 _MAX_MESSAGE = 800
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an error leaves the service."""
-
-    status: int
-    """HTTP status; 499 is nginx's `client closed request`, which nobody receives."""
-    kind: str
-    """The error object's `type`."""
-
-
-TABLE: Mapping[type[BaseException], Outcome] = {
-    errors.InputError: Outcome(400, "BadRequestError"),
-    errors.ModelNotFound: Outcome(404, "NotFoundError"),
-    errors.WorldError: Outcome(500, "InternalServerError"),
-    errors.ArenaFull: Outcome(503, "ServiceUnavailableError"),
-    errors.ProcessDied: Outcome(503, "ServiceUnavailableError"),
-    errors.ServiceStopping: Outcome(503, "ServiceUnavailableError"),
-    errors.QueueFull: Outcome(429, "RateLimitError"),
-    errors.RequestTimeout: Outcome(504, "TimeoutError"),
-    errors.RequestAborted: Outcome(499, "RequestAbortedError"),
-    Exception: Outcome(500, "InternalServerError"),
+TABLE: Mapping[type[BaseException], int] = {
+    errors.InputError: 400,
+    errors.ModelNotFound: 404,
+    errors.WorldError: 500,
+    errors.ArenaFull: 503,
+    errors.ProcessDied: 503,
+    errors.ServiceStopping: 503,
+    errors.QueueFull: 429,
+    errors.RequestTimeout: 504,
+    errors.RequestAborted: 499,  # nginx's `client closed request`, which nobody receives
+    Exception: 500,
 }
-"""The class nearest to the error's own, over its method resolution order, decides."""
+"""HTTP status; the class nearest to the error's own, over its method resolution order, decides."""
 
-_KINDS = {
+KINDS: Mapping[int, str] = {
+    401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "TimeoutError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
+    499: "RequestAbortedError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
+"""The error object's `type` by status; any other is a BadRequestError, and from 500 on an InternalServerError."""
 
 
 class ErrorObject(BaseModel):
@@ -79,22 +73,24 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """Every route's errors, for the interface's description."""
 
 
-def outcome(error: BaseException) -> Outcome:
-    """How `error` leaves the service."""
+def status_of(error: BaseException) -> int:
+    """The HTTP status with which `error` leaves the service."""
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
     """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text."""
-    found = outcome(error)
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
     param = "model" if isinstance(error, errors.ModelNotFound) else None
-    return _object(message, found.kind, param, found.status)
+    return error_body(message, status_of(error), param)
 
 
-def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
-    """OpenAI's error object for what is no exception."""
-    return _object(message, kind, None, status)
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; `param` is the field of the request that is to blame."""
+    if len(message) > _MAX_MESSAGE:  # it quotes what the client sent
+        message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
+    kind = KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def install(app: FastAPI) -> None:
@@ -106,7 +102,7 @@ def install(app: FastAPI) -> None:
 
 def error_response(error: Exception) -> Response:
     """The answer that tells `error`, whatever it is."""
-    status = outcome(error).status
+    status = status_of(error)
     if status == 500:
         # A message of another's may quote what the client sent.
         _log.error("request failed: %s: %s", type(error).__name__, error_object(error)["error"]["message"])
@@ -126,7 +122,7 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
         details += f"; and {len(found) - _MAX_DETAILS} more"
     location = found[0]["loc"][1:] if found else ()
     param = str(location[0]) if location and isinstance(location[0], str) else None
-    return JSONResponse(_object(details, "BadRequestError", param, 400), status_code=400)
+    return JSONResponse(error_body(details, 400, param), status_code=400)
 
 
 def _detail(detail: Mapping[str, Any]) -> str:
@@ -141,15 +137,7 @@ def _detail(detail: Mapping[str, Any]) -> str:
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    kind = _KINDS.get(error.status_code, "BadRequestError")
     said = str(error.detail)
     if error.status_code == 400 and "parsing the body" in said:  # FastAPI's words for JSON that the decoder gives up
         said = "the body is not valid JSON, or is nested too deeply"
-    body = _object(said, kind, None, error.status_code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-
-def _object(message: str, kind: str, param: str | None, status: int) -> dict[str, Any]:
-    if len(message) > _MAX_MESSAGE:  # it quotes what the client sent
-        message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return JSONResponse(error_body(said, error.status_code), status_code=error.status_code, headers=error.headers)

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from mindie_mm.shm import ArenaInfo, arenas_of
+from mindie_mm.shm.layout import block_name
 from service.json_response import JSONResponse
 from service.state import ServiceDep
 
@@ -79,7 +80,7 @@ def _arena(arena: ArenaInfo) -> dict[str, Any]:
 def _map(arena: ArenaInfo) -> list[dict[str, Any]]:
     return [
         {
-            "name": f"{arena.name}:{block.block}",
+            "name": block_name(arena.number, block.block),
             "state": block.state,
             "request": Path(block.request).parent.name or None,
             "age_s": block.age_s,

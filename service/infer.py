@@ -15,10 +15,10 @@ from starlette.responses import Response
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
+from service.body import INT32_MAX, Array, Body, MaxTokens, RepetitionPenalty, TopP
 from service.choices import Choice, Clock, collect, timings
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
-from service.openai_types import INT32_MAX, Array, Body, MaxTokens, RepetitionPenalty, TopP
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import pybase64
 
@@ -23,6 +22,7 @@ from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import KINDS, Item, Media, Message, Text
 from mindie_mm.media.fetch import fetch
+from mindie_mm.media.file_url import file_url_path
 
 T = TypeVar("T")
 
@@ -85,7 +85,8 @@ class MediaPolicy:
             if (count := sum(item.kind == kind for item in items)) > limit:
                 raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
         # A request whose servers are slow leaves the others their turns.
-        budget = _Budget(config.max_media_bytes, asyncio.Semaphore(-(-config.max_concurrent_fetches // 4)))
+        fetching = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
+        budget = _Budget(directory.name, config.max_media_bytes, fetching)
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
@@ -120,6 +121,7 @@ class MediaPolicy:
                 allowed_domains=self.config.allowed_media_domains,
                 allow_private=self.config.allow_private_media,
                 spend=budget.spend,
+                request=budget.request,
             )
 
     def _local_path(self, source: str) -> str | None:
@@ -128,10 +130,7 @@ class MediaPolicy:
         Base64 of a JPEG starts with a slash: what decodes to media is no path.
         """
         if source[:5].lower() == "file:":
-            parts = urlsplit(source)
-            if parts.netloc not in ("", "localhost"):
-                raise MediaError("a file: URL with a host")
-            return unquote(parts.path)
+            return file_url_path(source)
         return source if source.startswith("/") and not _is_base64_media(source) else None
 
     def _copy(self, path: str, stem: Path, budget: _Budget) -> Path:
@@ -192,6 +191,8 @@ class MediaPolicy:
 class _Budget:
     """What a request's media may take."""
 
+    request: str
+    """The name of its directory, which no other has."""
     limit: int
     """Bytes."""
     fetching: asyncio.Semaphore

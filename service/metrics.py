@@ -37,7 +37,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # process_..., of the service process, with no prefix as everywhere
-        self.model_name = self._model_name = model_name
+        self.model_name = model_name
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, ("model_name", *labels), registry=self.registry)
@@ -95,7 +95,7 @@ class Metrics:
 
     def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
         """A choice ended for `reason` (`stop`, `length`, `abort`, `error`) with `num_tokens` tokens."""
-        self._finished.labels(self._model_name, reason).inc()
+        self._finished.labels(self.model_name, reason).inc()
         self._generation_tokens.inc(num_tokens)
         self._request_generation_tokens.observe(num_tokens)
         if timings is not None:
@@ -115,15 +115,15 @@ class Metrics:
 
     def watch_arenas(self, arenas: Callable[[], Sequence[ArenaInfo]]) -> None:
         """Adds shared memory as `arenas` finds it at each scrape, and what this process has reclaimed."""
-        self.registry.register(_SharedMemory(arenas, self._model_name))
+        self.registry.register(_SharedMemory(arenas, self.model_name))
 
-    def watch(self, stats: Callable[[], Stats | None]) -> None:
+    def watch(self, stats: Callable[[], Stats]) -> None:
         """Adds the engine's gauges, read by `stats` at each scrape."""
-        self.registry.register(_EngineGauges(stats, self._model_name))
+        self.registry.register(_EngineGauges(stats, self.model_name))
 
     def watch_processes(self, worker: Worker) -> None:
         """Adds what runs, how often it was started again, and what it is made of."""
-        self.registry.register(_Processes(worker, self._model_name))
+        self.registry.register(_Processes(worker, self.model_name))
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format; looks at the arenas, which may take milliseconds."""
@@ -131,14 +131,12 @@ class Metrics:
 
 
 class _EngineGauges(Collector):
-    def __init__(self, stats: Callable[[], Stats | None], model_name: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
         self._stats = stats
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        if stats is None:
-            return
         gauges = (
             ("num_requests_running", "Requests in the running batch.", stats.num_running),
             ("num_requests_waiting", "Requests waiting for the batch.", stats.num_waiting),

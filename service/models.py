@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from mindie_mm.errors import ModelNotFound
 from service.json_response import JSONResponse
 from service.state import Service, ServiceDep
 
@@ -23,8 +22,7 @@ async def models(service: ServiceDep) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: ServiceDep) -> Response:
     """The served model."""
-    if name != service.model_name:
-        raise ModelNotFound(f"the model {name!r} is not served here; {service.model_name!r} is")
+    service.check_model(name)
     return JSONResponse(_card(service))
 
 

@@ -1,43 +1,21 @@
-"""Request bodies of the OpenAI-compatible endpoints. Numbers are strict; unknown fields are ignored, as others do."""
+"""Request bodies of the OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from service.body import INT32_MAX, Array, Body, Logprobs, MaxTokens, Penalty, RepetitionPenalty, TopP
 
 MAX_CHOICES = 64
 
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
-INT32_MAX = 2**31 - 1
-
-# Numbers in the ranges of SamplingParams.check, which the interface's description tells (tests/service/test_openapi.py
-# holds them to be the same): a request that leaves them is refused with the field's name before anything is made of it.
-MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=100)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-
-T = TypeVar("T")
-
-Array = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
-
-
-class Body(BaseModel):
-    """A request body: no number out of a string, no integer out of `true` or 1.5, nothing infinite."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    model: str | None = None
-    """The served model's name; may be left out."""
 
 
 class StreamOptions(BaseModel):
@@ -242,24 +220,6 @@ class CompletionBody(GenerationBody):
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-class TokenizeBody(Body):
-    """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
-
-    prompt: str | None = None
-    messages: Array[dict[str, Any]] | None = None
-    inputs: Array[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    """None: true."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    tokens: Array[int]
 
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:

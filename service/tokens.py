@@ -9,14 +9,32 @@ from starlette.responses import Response
 
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
+from service.body import Array, Body
 from service.choices import Clock
 from service.json_response import JSONResponse
 from service.line import prompt_of_ids, tokenized
-from service.openai_types import DetokenizeBody, TokenizeBody
 from service.state import Arrived, ServiceDep
 from service.token_text import token_text
 
 router = APIRouter()
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
+
+    prompt: str | None = None
+    messages: Array[dict[str, Any]] | None = None
+    inputs: Array[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    """None: true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Array[int]
 
 
 @router.post("/tokenize")

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "faults"},
     {"inputs", "config", "logs"},
-    {"ipc", "sources"},
+    {"ipc", "restarts", "sources"},
     {"device", "shm", "child"},
     {"media", "nn"},
     {"models"},

@@ -4,12 +4,11 @@ import socket
 import struct
 import sys
 import threading
-import time
 
 import psutil
 import pytest
 
-from mindie_mm.ipc import Channel, Child, ChildChannel, Restarts, Starter, open_channel
+from mindie_mm.ipc import Channel, Child, ChildChannel, open_channel
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -76,41 +75,6 @@ async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_h
     assert child.status == 0, "by itself, not by a signal"
     assert not made.exists()
     await child.end()
-
-
-async def test_a_start_that_fails_is_repeated(caplog):
-    tries = []
-
-    async def start() -> str:
-        tries.append(1)
-        if len(tries) < 2:
-            raise OSError("not yet")
-        return "up"
-
-    starter = Starter("the thing")
-    assert await starter.again(start) == "up"
-    assert "the thing did not start, try 1" in caplog.text
-    assert "the thing is started again in 0.5 s" in caplog.text
-    assert Restarts.of([starter, starter]) == Restarts(started=2, failed=2)
-
-
-async def test_pauses_grow_until_a_process_proves_of_use():
-    async def start() -> str:
-        return "up, and dead at once"
-
-    starter = Starter("the thing", first_pause_s=0.01, last_pause_s=0.05)
-    pauses = []
-    began = time.monotonic()
-    for _ in range(6):
-        pauses.append(starter.pause_s)
-        await starter.again(start)
-    assert pauses == [0, 0.01, 0.02, 0.04, 0.05, 0.05], "the first one is started at once"
-    assert time.monotonic() - began >= sum(pauses)
-    starter.proved()
-    assert starter.pause_s == 0
-    await starter.again(start)
-    assert starter.pause_s == 0.01
-    assert starter.restarts == 7
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 
 from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, Room
-from mindie_mm.shm.layout import SHM_DIRECTORY
-from mindie_mm.shm.reclaim import block_name
+from mindie_mm.shm.layout import SHM_DIRECTORY, block_name
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:

@@ -30,7 +30,8 @@ from mindie_mm.engine.messages import (
 )
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_named
-from mindie_mm.ipc import RESTART_WAIT_S, Child, Restarts, Starter, logged
+from mindie_mm.ipc import Child
+from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence as Rows
+from collections import abc, deque
 from contextlib import suppress
 from typing import Protocol
 
@@ -85,7 +84,7 @@ class BaseEngine(ABC):
         """What becomes of a request; whatever is wrong with it is raised."""
 
     @abstractmethod
-    def _run(self, step: Rows[Scheduled], progress: list[Progress]) -> None:
+    def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
         """Computes a step, and adds its news to `progress`, so that none is lost should a later part fail."""
 
     def has_work(self) -> bool:
@@ -148,7 +147,7 @@ class BaseEngine(ABC):
         return items
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Draw | None]:
+    def _draw(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Draw | None]:
         """The next token of each sequence, from logits float32 [sequences, vocabulary], which are changed in place.
 
         None where the logits are no numbers: the model's dtype overflowed, or embeddings were none.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
+from collections import OrderedDict, abc
 
 from mindie_mm.engine.sequence import Sequence
 
@@ -33,7 +31,7 @@ class BlockPool:
         """Blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
+    def find(self, keys: abc.Iterable[bytes]) -> list[int]:
         """The blocks of the first of `keys`, up to one that no block has."""
         found: list[int] = []
         for key in keys:
@@ -42,12 +40,12 @@ class BlockPool:
             found.append(block)
         return found
 
-    def can_grow(self, sequence: Sequence, num_tokens: int, shared: Items[int] = ()) -> bool:
+    def can_grow(self, sequence: Sequence, num_tokens: int, shared: abc.Sequence[int] = ()) -> bool:
         """Whether `sequence`, given the blocks `shared` first, can hold `num_tokens` in all."""
         free = len(self._free) - sum(not self._holders[block] for block in shared)
         return self.num_needed(num_tokens) - len(sequence.blocks) - len(shared) <= free
 
-    def share(self, sequence: Sequence, blocks: Items[int]) -> None:
+    def share(self, sequence: Sequence, blocks: abc.Sequence[int]) -> None:
         """Gives `sequence`, which has none yet, blocks that `find` found."""
         assert not sequence.blocks, sequence.blocks
         for block in blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Step
+from collections import abc
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class Engine(BaseEngine):
             share(sequence, self._model)
         return sequence
 
-    def _run(self, step: Step[Scheduled], progress: list[Progress]) -> None:
+    def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
         progress += [self._fail(sequence, error) for sequence, error in failed.items()]
         step = [scheduled for scheduled in step if scheduled.sequence not in failed]

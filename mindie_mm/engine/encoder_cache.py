@@ -20,13 +20,13 @@ class EncoderCache:
         self._features: OrderedDict[bytes | ItemRef, Tensor] = OrderedDict()
 
     def __contains__(self, item: MediaItem) -> bool:
-        return _key(item) in self._features
+        return item.key in self._features
 
     def get(self, item: MediaItem) -> Tensor | None:
         """The item's features, [num_features, hidden], or None."""
-        features = self._features.get(_key(item))
+        features = self._features.get(item.key)
         if features is not None:
-            self._features.move_to_end(_key(item))
+            self._features.move_to_end(item.key)
         return features
 
     def put(self, item: MediaItem, features: Tensor) -> None:
@@ -34,21 +34,17 @@ class EncoderCache:
         self.drop(item)
         if features.untyped_storage().nbytes() > features.nbytes:
             features = features.clone()  # a view would keep the features of all its neighbours
-        self._features[_key(item)] = features
+        self._features[item.key] = features
         self._bytes += features.nbytes
         while self._bytes > self._capacity_bytes and len(self._features) > 1:
             self._bytes -= self._features.popitem(last=False)[1].nbytes
 
     def drop(self, item: MediaItem) -> None:
         """Forgets the item's features, if it has any here."""
-        if (features := self._features.pop(_key(item), None)) is not None:
+        if (features := self._features.pop(item.key, None)) is not None:
             self._bytes -= features.nbytes
 
     def count(self, items: list[MediaItem]) -> None:
         """Counts a new request's items as queries, and those that are here as hits."""
         self.queries += len(items)
         self.hits += sum(item in self for item in items)
-
-
-def _key(item: MediaItem) -> bytes | ItemRef:
-    return item.ref if item.digest is None else item.digest

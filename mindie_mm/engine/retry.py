@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 from mindie_mm.errors import ProcessDied, SegmentMissing
-from mindie_mm.ipc import Restarts
+from mindie_mm.restarts import Restarts
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 

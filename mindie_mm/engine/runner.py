@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Step
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,7 @@ class Runner:
         self._cache = cache
 
     @torch.inference_mode()
-    def forward(self, step: Step[Scheduled], features: Features) -> StepLogits:
+    def forward(self, step: abc.Sequence[Scheduled], features: Features) -> StepLogits:
         """The decoder over all of the step's tokens, the head over the rows asked for."""
         device = self._model.spec.device
         splices: list[Splice] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections import Counter, abc
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +19,7 @@ _PIECE = 256
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: tuple[int, ...]) -> Tensor:
+def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> Tensor:
     """The next token of each sequence, int64 [rows], from logits float32 [rows, vocabulary], changed in place.
 
     A row's draw depends on nothing but its logits, settings and generator: not on its neighbours.
@@ -40,7 +38,7 @@ def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> No
     """Adds a request's own preferences to its logits, float32 [vocabulary]; most requests have none."""
     params = sequence.params
 
-    def put(values: Iterable[float]) -> Tensor:
+    def put(values: abc.Iterable[float]) -> Tensor:
         return upload(torch.tensor([*values], dtype=row.dtype), row.device)
 
     if params.logit_bias:
@@ -60,11 +58,11 @@ def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> No
         row.index_fill_(0, _indices((*eos_token_ids, *params.stop_token_ids), row.device), -torch.inf)
 
 
-def _indices(values: Iterable[int], device: torch.device) -> Tensor:
+def _indices(values: abc.Iterable[int], device: torch.device) -> Tensor:
     return upload(torch.tensor([*values], dtype=torch.int64), device)
 
 
-def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     """Tokens drawn from logits float32 [rows, vocabulary] by temperature, top_k, top_p and min_p, in that order."""
 
     def column(name: str) -> Tensor:
@@ -133,7 +131,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
     return Scores(known.masked_fill(ids >= logits.shape[-1], -torch.inf).squeeze(1), top, top_ids)
 
 
-def logprobs_of(token_ids: Rows[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
+def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
     """What is told of the tokens whose `Scores`, on the host, these are."""
     return [
         TokenLogprob(token, logprob, list(zip(ids, values, strict=True)))
@@ -141,7 +139,7 @@ def logprobs_of(token_ids: Rows[int], chosen: Tensor, top: Tensor, top_ids: Tens
     ]
 
 
-def token_logprobs(logits: Tensor, token_ids: Rows[int], num_top: int) -> list[TokenLogprob]:
+def token_logprobs(logits: Tensor, token_ids: abc.Sequence[int], num_top: int) -> list[TokenLogprob]:
     """`score` and `logprobs_of` in one, with a wait for the device."""
     scores = score(logits, _indices(token_ids, logits.device), num_top)
     return logprobs_of(token_ids, *download(scores.chosen, scores.top, scores.top_ids))

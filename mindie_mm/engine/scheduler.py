@@ -8,8 +8,7 @@ Yu et al., Orca, 2022; Agrawal et al., Sarathi, 2023.)
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence as Items
+from collections import abc, deque
 from dataclasses import dataclass, field
 
 from mindie_mm.config import EngineConfig
@@ -100,7 +99,7 @@ class Scheduler:
             step.append(scheduled)
         return step
 
-    def computed(self, step: Items[Scheduled]) -> None:
+    def computed(self, step: abc.Sequence[Scheduled]) -> None:
         """Lets other sequences find the blocks that `step` filled. Call it before any of its sequences is removed."""
         size = self._blocks.block_size
         for scheduled in step:
@@ -164,13 +163,9 @@ class Scheduler:
     def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
         """How far from `start` the budgets let the sequence go."""
         stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
-        if items := self._uncached(sequence, start, stop):
-            tower = budget.tower.copy()
-            for item in items:
-                if not tower.can_take(item):
-                    stop = max(item.start, start)
-                    break
-                tower.take(item)
+        items = self._uncached(sequence, start, stop)
+        if items and (fitting := budget.tower.num_fitting(items)) < len(items):
+            stop = max(items[fitting].start, start)
         for first, last in sequence.spans:
             if first < stop < last:
                 # What cannot be cut may be more than a step holds, so a step's first prompt overdraws the budgets.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence as Step
+from collections import abc, deque
 
 import numpy as np
 import torch
@@ -74,11 +73,12 @@ class Admission:
             num_bytes = self.num_bytes(sequence.num_prompt, sequence.max_tokens)
             # A prompt is not cut, so a step's first one may be more than the budgets.
             first = tokens == self._config.max_num_batched_tokens
-            if self.used + num_bytes > self.room or not (first or self._fits(sequence, tokens, tower)):
+            items = [item for item in sequence.items if item not in self._encoder_cache]
+            fits = sequence.num_prompt <= tokens and tower.num_fitting(items) == len(items)
+            if self.used + num_bytes > self.room or not (first or fits):
                 break
-            for item in sequence.items:
-                if item not in self._encoder_cache:
-                    tower.take(item)
+            for item in items:
+                tower.take(item)
             tokens -= sequence.num_prompt
             self.used += num_bytes
             sequence.scheduled_s = time.monotonic()
@@ -93,15 +93,6 @@ class Admission:
     def longest_output(self, num_prompt: int) -> int:
         """Most tokens of an answer that the room holds beside a prompt; below 1 where the prompt is too long."""
         return (self.room - num_prompt * self._prompt_token_bytes) // self._output_token_bytes
-
-    def _fits(self, sequence: Sequence, tokens: int, tower: TowerBudget) -> bool:
-        tried = tower.copy()
-        for item in sequence.items:
-            if item not in self._encoder_cache:
-                if not tried.can_take(item):
-                    return False
-                tried.take(item)
-        return sequence.num_prompt <= tokens
 
 
 class Seq2SeqEngine(BaseEngine):
@@ -167,7 +158,7 @@ class Seq2SeqEngine(BaseEngine):
             num_cached=0,
         )
 
-    def _run(self, step: Step[Scheduled], progress: list[Progress]) -> None:
+    def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
         rows: dict[Sequence, Tensor] = {}
         for scheduled in step:

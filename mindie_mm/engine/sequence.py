@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Items
+from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,7 @@ class Sequence:
     token_ids: list[int]
     """Plain ids of the prompt, then of the output."""
     num_prompt: int
-    items: Items[MediaItem]
+    items: abc.Sequence[MediaItem]
     """Media of the prompt, in order."""
     prompt_positions: Positions
     """Where its tokens stand, those of the output too."""

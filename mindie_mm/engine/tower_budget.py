@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindie_mm.nn.splice import ItemRef, MediaItem
@@ -28,27 +29,26 @@ class TowerBudget:
         self._bytes = limits.num_bytes
         self._items: set[bytes | ItemRef] = set()
 
-    @property
-    def untouched(self) -> bool:
-        """Whether no item was taken."""
-        return not self._items
-
-    def copy(self) -> TowerBudget:
-        """Another one with as much left, to try things with."""
-        other = TowerBudget(self._limits)
-        other._tokens, other._bytes, other._items = self._tokens, self._bytes, set(self._items)
-        return other
+    def num_fitting(self, items: Sequence[MediaItem]) -> int:
+        """How many of `items`, from the first on, fit together; none is taken."""
+        trial = TowerBudget(self._limits)
+        trial._tokens, trial._bytes, trial._items = self._tokens, self._bytes, set(self._items)
+        for number, item in enumerate(items):
+            if not trial.can_take(item):
+                return number
+            trial.take(item)
+        return len(items)
 
     def can_take(self, item: MediaItem) -> bool:
         """Whether the item fits."""
-        if self.untouched or (item.digest or item.ref) in self._items:
+        if not self._items or item.key in self._items:
             return True
         return item.shape.num_features <= self._tokens and self._cost(item) <= self._bytes
 
     def take(self, item: MediaItem) -> None:
         """Takes the item, whether it fits or not."""
-        if (key := item.digest or item.ref) not in self._items:
-            self._items.add(key)
+        if item.key not in self._items:
+            self._items.add(item.key)
             self._tokens -= item.shape.num_features
             self._bytes -= self._cost(item)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence as Step
+from collections import abc
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Towers:
         self._encoder_cache = encoder_cache
         self._limits = limits
 
-    def encode(self, step: Step[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
+    def encode(self, step: abc.Sequence[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
         """Features of the step's media, from the cache or the tower, and the sequences whose media failed."""
         features: Features = {}
         failed: dict[Sequence, MindieMMError] = {}
@@ -67,7 +67,7 @@ class Towers:
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
         """Adds the features of a group's items; or what kept a rank from it, and then none."""
         # The same content twice in a step is computed once.
-        distinct = {item.digest or item.ref: item for _, item in group}
+        distinct = {item.key: item for _, item in group}
         faults.point("before-tower")
         start = time.perf_counter()
         found = self._encoded(list(distinct.values()))
@@ -77,7 +77,7 @@ class Towers:
         faults.point("after-tower")
         seconds = time.perf_counter() - start
         for sequence, item in group:
-            features[item.ref] = encoded[item.digest or item.ref]
+            features[item.ref] = encoded[item.key]
             sequence.tower_s += seconds / len(group)
         for key, item in distinct.items():
             self._encoder_cache.put(item, encoded[key])

@@ -66,17 +66,19 @@ async def fetch(
     allowed_domains: Sequence[str] = (),
     allow_private: bool = False,
     spend: Callable[[int], None] | None = None,
+    request: str | None = None,
 ) -> bytes:
     """The body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
 
     Connecting may take `connect_timeout_s` and silence of the server `read_timeout_s` of them.
     `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. `allow_private` lets
     through addresses that are not public. `spend` is told of each piece's bytes as it comes; what it raises ends the
-    fetch. Raises MediaError, and LimitExceeded for a body that is too long.
+    fetch. `request` names whose fetch it is: the lookups of one leave the others their turns. Raises MediaError, and
+    LimitExceeded for a body that is too long.
     """
     target = _checked(url, allowed_domains)
     connector = aiohttp.TCPConnector(
-        resolver=_Resolver(allow_private), socket_factory=_socket_factory(allow_private), force_close=True
+        resolver=_Resolver(allow_private, request), socket_factory=_socket_factory(allow_private), force_close=True
     )
     try:
         async with (
@@ -163,13 +165,14 @@ LOOKUPS = Lookups()
 class _Resolver(AbstractResolver):
     """The system's resolver; a name is refused if any of its addresses is not public."""
 
-    def __init__(self, allow_private: bool) -> None:
+    def __init__(self, allow_private: bool, request: str | None) -> None:
         self._allow_private = allow_private
+        self._request = request
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        results = await LOOKUPS.resolve(host, port, family)
+        results = await LOOKUPS.resolve(host, port, family, self._request)
         if not self._allow_private and not all(is_public(result["host"]) for result in results):
             raise _NotPublic
         return results

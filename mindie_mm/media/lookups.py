@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from aiohttp.abc import ResolveResult
 
-from mindie_mm import logs
-
 MAX_LOOKUPS = 64
 """At a time, those included that nobody waits for any more."""
 MAX_OF_A_REQUEST = 4
@@ -28,7 +26,7 @@ class _Lookup:
     port: int
     family: int
     request: str | None
-    """Whose it is; None outside of a request."""
+    """Whose it is."""
     found: Future[list[ResolveResult]] = field(default_factory=Future)
 
 
@@ -40,9 +38,12 @@ class Lookups:
         self._waiting: list[_Lookup] = []
         self._running: list[_Lookup] = []
 
-    async def resolve(self, host: str, port: int, family: int) -> list[ResolveResult]:
-        """The addresses of `host`; OSError (gaierror) if it has none, UnicodeError if it is no name."""
-        lookup = _Lookup(host, port, family, logs.request_id.get())
+    async def resolve(self, host: str, port: int, family: int, request: str | None = None) -> list[ResolveResult]:
+        """The addresses of `host`; OSError (gaierror) if it has none, UnicodeError if it is no name.
+
+        `request` names whose lookup it is: of one request only so many run at a time. None: nobody's.
+        """
+        lookup = _Lookup(host, port, family, request)
         with self._lock:
             self._waiting.append(lookup)
             self._start()

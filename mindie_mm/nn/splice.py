@@ -89,6 +89,11 @@ class MediaItem:
         """Names the content: two items with one digest have the same features. None: never cached."""
         return self.view.digest
 
+    @property
+    def key(self) -> bytes | ItemRef:
+        """Two items of one key have the same features: its digest, or what the words refer to where it has none."""
+        return self.ref if self.digest is None else self.digest
+
 
 @dataclass(frozen=True, slots=True)
 class Splice:

@@ -60,6 +60,11 @@ def file_name(arena: int) -> str:
     return f"mindie_mm-{arena:04x}"
 
 
+def block_name(arena: int, block: int) -> str:
+    """How people name a block."""
+    return f"{file_name(arena)}:{block}"
+
+
 def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 

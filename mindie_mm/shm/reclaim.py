@@ -16,7 +16,7 @@ from mindie_mm import faults
 from mindie_mm.errors import MindieMMError
 from mindie_mm.shm import path_file as ledger
 from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
-from mindie_mm.shm.layout import PUBLISHED, STATE_NAMES, Owner, file_name
+from mindie_mm.shm.layout import PUBLISHED, STATE_NAMES, Owner, block_name
 from mindie_mm.shm.life import lock_of_the_dead, unlink_same
 from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.reader import release_block
@@ -65,16 +65,6 @@ class Collected:
         """What was taken back for `cause`."""
         return tuple(one.what for one in self.reclaimed if one.cause == cause)
 
-    @property
-    def arenas(self) -> tuple[str, ...]:
-        """Paths of the arenas that were removed: their owners are dead."""
-        return self.of("owner_dead")
-
-    @property
-    def requests(self) -> tuple[Path, ...]:
-        """Request directories that were released and removed: no process holds them."""
-        return tuple(map(Path, self.of("request_dead")))
-
 
 @dataclass(frozen=True, slots=True)
 class Total:
@@ -94,11 +84,6 @@ def totals() -> dict[Cause, Total]:
     """What this process has reclaimed since it began, by cause, whichever part of it asked: for metrics."""
     with _totals_lock:
         return dict(_totals)
-
-
-def block_name(arena: int, block: int) -> str:
-    """How people name a block."""
-    return f"{file_name(arena)}:{block}"
 
 
 def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Collected:

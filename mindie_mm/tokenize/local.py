@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from mindie_mm.config import WorkerConfig
-from mindie_mm.ipc import Restarts
+from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest

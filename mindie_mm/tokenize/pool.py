@@ -12,7 +12,8 @@ import msgspec
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import ProcessDied
-from mindie_mm.ipc import RESTART_WAIT_S, Child, Restarts, Starter, logged
+from mindie_mm.ipc import Child
+from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.shm import Ref, collect, free
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt

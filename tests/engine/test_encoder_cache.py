@@ -1,18 +1,16 @@
 """Features are kept by content, up to a number of bytes that is true."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.nn.splice import MediaItem, MediaShape
 
 
-@dataclass(frozen=True)
-class Item:
-    """What the cache looks at of a media item."""
-
-    digest: bytes | None
-    ref: str = ""
+def media(digest, ref=""):
+    return MediaItem(np.arange(1), SimpleNamespace(digest=digest, ref=ref), MediaShape("image", 5, 1))
 
 
 def features(rows=4):
@@ -21,7 +19,7 @@ def features(rows=4):
 
 def test_the_least_recently_used_goes_first():
     cache = EncoderCache(3 * 128)
-    items = [Item(bytes([i])) for i in range(4)]
+    items = [media(bytes([i])) for i in range(4)]
     for item in items[:3]:
         cache.put(item, features())
     assert cache.get(items[0]) is not None
@@ -31,23 +29,23 @@ def test_the_least_recently_used_goes_first():
 
 def test_one_item_always_fits():
     cache = EncoderCache(1)
-    cache.put(Item(b"a"), features())
-    assert Item(b"a") in cache
-    cache.put(Item(b"b"), features())
-    assert Item(b"a") not in cache
+    cache.put(media(b"a"), features())
+    assert media(b"a") in cache
+    cache.put(media(b"b"), features())
+    assert media(b"a") not in cache
 
 
 def test_a_part_of_a_larger_tensor_does_not_keep_the_whole():
     cache = EncoderCache(10**6)
     whole = features(1000)
-    cache.put(Item(b"a"), whole[:4])
-    assert cache.get(Item(b"a")).untyped_storage().nbytes() == 128
+    cache.put(media(b"a"), whole[:4])
+    assert cache.get(media(b"a")).untyped_storage().nbytes() == 128
 
 
 def test_without_a_digest_the_reference_is_the_key():
     cache = EncoderCache(10**6)
-    cache.put(Item(None, "one"), features())
-    assert Item(None, "one") in cache
-    assert Item(None, "two") not in cache
-    cache.drop(Item(None, "one"))
-    assert Item(None, "one") not in cache
+    cache.put(media(None, "one"), features())
+    assert media(None, "one") in cache
+    assert media(None, "two") not in cache
+    cache.drop(media(None, "one"))
+    assert media(None, "one") not in cache

@@ -1,8 +1,8 @@
 """What the towers take on at once is bounded in features and in bytes."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mindie_mm.config import EngineConfig
@@ -11,24 +11,15 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.models import load_model
-from mindie_mm.nn.splice import MediaShape
+from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture, run
 
 
-@dataclass(frozen=True)
-class Item:
-    """What a budget looks at of a media item."""
-
-    digest: bytes | None
-    view: SimpleNamespace
-    shape: MediaShape
-    ref: str = ""
-
-
-def item(name, num_bytes=100, num_features=4):
-    return Item(name, SimpleNamespace(nbytes=num_bytes), MediaShape("image", 5, num_features))
+def item(digest, ref="", num_bytes=100, num_features=4):
+    view = SimpleNamespace(nbytes=num_bytes, digest=digest, ref=ref)
+    return MediaItem(np.arange(num_features), view, MediaShape("image", 5, num_features))
 
 
 @pytest.mark.parametrize(
@@ -49,14 +40,23 @@ def test_items_fit_up_to_either_limit(limits, fits):
         if expected:
             budget.take(one)
     assert budget.can_take(item(b"\0")), "it is in already"
-    assert not budget.copy().untouched
 
 
 def test_without_a_digest_every_reference_is_an_item():
     budget = TowerBudget(TowerLimits(4, 1000, 1))
-    budget.take(Item(None, SimpleNamespace(nbytes=0), MediaShape("image", 5, 4), "one"))
-    assert budget.can_take(Item(None, SimpleNamespace(nbytes=0), MediaShape("image", 5, 4), "one"))
-    assert not budget.can_take(Item(None, SimpleNamespace(nbytes=0), MediaShape("image", 5, 4), "two"))
+    budget.take(item(None, "one"))
+    assert budget.can_take(item(None, "one"))
+    assert not budget.can_take(item(None, "two"))
+
+
+def test_items_that_fit_together_are_counted_and_not_taken():
+    budget = TowerBudget(TowerLimits(8, 10**6, 25))
+    items = [item(bytes([number])) for number in (0, 0, 1, 2, 3)]
+    assert [budget.num_fitting(items) for _ in range(2)] == [3, 3]
+    assert budget.num_fitting([]) == 0
+    assert budget.num_fitting([item(b"large", num_features=100), *items]) == 1, "the first one always fits"
+    budget.take(items[-1])
+    assert budget.num_fitting(items) == 2
 
 
 def calls(engine, prompts):

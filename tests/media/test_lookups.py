@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ import uvloop
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from mindie_mm import logs
+from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import MediaError
+from mindie_mm.inputs import Media
 from mindie_mm.media import fetch as module
 from mindie_mm.media.fetch import fetch
 from mindie_mm.media.lookups import Lookups
+from service.media import MediaPolicy
 
 BODY = b"a picture"
 
@@ -74,7 +77,7 @@ async def ended(tasks: list[asyncio.Task[bytes]]) -> None:
 
 
 async def test_an_address_comes_from_the_lookup(names: Names) -> None:
-    (found,) = await module._Resolver(allow_private=True).resolve("a.live", 80)
+    (found,) = await module._Resolver(allow_private=True, request=None).resolve("a.live", 80)
     assert (found["hostname"], found["host"], found["port"]) == ("a.live", "127.0.0.1", 80)
     with pytest.raises(MediaError, match="not public"):
         await get("a.live", allow_private=False)
@@ -87,8 +90,8 @@ def test_names_that_hang_delay_no_other(names: Names) -> None:
         return web.Response(body=BODY)
 
     async def hang(name: str) -> None:
-        logs.request_id.set(name)
-        await asyncio.wait([asyncio.create_task(get(f"{name}.{i}.dead")) for i in range(20)], timeout=0.5)
+        tasks = [asyncio.create_task(get(f"{name}.{i}.dead", request=name)) for i in range(20)]
+        await asyncio.wait(tasks, timeout=0.5)
 
     async def run() -> None:
         app = web.Application()
@@ -108,10 +111,13 @@ def test_names_that_hang_delay_no_other(names: Names) -> None:
     uvloop.run(run())
 
 
-async def test_a_request_has_its_share(names: Names) -> None:
+async def test_a_request_has_its_share(names: Names, tmp_path: Path) -> None:
+    policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=64))
+
     async def request(name: str) -> None:
-        logs.request_id.set(name)
-        await asyncio.wait([asyncio.create_task(get(f"{name}.{i}.dead")) for i in range(6)])
+        items = [Media("image", f"http://{name}.{i}.dead:9/") for i in range(6)]
+        spooled = [policy.spool([item], tmp_path / name) for item in items]
+        await asyncio.gather(*spooled, return_exceptions=True)
 
     tasks = [asyncio.create_task(request(name)) for name in ("a", "b")]
     await names.wait_for(8)
@@ -133,7 +139,9 @@ async def test_lookups_have_a_limit_together(names: Names) -> None:
 def test_a_lookup_that_hangs_does_not_keep_the_process() -> None:
     program = """
 import asyncio, socket, threading
+from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import MediaError
+from mindie_mm.inputs import Media
 from mindie_mm.media.fetch import fetch
 
 socket.getaddrinfo = lambda *_, **__: threading.Event().wait()

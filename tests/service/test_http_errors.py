@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mindie_mm import errors
-from service.errors import TABLE, error_object, outcome
+from service.errors import TABLE, error_body, error_object, status_of
 from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
@@ -288,9 +288,23 @@ def test_every_error_class_has_a_status() -> None:
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert len(classes) > 15
     for kind in classes:
-        found = outcome(kind("x"))
+        status = status_of(kind("x"))
         caller = issubclass(kind, errors.InputError)
-        assert (400 <= found.status < 500) or (not caller and found.status >= 500)
+        assert (400 <= status < 500) or (not caller and status >= 500)
         assert error_object(kind("said"))["error"]["message"] == "said"
     assert error_object(ValueError("secret"))["error"]["message"] == "internal error"
     assert set(TABLE) <= {*classes, Exception}
+
+
+def test_every_status_has_a_type() -> None:
+    """Those that no exception of ours has, too: what a route answers by itself."""
+    kinds = {status: error_body("x", status)["error"]["type"] for status in (400, 401, 422, 429, 500, 502, 503)}
+    assert list(kinds.values()) == [
+        "BadRequestError",
+        "AuthenticationError",
+        "BadRequestError",
+        "RateLimitError",
+        "InternalServerError",
+        "InternalServerError",
+        "ServiceUnavailableError",
+    ]

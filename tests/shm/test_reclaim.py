@@ -11,7 +11,8 @@ import pytest
 
 from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
-from mindie_mm.shm.reclaim import block_name, collect_path_file, totals
+from mindie_mm.shm.layout import block_name
+from mindie_mm.shm.reclaim import collect_path_file, totals
 
 SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
 
@@ -57,13 +58,13 @@ def test_a_living_owners_arena_is_kept_and_a_dead_ones_removed(start) -> None:
     process, path, ref = own(start)
     view = attach(ref)
     assert info(path).alive
-    assert str(path) not in collect().arenas
+    assert str(path) not in collect().of("owner_dead")
     process.kill()
     assert not info(path).alive
     attach(ref).verify()
     size = path.stat().st_size
     collected = collect()
-    assert str(path) in collected.arenas
+    assert str(path) in collected.of("owner_dead")
     assert {one.num_bytes for one in collected.reclaimed if one.what == str(path)} == {size}
     assert info(path) is None
     assert not path.exists()
@@ -71,7 +72,7 @@ def test_a_living_owners_arena_is_kept_and_a_dead_ones_removed(start) -> None:
     view.verify()
     with pytest.raises(SegmentMissing):
         attach(ref)
-    assert str(path) not in collect().arenas
+    assert str(path) not in collect().of("owner_dead")
 
 
 def test_pages_of_a_removed_arena_go_when_no_array_is_left(start) -> None:
@@ -94,7 +95,7 @@ hear()
     path = Path(process.hear())
     assert process.hear() == "the child runs"
     process.kill()
-    assert str(path) in collect().arenas
+    assert str(path) in collect().of("owner_dead")
     assert not path.exists()
 
 
@@ -104,9 +105,9 @@ def test_a_dead_arena_with_a_damaged_header_is_removed(start) -> None:
         file.seek(20)
         file.write(b"\xff")
     assert info(path).owner is None
-    assert str(path) not in collect().arenas
+    assert str(path) not in collect().of("owner_dead")
     process.kill()
-    assert str(path) in collect().arenas
+    assert str(path) in collect().of("owner_dead")
 
 
 def test_what_is_not_an_arena_of_this_user_is_left_alone(start, tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_what_is_not_an_arena_of_this_user_is_left_alone(start, tmp_path: Path) 
         os.chown(path, 12345, 12345)
     try:
         collected = collect()
-        assert str(stranger) not in collected.arenas
+        assert str(stranger) not in collected.of("owner_dead")
         assert stranger.exists()
         assert other_name.exists()
         if os.geteuid() == 0:

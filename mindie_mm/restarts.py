@@ -1,0 +1,80 @@
+"""Processes that are to run for as long as the service does: started again when they die, and how often that was."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+RESTART_WAIT_S = 120.0
+"""How long a request waits for a process that is started again."""
+
+
+@contextmanager
+def logged(what: str) -> Iterator[None]:
+    """One failure, whatever it is, does not end the keeping of a process: its requests would wait for ever."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - whatever it is
+        _log.exception(what)
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """How often processes were started in place of dead ones."""
+
+    started: int
+    failed: int
+    """Tries at it that failed."""
+
+    @classmethod
+    def of(cls, starters: Iterable[Starter]) -> Restarts:
+        """Those of all `starters` together."""
+        counts = [(starter.restarts, starter.failures) for starter in starters]
+        return cls(sum(started for started, _ in counts), sum(failed for _, failed in counts))
+
+
+class Starter:
+    """Starts a process again and again, after pauses that grow as long as none of them proves of any use."""
+
+    def __init__(self, what: str, first_pause_s: float = 0.5, last_pause_s: float = 30.0) -> None:
+        self._what = what
+        self._first_pause_s = first_pause_s
+        self._last_pause_s = last_pause_s
+        self.pause_s = 0.0
+        """How long the next try waits."""
+        self.restarts = 0
+        """Processes that were started in place of one that died."""
+        self.failures = 0
+        """Tries at it that failed."""
+
+    def proved(self) -> None:
+        """The process has answered: whatever ends it, the next one is started at once."""
+        self.pause_s = 0.0
+
+    async def again(self, start: Callable[[], Awaitable[T]]) -> T:
+        """What `start` gives, called for as long as it fails: at once, then after pauses that double up to the last.
+
+        A process that dies before it has `proved` counts as a failure for the pause.
+        """
+        while True:
+            if self.pause_s:
+                _log.warning("%s is started again in %.1f s", self._what, self.pause_s)
+                await asyncio.sleep(self.pause_s)
+            self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
+            try:
+                started = await start()
+            except Exception:  # noqa: BLE001 - whatever keeps it from starting may pass
+                self.failures += 1
+                _log.exception("%s did not start, try %d", self._what, self.failures)
+            else:
+                self.restarts += 1
+                _log.warning("%s was started again, for the %d. time", self._what, self.restarts)
+                return started
