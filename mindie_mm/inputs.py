@@ -147,21 +147,6 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def from_tagged_prompt(prompt: str) -> list[Item]:
-    """The items of a prompt with pictures in it as `<img>path or URL</img>`."""
-    items: list[Item] = []
-    for index, piece in enumerate(re.split(r"<img>(.*?)</img>", prompt, flags=re.DOTALL)):
-        if index % 2:
-            if not piece.strip():
-                raise InputError(f"picture {index // 2} of the prompt: <img></img> names no path")
-            items.append(Media("image", piece.strip()))
-        elif piece:
-            items.append(Text(piece))
-    if not items:
-        raise InputError("the prompt is empty")
-    return items
-
-
 def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
     """The items of a prompt in text-generation-webui's form: `<img src="data:image/jpeg;base64,...">` is a picture.
 

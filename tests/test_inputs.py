@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Media, MediaOptions, Message, Text, from_tagged_prompt, parse_inputs, parse_messages
+from mindie_mm.inputs import Media, MediaOptions, Message, Text, parse_inputs, parse_messages
 from tests.media_samples import photograph
 
 
@@ -171,17 +171,3 @@ def test_messages():
 def test_mistakes_in_messages_are_named(messages, message):
     with pytest.raises(InputError, match=message):
         parse_messages(messages)
-
-
-def test_tagged_prompts():
-    assert from_tagged_prompt("Picture 1: <img>a b.jpg</img>\nand <img> /c.png </img>?") == [
-        Text("Picture 1: "),
-        Media("image", "a b.jpg"),
-        Text("\nand "),
-        Media("image", "/c.png"),
-        Text("?"),
-    ]
-    assert from_tagged_prompt("an <img> alone") == [Text("an <img> alone")]
-    for prompt in ("", "<img> </img>"):
-        with pytest.raises(InputError):
-            from_tagged_prompt(prompt)

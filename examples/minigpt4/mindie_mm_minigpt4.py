@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import normalize_patches
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _IN_TEXT = "<Img><ImageHere></Img>"
@@ -54,12 +54,7 @@ class MiniGPT4Processor(Processor):
         self.std: Sequence[float] = pixels.get("image_std", (0.26862954, 0.26130258, 0.27577711))
         self.feature_width = text_width("Blip2Config", checkpoint)
         self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
-        self._placeholders: Mapping[Kind, Placeholder] = {
-            "image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)
-        }
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
+        self.placeholders = {"image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)}
 
     def max_tokens(self, kind: Kind) -> int:
         return self._num_features
@@ -89,7 +84,7 @@ class MiniGPT4Model(PretrainedModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         settings = self._processor
-        pixels = torch.stack([from_dlpack(item.view["pixel_values"]) for item in items]).to(self.spec.device)
+        pixels = torch.stack([to_device(item.view, "pixel_values", self.spec.device) for item in items])
         values = normalize_patches(pixels.flatten(1), settings.mean, settings.std)  # uint8 [n, side * side * 3]
         planes = values.view(len(items), 3, settings.side, settings.side).to(self.spec.dtype)
         return list(self.module.get_image_features(planes).pooler_output)

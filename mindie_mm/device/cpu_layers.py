@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import QuickGELUActivation
 
 from mindie_mm.device import rotation
 
@@ -27,6 +26,10 @@ class QuickGELU(nn.Module):
 
 def lighten(module: nn.Module) -> None:
     """Replaces what `module` has of activations and rotations; what is not on the host is done as it was."""
+    from transformers.activations import (
+        QuickGELUActivation,
+    )  # late: it takes seconds, and not every process has a model
+
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
             if type(child) is QuickGELUActivation:

@@ -44,16 +44,15 @@ class EncodedAudio:
     data: bytes
     max_source_samples: int
     """Of one channel, that are decoded; as float32 they are kept until they are resampled."""
+    max_pixels: int
+    """Of a cover picture, which has no use here."""
 
     @classmethod
-    def open(cls, data: bytes, max_duration_s: float | None = None) -> EncodedAudio:
-        """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded.
-
-        None: as long as this context's caps allow.
-        """
-        max_duration_s = max_duration_s or caps().max_audio_seconds
+    def open(cls, data: bytes) -> EncodedAudio:
+        """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded."""
+        limits = caps()
         try:
-            with _open(data) as container:
+            with open_container(data, CONTAINERS, limits.max_video_pixels) as container:
                 if not container.streams.audio:
                     raise MediaError("the file has no audio stream")
                 stream = container.streams.audio[0]
@@ -68,9 +67,9 @@ class EncodedAudio:
         _check_rate(rate)
         if not 1 <= num_channels <= MAX_CHANNELS:
             raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
-        if (stated := max(filter(None, durations), default=0.0)) > max_duration_s:
-            raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {max_duration_s:g} s")
-        return cls(rate, data, caps().max_audio_samples)
+        if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
+            raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
+        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
         """The first `max_samples`, or fewer, at `rate` samples a second; what lies behind them is not decoded.
@@ -100,7 +99,7 @@ class EncodedAudio:
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
-        with _open(self.data) as container:
+        with open_container(self.data, CONTAINERS, self.max_pixels) as container:
             yield from (frame for frame in container.decode(container.streams.audio[0]) if frame.samples)
 
 
@@ -163,7 +162,3 @@ def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -
         samples = soxr.resample(samples, source_rate, rate, quality="HQ")
         samples = np.pad(samples, (0, max(0, num_samples - len(samples))))[:num_samples]
     return np.ascontiguousarray(samples[:max_samples])
-
-
-def _open(data: bytes) -> av.container.InputContainer:
-    return open_container(data, CONTAINERS, caps().max_video_pixels)  # of a cover picture, which has no use here

@@ -51,18 +51,14 @@ class EncodedImage:
     file: Image.Image
 
     @classmethod
-    def open(cls, data: bytes, max_pixels: int | None = None) -> EncodedImage:
-        """Reads the header of `data`. MediaError for what is no image, LimitExceeded above `max_pixels`.
-
-        None: as many as this context's caps allow.
-        """
-        max_pixels = max_pixels or caps().max_image_pixels
+    def open(cls, data: bytes) -> EncodedImage:
+        """Reads the header of `data`. MediaError for what is no image, LimitExceeded."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 file = Image.open(io.BytesIO(data), formats=FORMATS)
                 width, height = file.size
-                _check_pixels(width, height, max_pixels)
+                _check_pixels(width, height)
                 if data.startswith(_JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
                     _check_scans(data, width * height)
                 orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
@@ -100,7 +96,7 @@ class PlainJpeg:
         """uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
         try:
             rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
-        except ValueError:  # an irregular one: Pillow is the judge of it
+        except ValueError:  # an irregular one: Pillow is the judge of it; its pixels were counted as it was opened
             return EncodedImage.open(self.data).decode()
         return rgb
 
@@ -124,18 +120,14 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data, max_pixels: int | None = None) -> PlainJpeg | EncodedImage | DecodedImage:
-    """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded.
-
-    `max_pixels` as in `EncodedImage.open`.
-    """
-    max_pixels = max_pixels or caps().max_image_pixels
+def open_image(data: Data) -> PlainJpeg | EncodedImage | DecodedImage:
+    """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded."""
     if not isinstance(data, bytes):
-        _check_pixels(data.shape[1], data.shape[0], max_pixels)
+        _check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)
     if (size := _plain_jpeg_size(data)) is None:
-        return EncodedImage.open(data, max_pixels)
-    _check_pixels(size[1], size[0], max_pixels)
+        return EncodedImage.open(data)
+    _check_pixels(size[1], size[0])
     _check_scans(data, size[0] * size[1])
     return PlainJpeg(*size, data)
 
@@ -213,6 +205,7 @@ def _check_scans(data: bytes, num_pixels: int) -> None:
             place = following.start() if following else len(data)
 
 
-def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+def _check_pixels(width: int, height: int) -> None:
+    max_pixels = caps().max_image_pixels
     if width * height > max_pixels:
         raise LimitExceeded(f"the image has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pybase64
@@ -17,6 +17,7 @@ import pybase64
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.media.audio import Samples
+from mindie_mm.media.file_url import file_url_path
 from mindie_mm.media.image import Data, Pixels, pil_to_rgb
 
 MAX_SOURCE_BYTES = 512 * 2**20
@@ -72,18 +73,6 @@ def located(media: Media, folder: Path) -> Media:
     else:
         path = Path(source)
     return media if path.is_absolute() else replace(media, source=os.fspath(folder / path))
-
-
-def file_url_path(url: str) -> str:
-    """The path that a `file:` URL names. MediaError."""
-    try:
-        parts = urlsplit(url)
-        path = os.fsdecode(unquote_to_bytes(parts.path))
-    except ValueError:
-        raise MediaError("a file: URL that is not valid") from None
-    if parts.netloc not in {"", "localhost"}:
-        raise MediaError(f"a file: URL with a host, {_shortened(parts.netloc)!r}: files are of this machine")
-    return path
 
 
 def _decode_data_url(url: str) -> bytes:

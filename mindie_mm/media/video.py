@@ -36,20 +36,10 @@ class EncodedVideo:
     """Of a frame, whatever the container states."""
 
     @classmethod
-    def open(
-        cls,
-        data: bytes,
-        max_pixels: int | None = None,
-        max_frames: int | None = None,
-        max_duration_s: float | None = None,
-    ) -> EncodedVideo:
-        """Reads the container of `data`; decodes nothing. MediaError for what is no video, LimitExceeded.
-
-        None: as much as this context's caps allow.
-        """
-        max_pixels = max_pixels or caps().max_video_pixels
-        max_frames = max_frames or caps().max_video_frames
-        max_duration_s = max_duration_s or caps().max_video_seconds
+    def open(cls, data: bytes) -> EncodedVideo:
+        """Reads the container of `data`; decodes nothing. MediaError for what is no video, LimitExceeded."""
+        limits = caps()
+        max_pixels, max_frames, max_s = limits.max_video_pixels, limits.max_video_frames, limits.max_video_seconds
         try:
             with open_container(data, CONTAINERS, max_pixels) as container:
                 if not container.streams.video:
@@ -74,8 +64,8 @@ class EncodedVideo:
         if not num_frames:
             raise MediaError("the video has no frames")
         fps = float(rate) if rate else None
-        if fps and num_frames / fps > max_duration_s:
-            raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_duration_s:g} s")
+        if fps and num_frames / fps > max_s:
+            raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_s:g} s")
         # Where the container counts its frames, its count is the one that samplers go by.
         return cls(height, width, stated or num_frames, fps, data, max_pixels)
 

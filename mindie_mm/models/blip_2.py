@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
@@ -74,10 +73,7 @@ class Blip2Processor(Processor):
         self._steps = Preprocess(size, resample_of(settings, where), None, None)
         self.normalization = Normalization.read(settings)
         self._num_features: int = config.num_query_tokens
-        self._placeholder = Placeholder((), config.image_token_id, ())
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": self._placeholder}, kind)
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
@@ -96,7 +92,6 @@ class Blip2Processor(Processor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = self._steps.apply(image.decode())
-            faults.point("mid-fill")
 
         spec = ArraySpec((1, self.side, self.side, 3), "uint8")
         return Plan(self._num_features, {"pixel_values": spec}, f"blip_2 {self._steps}", write)

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import RESAMPLES, Data, open_image, resize
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
@@ -79,14 +78,11 @@ class ChameleonProcessor(Processor):
         known = (checkpoint.config.get("vocabulary_map") or {}).get("<image>")
         if known != token:
             raise UnsupportedCheckpoint(f"{where}: <image> is {token} to its tokenizer, {known} to its vocabulary_map")
-        self._placeholder = Placeholder((), token, ())
+        self.placeholders = {"image": Placeholder((), token, ())}
         self._run = (start, *[token] * self._num_features, end)
         if (separator := checkpoint.special_token("sep_token")) is None:
             raise UnsupportedCheckpoint(f"{where}: the tokenizer has no sep_token")
         self._separator = checkpoint.token_id(separator)
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": self._placeholder}, kind)
 
     def max_tokens(self, kind: Kind) -> int:
         del kind
@@ -119,7 +115,6 @@ class ChameleonProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             resized = resize(image.decode(), height, width, self._resample)
             arrays["pixel_values"][...] = resized[top : top + self.height, left : left + self.width]
-            faults.point("mid-fill")
 
         return Plan(
             num_features=self._num_features,

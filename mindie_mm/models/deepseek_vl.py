@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
 from mindie_mm.media.preprocess import Size, background_of, check_settings, check_type, pad, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
@@ -47,6 +46,7 @@ class DeepseekVLProcessor(Processor):
         where = self.where = str(checkpoint.path)
         config = self.config = read_config(self.config_name, checkpoint)
         self.feature_width = config.get_text_config().hidden_size
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         vision = config.vision_config
         if vision.model_type != "siglip_vision_model":
             raise UnsupportedCheckpoint(
@@ -66,9 +66,6 @@ class DeepseekVLProcessor(Processor):
         self._background = background_of(self.settings["image_mean"])
         self.normalizations = {"pixel_values": Normalization.read(self.settings)}
 
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": Placeholder((), self.config.image_token_id, ())}, kind)
-
     def max_tokens(self, kind: Kind) -> int:
         del kind
         return self._num_features
@@ -83,7 +80,6 @@ class DeepseekVLProcessor(Processor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             self.write(image.decode(), arrays)
-            faults.point("mid-fill")
 
         return Plan(self._num_features, self.specs(), f"deepseek_vl {sorted(self.settings.items())}", write)
 

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
@@ -101,11 +100,8 @@ class Florence2Processor(Processor):
             raise UnsupportedCheckpoint(
                 f"{where}: image_seq_length is {stated}, but its tower makes {self._num_features} features of an image"
             )
-        self._placeholder = Placeholder((), config.image_token_id, ())
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         self._around = [_named_token(checkpoint, name) for name in ("bos_token", "eos_token")]
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": self._placeholder}, kind)
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
@@ -144,7 +140,6 @@ class Florence2Processor(Processor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = self._steps.apply(image.decode())
-            faults.point("mid-fill")
 
         spec = ArraySpec((1, *self._made, 3), "uint8")
         return Plan(self._num_features, {"pixel_values": spec}, f"florence2 {self._steps}", write)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -22,7 +21,7 @@ from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
@@ -84,10 +83,8 @@ class FuyuProcessor(Processor):
         except KeyError as error:
             raise UnsupportedCheckpoint(f"{where}: tokenizer.json has no token {error}") from error
         self._newline, self._answer = newline, answer
-        self._placeholder = Placeholder((), token, ())
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": self._placeholder}, kind)
+        self._token = token
+        self.placeholders = {"image": Placeholder((), token, ())}
 
     def max_tokens(self, kind: Kind) -> int:
         del kind
@@ -107,11 +104,11 @@ class FuyuProcessor(Processor):
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         del kind, num_features
         rows, columns = grid
-        return Spelling(runs=[[*[self._placeholder.token] * columns, self._newline] * rows])
+        return Spelling(runs=[[*[self._token] * columns, self._newline] * rows])
 
     @property
     def control_pieces(self) -> Collection[int]:
-        return self._placeholder.token, self._newline, self._answer
+        return self._token, self._newline, self._answer
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Where there is an image, a BOS stands behind it, and the answer begins with a token of its own."""
@@ -130,7 +127,6 @@ class FuyuProcessor(Processor):
             padded = np.full((rows * patch, columns * patch, 3), self._padding, np.uint8)
             padded[:height, :width] = resize(image.decode(), height, width, self._resample)
             patchify(padded, arrays["patches"].reshape(-1, patch, patch, 3), patch, 1)
-            faults.point("mid-fill")
 
         return Plan(
             num_features=rows * columns,

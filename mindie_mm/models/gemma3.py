@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -21,7 +20,7 @@ from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
@@ -88,9 +87,7 @@ class Gemma3Processor(Processor):
                 f"{where}: image_token_index is {config.image_token_id}, its tokenizer's {token_id}"
             )
         self._image, self._token = image, token_id
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": Placeholder((), self._token, (), self._start)}, kind)
+        self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
 
     def max_tokens(self, kind: Kind) -> int:
         del kind
@@ -129,7 +126,6 @@ class Gemma3Processor(Processor):
             pixels[0] = resize(rgb, side, side, resample)
             for place, (rows, columns) in zip(pixels[1:], crops, strict=True):
                 place[...] = resize(rgb[rows, columns], side, side, resample)
-            faults.point("mid-fill")
 
         return Plan(
             num_features=(1 + len(crops)) * self._features,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -21,7 +20,7 @@ from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import check_settings, check_type, resample_of
 from mindie_mm.media.tiles import cut
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
@@ -60,6 +59,7 @@ class Idefics3Processor(Processor):
         where = str(checkpoint.path)
         config = self.config = read_config(self.config_name, checkpoint)
         self.feature_width = config.get_text_config().hidden_size
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
         check_type(settings, "image_processor_type", [self.image_type], where)
         settings = {**DEFAULTS, **settings}
@@ -82,9 +82,6 @@ class Idefics3Processor(Processor):
         self.image_token, self._fake, self._global = (self._spelled(checkpoint, name) for name in self.tokens)
         if (token := checkpoint.token_id(self.image_token)) != config.image_token_id:
             raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": Placeholder((), self.config.image_token_id, ())}, kind)
 
     def max_tokens(self, kind: Kind) -> int:
         del kind
@@ -124,7 +121,6 @@ class Idefics3Processor(Processor):
                 rgb = resize(rgb, rows * side, columns * side, resample)
                 cut(rgb, tiles[:-1])
             tiles[-1] = resize(rgb, side, side, resample)
-            faults.point("mid-fill")
 
         tiles = rows * columns + 1
         return Plan(

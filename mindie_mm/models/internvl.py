@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -22,7 +21,7 @@ from mindie_mm.media.preprocess import Size, check_settings, check_type, resampl
 from mindie_mm.media.tiles import closest_grid, cut
 from mindie_mm.media.video import open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
@@ -61,7 +60,7 @@ class InternVLProcessor(Processor):
             raise UnsupportedCheckpoint(
                 f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {context}"
             )
-        self._placeholders: Mapping[Kind, Placeholder] = {
+        self.placeholders = {
             "image": Placeholder((), context, ()),
             "video": Placeholder((), context, (), spelled["video_token"]),
         }
@@ -91,9 +90,6 @@ class InternVLProcessor(Processor):
         positions: int = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
 
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
-
     def max_tokens(self, kind: Kind) -> int:
         tiles = self._sampling.limit if kind == "video" else _with_thumbnail(self._most)
         return tiles * self._tile_features
@@ -120,7 +116,7 @@ class InternVLProcessor(Processor):
         return self._plan_video(media, data) if media.kind == "video" else self._plan_image(data)
 
     def _run(self, tiles: int) -> Sequence[int]:
-        return (self._start, *[self._placeholders["image"].token] * (tiles * self._tile_features), self._end)
+        return (self._start, *[self.placeholders["image"].token] * (tiles * self._tile_features), self._end)
 
     def _plan_image(self, data: Data) -> Plan:
         image = open_image(data)
@@ -132,7 +128,6 @@ class InternVLProcessor(Processor):
             cut(resize(rgb, rows * side, columns * side, resample), tiles[: rows * columns])
             if len(tiles) > rows * columns:
                 tiles[-1] = resize(rgb, side, side, resample)
-            faults.point("mid-fill")
 
         return self._plan(
             _with_thumbnail(rows * columns), f"{rows}x{columns} tiles of {side}, thumbnail, {resample}", write

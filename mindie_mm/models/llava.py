@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -26,7 +25,7 @@ from mindie_mm.media.preprocess import (
     resample_of,
 )
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
@@ -90,7 +89,7 @@ class LlavaProcessor(Processor):
         self.feature_width = config.get_text_config().hidden_size
         self._num_features = tokens_of_tower(config, where)
         check_stated(checkpoint.json("processor_config.json"), config, where)
-        self._placeholder = Placeholder((), config.image_token_id, ())
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
         name = check_type(settings, "image_processor_type", _PROCESSORS, where)
         settings = {**_PROCESSORS[name], **settings}
@@ -112,9 +111,6 @@ class LlavaProcessor(Processor):
                 "pixels a side"
             )
 
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": self._placeholder}, kind)
-
     def max_tokens(self, kind: Kind) -> int:
         del kind
         return self._num_features
@@ -130,7 +126,6 @@ class LlavaProcessor(Processor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = self._steps.apply(image.decode())
-            faults.point("mid-fill")
 
         return Plan(
             num_features=self._num_features,

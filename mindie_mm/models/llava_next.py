@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -21,7 +20,7 @@ from mindie_mm.media.preprocess import Size, check_type, resample_of
 from mindie_mm.media.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.models.llava import LlavaModel, check_stated, tokens_of_tower
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem
@@ -40,6 +39,7 @@ class AnyresProcessor(Processor):
         where = self.where = str(checkpoint.path)
         config = self.config = read_config(config_name, checkpoint)
         self.feature_width = config.get_text_config().hidden_size
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         vision = config.vision_config
         self.side: int = vision.image_size
         self.rows: int = vision.image_size // vision.patch_size
@@ -67,9 +67,6 @@ class AnyresProcessor(Processor):
         self.normalization = Normalization.read(settings)
         self.background_mean: Sequence[float] = settings["image_mean"]
 
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of({"image": Placeholder((), self.config.image_token_id, ())}, kind)
-
     def max_tokens(self, kind: Kind) -> int:
         del kind
         return max(self.num_features(*canvas) for canvas in self.canvases)
@@ -89,7 +86,6 @@ class AnyresProcessor(Processor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             write_canvas(image.decode(), canvas, arrays["pixel_values"], self.resample)
-            faults.point("mid-fill")
 
         tiles = 1 + canvas[0] * canvas[1] // self.side**2
         return Plan(

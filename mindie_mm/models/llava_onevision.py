@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -34,7 +33,7 @@ from mindie_mm.media.video import open_video
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.models.llava_next import AnyresProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import load_pretrained
@@ -70,6 +69,10 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint, "LlavaOnevisionConfig", _IMAGE)
         config, where = self.config, self.where
+        self.placeholders = {
+            "image": Placeholder((), config.image_token_id, ()),
+            "video": Placeholder((), config.video_token_id, ()),
+        }
         if (named := re.fullmatch(r"anyres_max_(\d+)", config.vision_aspect_ratio)) is None:
             raise UnsupportedCheckpoint(
                 f"{where}: vision_aspect_ratio is {config.vision_aspect_ratio!r}, only anyres_max_N is served"
@@ -105,10 +108,6 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         positions = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(settings, (positions - 1) // self._frame_features)
 
-    def placeholder(self, kind: Kind) -> Placeholder:
-        tokens: Mapping[Kind, int] = {"image": self.config.image_token_id, "video": self.config.video_token_id}
-        return placeholder_of({kind: Placeholder((), token, ()) for kind, token in tokens.items()}, kind)
-
     def max_tokens(self, kind: Kind) -> int:
         return super().max_tokens(kind) if kind == "image" else self._sampling.limit * self._frame_features + 1
 
@@ -141,7 +140,6 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = self._alone.apply(image.decode())
-            faults.point("mid-fill")
 
         return Plan(
             num_features=self.rows**2 + 1,

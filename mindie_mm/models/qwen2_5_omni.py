@@ -54,7 +54,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
         vision = (config.get("vision_start_token_id", 151652),), (config.get("vision_end_token_id", 151653),)
         audio = (config.get("audio_start_token_id", 151647),), (config.get("audio_end_token_id", 151648),)
-        self._placeholders = {
+        self.placeholders = {
             "image": Placeholder(vision[0], config.get("image_token_index", 151655), vision[1]),
             "video": Placeholder(vision[0], config.get("video_token_index", 151656), vision[1]),
             "audio": Placeholder(audio[0], config.get("audio_token_index", 151646), audio[1]),

@@ -20,7 +20,7 @@ from mindie_mm.media.audio import open_audio
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings, write_log_mel
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
@@ -96,10 +96,7 @@ class Qwen2AudioProcessor(Processor):
         token = checkpoint.config.get("audio_token_index", 151646)
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
         self.feature_width = text_width("Qwen2AudioConfig", checkpoint)
-        self._placeholders: Mapping[Kind, Placeholder] = {"audio": Placeholder((before,), token, (after,))}
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
+        self.placeholders = {"audio": Placeholder((before,), token, (after,))}
 
     def max_tokens(self, kind: Kind) -> int:
         self.placeholder(kind)

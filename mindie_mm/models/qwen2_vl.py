@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
@@ -22,7 +21,7 @@ from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
@@ -162,13 +161,10 @@ class Qwen2VLProcessor(Processor):
         config = checkpoint.config
         before = (config.get("vision_start_token_id", 151652),)
         after = (config.get("vision_end_token_id", 151653),)
-        self._placeholders: Mapping[Kind, Placeholder] = {
+        self.placeholders = {
             "image": Placeholder(before, config.get("image_token_id", 151655), after),
             "video": Placeholder(before, config.get("video_token_id", 151656), after),
         }
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
@@ -279,7 +275,6 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
         frames = _frames(arrays, "image", patch)
         patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
         frames[:, 1:] = frames[:, :1]
-        faults.point("mid-fill")
         if _PLANES in arrays:
             arrays[_GRIDS["image"]][...] = grid
 

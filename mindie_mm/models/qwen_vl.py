@@ -23,7 +23,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
@@ -85,10 +85,7 @@ class QwenVLProcessor(Processor):
         self.feature_width: int = checkpoint.config["hidden_size"]
         self.size: int = visual["image_size"]
         self.num_queries: int = visual.get("n_queries", 256)
-        self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((start,), start + 2, (start + 1,))}
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
+        self.placeholders = {"image": Placeholder((start,), start + 2, (start + 1,))}
 
     def caption(self, kind: Kind, number: int) -> tuple[str, str]:
         del kind

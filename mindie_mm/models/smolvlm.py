@@ -20,7 +20,7 @@ from mindie_mm.media.preprocess import check_settings, check_type, resample_of
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.models.idefics3 import DEFAULTS, Idefics3Model, Idefics3Processor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Spelling
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
@@ -50,8 +50,9 @@ class SmolVLMProcessor(Idefics3Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         where = str(checkpoint.path)
-        self._video_token = checkpoint.special_token("video_token") or "<video>"
-        checkpoint.token_id(self._video_token)
+        token, video = self.config.image_token_id, checkpoint.special_token("video_token") or "<video>"
+        checkpoint.token_id(video)
+        self.placeholders = {"image": Placeholder((), token, ()), "video": Placeholder((), token, (), video)}
         settings = checkpoint.preprocessor(
             "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
         )
@@ -70,14 +71,6 @@ class SmolVLMProcessor(Idefics3Processor):
         # Each frame takes the three tokens around its features, too.
         positions: int = self.config.get_text_config().max_position_embeddings
         self._limit = positions // (self.tile_features + 3)
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        token = self.config.image_token_id
-        placeholders: Mapping[Kind, Placeholder] = {
-            "image": Placeholder((), token, ()),
-            "video": Placeholder((), token, (), self._video_token),
-        }
-        return placeholder_of(placeholders, kind)
 
     def max_tokens(self, kind: Kind) -> int:
         return super().max_tokens(kind) if kind == "image" else self._limit * self.tile_features

@@ -86,10 +86,12 @@ class Processor(ABC):
 
     feature_width: int
     """Columns of a feature: as many as `ModelSpec.hidden_size` and `extra_width`."""
+    placeholders: Mapping[Kind, Placeholder]
+    """The ids of an item of each kind that the family takes."""
 
-    @abstractmethod
     def placeholder(self, kind: Kind) -> Placeholder:
-        """The ids of an item of `kind`; InputError for a kind that the family does not take."""
+        """The ids of an item of `kind`; InputError names what the model takes instead."""
+        return placeholder_of(self.placeholders, kind)
 
     @abstractmethod
     def plan(self, media: Media, data: bytes | NDArray[Any], counts: Mapping[Kind, int]) -> Plan:

@@ -38,9 +38,9 @@ def normalize_planes(
     return values.sub_(scaled_mean.view(channels)).div_(scaled_std.view(channels)).view(len(planes), -1)
 
 
-def repeat_frames(patches: torch.Tensor, temporal_patch_size: int, channels: int = 3) -> torch.Tensor:
-    """[n, channels * k] -> [n, channels * temporal_patch_size * k]: an image as a video that stands still."""
-    planes = patches.view(len(patches), channels, 1, -1)
+def repeat_frames(patches: torch.Tensor, temporal_patch_size: int) -> torch.Tensor:
+    """[n, 3 * k] -> [n, 3 * temporal_patch_size * k]: an image as a video that stands still."""
+    planes = patches.view(len(patches), 3, 1, -1)
     return planes.expand(-1, -1, temporal_patch_size, -1).reshape(len(patches), -1)
 
 

@@ -106,16 +106,14 @@ def load_pretrained(
     return module, _spec(checkpoint, module.config.get_text_config(), device, dtype)
 
 
-def load_module(
-    cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
-) -> Any:
+def load_module(cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Any:
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, in inference mode, as it comes.
 
     UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
     quantised and a package or a device for that is missing; and where several ranks are to share them.
     """
     refuse_shares(checkpoint)
-    return _load(cls, checkpoint, device, dtype, unused, None)
+    return _load(cls, checkpoint, device, dtype)
 
 
 def _load(
@@ -123,8 +121,8 @@ def _load(
     checkpoint: Checkpoint,
     device: Device,
     dtype: torch.dtype,
-    unused: Sequence[str],
-    tp_plan: Mapping[str, str] | None,
+    unused: Sequence[str] = (),
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Any:
     if is_quantized(checkpoint):
         refuse_shares(checkpoint, "is quantised")

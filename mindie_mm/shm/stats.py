@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 STATS_OFFSET = 512
@@ -40,6 +40,3 @@ class ArenaStats:
     def read(cls, descriptor: int) -> Self:
         """Of the arena behind an open file of at least a page."""
         return cls(*_WORDS.unpack(os.pread(descriptor, STATS_BYTES, STATS_OFFSET)))
-
-    def __add__(self, other: ArenaStats) -> ArenaStats:
-        return ArenaStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

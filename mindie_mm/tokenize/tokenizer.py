@@ -204,15 +204,7 @@ class Tokenizer:
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
         return self._prompt(self._encode(rendered, planned), planned, path_file, max_tokens, truncating)
 
-    def prompt_from_ids(
-        self,
-        ids: Sequence[int],
-        media: Sequence[Media],
-        path_file: Path | None,
-        *,
-        max_tokens: int = 0,
-        truncating: bool = False,
-    ) -> Prompt:
+    def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
         """The prompt of ids with one placeholder for each of `media`, none where the family inserts them.
 
         TokenOutOfRange for what is no token id; whether it is below the model's vocabulary is the engine's to say.
@@ -222,7 +214,7 @@ class Tokenizer:
                 raise TokenOutOfRange(f"{index!r} is no token id")
         planned = self._plan_all(media)
         encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
-        return self._prompt(encoded, planned, path_file, max_tokens, truncating)
+        return self._prompt(encoded, planned, path_file)
 
     def close(self) -> None:
         """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent."""
@@ -283,7 +275,12 @@ class Tokenizer:
         return self._text.encode(rendered)
 
     def _prompt(
-        self, encoded: Encoded, planned: Sequence[_Planned], path_file: Path | None, max_tokens: int, truncating: bool
+        self,
+        encoded: Encoded,
+        planned: Sequence[_Planned],
+        path_file: Path | None,
+        max_tokens: int = 0,
+        truncating: bool = False,
     ) -> Prompt:
         faults.point("planned")
         processor, tokens = self._processor, self._tokens

@@ -72,6 +72,7 @@ class NativeWire(Wire):
         with arena.allocate(_specs(plan, shape), path_file=path_file) as block:
             faults.point("allocated")
             block[ITEM][...] = shape.to_array()
+            faults.point("mid-fill")
             self._preprocessed.write(plan, content, block)
             faults.point("filled")
             ref = block.publish(content)
@@ -98,8 +99,8 @@ class DiskWire(Wire):
 
     needs_path_file: ClassVar[bool] = False
 
-    def __init__(self, arena: DiskArena | None = None) -> None:
-        self.arena = arena
+    def __init__(self) -> None:
+        self.arena: DiskArena | None = None
         """Where the next items go. It is whoever set it that closes it."""
         self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
         """Digest and arrays of each item, in order; for whoever reads it to empty."""

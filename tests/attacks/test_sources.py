@@ -142,6 +142,7 @@ FILES = [
     "file://{media}/star.png%00",
     "file://example.org{media}/star.png",
     "file://127.0.0.1{media}/star.png",
+    "file://[{media}/star.png",
     "~/.ssh/id_rsa",
     "../../etc/passwd",
     "star.png",

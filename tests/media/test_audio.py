@@ -2,9 +2,11 @@ import base64
 import io
 import struct
 import wave
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from av.container import InputContainer
 from transformers.audio_utils import load_audio
 
 from mindie_mm.config import MediaCaps
@@ -13,6 +15,7 @@ from mindie_mm.inputs import Media, parse_inputs
 from mindie_mm.media import audio
 from mindie_mm.media.audio import EncodedAudio, open_audio
 from mindie_mm.media.caps import under
+from mindie_mm.media.container import open_container
 from mindie_mm.media.source import read_source
 from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
@@ -128,8 +131,11 @@ def test_arrays_are_samples():
 
 def test_caps_hold_before_decoding():
     data = encode_sound(tone(3.0), RATE)
-    with pytest.raises(LimitExceeded, match=r"lasts 3\.0 s; the limit is 2\.5 s"):
-        EncodedAudio.open(data, max_duration_s=2.5)
+    with (
+        under(MediaCaps(max_audio_seconds=2.5)),
+        pytest.raises(LimitExceeded, match=r"lasts 3\.0 s; the limit is 2\.5 s"),
+    ):
+        EncodedAudio.open(data)
     for rate in (999, 768_001):
         with pytest.raises(LimitExceeded, match=f"{rate} samples a second; the limits are 1000 and 768000"):
             open_audio(wav_header(rate, 1) + bytes(100))
@@ -152,6 +158,22 @@ def test_a_small_file_that_is_hours_of_sound_is_refused_at_once():
 def test_decoding_ends_at_the_cap_of_samples():
     with under(MediaCaps(max_audio_samples=RATE)), pytest.raises(LimitExceeded, match="more than 16000 samples"):
         decode(encode_sound(tone(3.0), RATE))
+
+
+def test_decoding_is_under_the_caps_of_opening(monkeypatch):
+    limits = []
+
+    def recorded(data: bytes, formats: Sequence[str], max_pixels: int) -> InputContainer:
+        limits.append(max_pixels)
+        return open_container(data, formats, max_pixels)
+
+    monkeypatch.setattr(audio, "open_container", recorded)
+    data = encode_sound(tone(3.0), RATE)
+    with under(MediaCaps(max_video_pixels=77, max_audio_samples=3 * RATE)):
+        clip = open_audio(data)
+    with under(MediaCaps(max_audio_samples=RATE)):
+        assert len(clip.decode(RATE, 60 * RATE)) == 3 * RATE
+    assert limits == [77, 77]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e12])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.caps import under
 from mindie_mm.media.image import EncodedImage, PlainJpeg, open_image, pil_to_rgb, resize
 from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, photograph
 
@@ -113,8 +115,13 @@ def test_the_pixel_cap_reads_only_the_header():
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     with pytest.raises(LimitExceeded, match="178956970"):
         EncodedImage.open(bomb)
-    with pytest.raises(LimitExceeded, match=r"300x200 = 60000 pixels; the limit is 59999"):
-        open_image(encoded(photograph(size=(300, 200))), max_pixels=59_999)
+    picture = photograph(size=(300, 200))
+    for data in (encoded(picture), encoded(picture, "PNG"), np.asarray(picture)):
+        with (
+            under(MediaCaps(max_image_pixels=59_999)),
+            pytest.raises(LimitExceeded, match=r"300x200 = 60000 pixels; the limit is 59999"),
+        ):
+            open_image(data)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.caps import under
 from mindie_mm.media.video import EncodedVideo, open_video
 from tests.media_samples import decode_all, encode_video, moving_frames
 
@@ -33,12 +35,21 @@ def test_frames_are_passed_on():
 
 def test_caps_hold_before_decoding():
     data = encode_video(moving_frames(30), fps=10)
-    with pytest.raises(LimitExceeded, match="112x84 = 9408 pixels; the limit is 9407"):
-        EncodedVideo.open(data, max_pixels=9407)
-    with pytest.raises(LimitExceeded, match="30 frames; the limit is 29"):
-        EncodedVideo.open(data, max_frames=29)
-    with pytest.raises(LimitExceeded, match=r"3\.0 s; the limit is 2\.5 s"):
-        EncodedVideo.open(data, max_duration_s=2.5)
+    for caps, message in (
+        (MediaCaps(max_video_pixels=9407), "112x84 = 9408 pixels; the limit is 9407"),
+        (MediaCaps(max_video_frames=29), "30 frames; the limit is 29"),
+        (MediaCaps(max_video_seconds=2.5), r"3\.0 s; the limit is 2\.5 s"),
+    ):
+        with under(caps), pytest.raises(LimitExceeded, match=message):
+            EncodedVideo.open(data)
+
+
+def test_decoding_is_under_the_caps_of_opening():
+    data = encode_video(moving_frames(4), fps=10)
+    with under(MediaCaps(max_video_pixels=112 * 96)):
+        video = EncodedVideo.open(data)
+    with under(MediaCaps(max_video_pixels=9407)):
+        assert len(list(video.decode([0, 3]))) == 2
 
 
 @pytest.mark.parametrize(

@@ -420,7 +420,7 @@ def test_a_pid_used_again_keeps_no_dead_arena_alive() -> None:
         found = info(path)
         assert found is not None
         assert (found.alive, found.owner.pid) == (False, os.getpid()), "the lock tells, not the pid"
-        assert str(path) in collect().arenas
+        assert str(path) in collect().of("owner_dead")
         assert not path.exists()
 
 
@@ -428,7 +428,7 @@ def test_a_pid_that_nobody_has_does_not_make_a_living_arena_dead(arena: Arena) -
     ref = publish(arena)
     name_owner(arena.path, (1 << 22) + 1)
     assert info(arena.path).alive
-    assert str(arena.path) not in collect().arenas
+    assert str(arena.path) not in collect().of("owner_dead")
     assert is_whole(ref)
 
 
@@ -451,7 +451,7 @@ def test_an_owner_in_another_pid_namespace_is_seen_alive_and_collected_when_dead
         owner.wait()
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # its kernel drops the lock a moment after unshare is gone
-        collected = collect().arenas
+        collected = collect().of("owner_dead")
         assert str(path) in collected
         assert not path.exists()
 
@@ -475,7 +475,7 @@ hear()
         assert is_whole(ref)
         owner.kill()
         owner.wait()
-        assert str(path) in collect().arenas
+        assert str(path) in collect().of("owner_dead")
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd")])

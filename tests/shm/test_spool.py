@@ -130,10 +130,10 @@ def test_the_directory_of_a_dead_request_is_collected_and_of_a_living_one_kept(
     process = start(REQUEST, tmp_path)
     path_file = Path(process.hear())
     publish(arena, path_file)
-    assert collect([tmp_path]).requests == ()
+    assert collect([tmp_path]).of("request_dead") == ()
     assert arena.num_blocks == 1
     process.kill()
-    assert collect([tmp_path]).requests == (tmp_path / "r1",)
+    assert collect([tmp_path]).of("request_dead") == (str(tmp_path / "r1"),)
     assert list(tmp_path.iterdir()) == []
     assert arena.num_blocks == 0
 
@@ -176,9 +176,9 @@ hear()
     process.say("end")
     assert process.hear().endswith("cannot be removed: Too many open files")
     (left,) = tmp_path.iterdir()
-    assert collect([tmp_path]).requests == (), "it may just be made"
+    assert collect([tmp_path]).of("request_dead") == (), "it may just be made"
     os.utime(left / "shm_name.txt", (0, 0))
-    assert collect([tmp_path]).requests == (left,), "while the process lives"
+    assert collect([tmp_path]).of("request_dead") == (str(left),), "while the process lives"
     assert list(tmp_path.iterdir()) == []
     assert arena.num_blocks == 0
 
@@ -212,10 +212,10 @@ def test_what_a_death_left_while_a_directory_was_made_or_removed_is_collected_wh
     anothers = tmp_path / "not-ours"
     anothers.mkdir()
     os.utime(anothers, (0, 0))
-    assert collect([tmp_path]).requests == (), "they may just be made"
+    assert collect([tmp_path]).of("request_dead") == (), "they may just be made"
     for path in (made, removed):
         os.utime(path, (0, 0))
-    assert collect([tmp_path]).requests == (made, removed)
+    assert collect([tmp_path]).of("request_dead") == (str(made), str(removed))
     assert list(tmp_path.iterdir()) == [anothers]
 
 
@@ -228,8 +228,8 @@ deep.chmod(0o1700)
 (deep / "shm_name.txt").touch()
 resource.setrlimit(resource.RLIMIT_NOFILE, (16, 1024))
 collected = collect([spool])
-say(*(request.name for request in collected.requests))
-say(*collected.arenas)
+say(*(Path(request).name for request in collected.of("request_dead")))
+say(*collected.of("owner_dead"))
 """
 
 
@@ -254,7 +254,7 @@ def test_a_data_set_is_no_dead_request_whatever_its_mode(tmp_path: Path) -> None
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a").chmod(0o700)
     (tmp_path / "a" / "shm_name.txt").touch()
-    assert collect([tmp_path]).requests == ()
+    assert collect([tmp_path]).of("request_dead") == ()
     assert (tmp_path / "a" / "image").is_dir()
     with pytest.raises(InputError, match=f"{tmp_path / 'a'} is no request directory.*{tmp_path} is no spool"):
         require_spool(tmp_path)

@@ -1,0 +1,20 @@
+"""`file:` URLs. Apart from the decoders, which a service's own process never loads."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from mindie_mm.errors import MediaError
+
+
+def file_url_path(url: str) -> str:
+    """The path that a `file:` URL names. MediaError for another machine's."""
+    try:
+        parts = urlsplit(url)
+        path = os.fsdecode(unquote_to_bytes(parts.path))
+    except ValueError:
+        raise MediaError("a file: URL that is not valid") from None
+    if (host := parts.netloc) not in {"", "localhost"}:
+        raise MediaError(f"a file: URL with a host, {host[:100]!r}: files are of this machine")
+    return path

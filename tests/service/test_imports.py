@@ -1,0 +1,12 @@
+"""A service's own process loads no decoder and no torch: it starts seconds earlier, and a crash there is a child's."""
+
+import subprocess
+import sys
+
+HEAVY = {"torch", "transformers", "av", "PIL", "soxr", "simplejpeg"}
+
+
+def test_the_service_loads_nothing_heavy() -> None:
+    script = f"import sys, service.app, service.server; print(*sorted({HEAVY} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert not found.stdout.split()
