@@ -22,7 +22,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
@@ -35,6 +35,10 @@ from mindie_mm.shm import ArraySpec
 _TILES = "tiles"
 _MOST_TILED_IMAGES = 2
 _LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the others
+_MOST_UNSORTED = 256
+"""Rows that may pass all experts: up to some hundreds, to read the weights takes longer than to multiply with them."""
+_GATHERING_COST = 3
+"""Times the weights of an expert that are moved to gather them: read, written, and read again."""
 # Callers write these, and answers hold them: text like any other, each of one id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
@@ -96,10 +100,7 @@ class DeepseekVL2Processor(Processor):
                 )
         token = checkpoint.token_id(settings.get("image_token", "<image>"))
         self._bos = checkpoint.config["language_config"].get("bos_token_id", 0)
-        self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((), token, ())}
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
+        self.placeholders = {"image": Placeholder((), token, ())}
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         del num_items
@@ -274,8 +275,12 @@ class Gate(nn.Module):
         return masked.flatten(1)
 
 
-class _Experts(nn.Module):
-    """A mixture of experts, some of which every token passes."""
+class Experts(nn.Module):
+    """A mixture of experts, some of which every token passes.
+
+    On a device other than the host, the few rows of a decode step find their experts there: to ask which they are would
+    be a wait for the device in every layer.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -284,17 +289,61 @@ class _Experts(nn.Module):
         self.experts = nn.ModuleList(_MLP(width, inner) for _ in range(config["n_routed_experts"]))
         shared = config.get("n_shared_experts")
         self.shared_experts = _MLP(width, inner * shared) if shared else None
+        self._joined: tuple[Tensor, Tensor] | None = None
+
+    def join(self) -> None:
+        """Lays the experts' weights side by side; takes the memory of one layer's until it is done."""
+        names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+        gate = self.experts[0].get_parameter(names[0])
+        first = gate.new_empty(len(self.experts), 2, *gate.shape)
+        second = gate.new_empty(len(self.experts), *gate.t().shape)
+        for expert, into, back in zip(self.experts, first, second, strict=True):
+            for name, place in zip(names, (*into, back), strict=True):
+                expert.get_parameter(name).data = place.copy_(expert.get_parameter(name))
+        self._joined = first.flatten(1, 2), second
 
     def forward(self, hidden: Tensor) -> Tensor:
         weights, chosen = self.gate(hidden)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        if self._joined is None or len(hidden) > _MOST_UNSORTED:
+            passed = self.sorted(hidden, chosen)
+        elif _GATHERING_COST * chosen.numel() <= len(self.experts):
+            passed = self.gathered(hidden, chosen)
+        else:
+            passed = self.all(hidden, chosen)
+        mixed: Tensor = (passed.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
+
+    # What each token's experts make of it, each [T, width] and int64 [T, count] -> [T, count, width], to the same
+    # within rounding.
+
+    def sorted(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """Expert by expert, behind a wait of the host's for how many rows each has."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.new_zeros(len(self.experts)).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
         parts = hidden[order // chosen.shape[1]].split(counts)
         passed = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
         # Back to the tokens' order, so that each token's sum is the same whatever shares its batch.
-        sorted_back = torch.empty_like(passed).index_copy_(0, order, passed).unflatten(0, chosen.shape)
-        mixed: Tensor = (sorted_back.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
+        sorted_back: Tensor = torch.empty_like(passed).index_copy_(0, order, passed)
+        return sorted_back.view(*chosen.shape, -1)
+
+    def gathered(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """Row by row, over a copy of the weights of each row's experts."""
+        assert self._joined is not None
+        first, second = (weight.index_select(0, chosen.flatten()) for weight in self._joined)
+        rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)
+        gate, up = (first @ rows).chunk(2, dim=1)
+        passed: Tensor = second @ (silu(gate) * up)
+        return passed.view(*chosen.shape, -1)
+
+    def all(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """All rows through all experts; what is not asked for is left."""
+        assert self._joined is not None
+        first, second = self._joined
+        both = linear(hidden, first.flatten(0, 1)).unflatten(1, (len(first), 2, -1))  # (T, experts, 2, inner)
+        inner = (silu(both[:, :, 0]) * both[:, :, 1]).transpose(0, 1)
+        passed: Tensor = inner @ second.transpose(1, 2)  # (experts, T, width)
+        return passed[chosen, torch.arange(len(hidden), device=hidden.device).unsqueeze(1)]
 
 
 class _Attention(nn.Module):
@@ -383,7 +432,7 @@ class _Block(nn.Module):
         self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = (_LatentAttention if config.get("use_mla", True) else _Attention)(layer, config)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = _Experts(config) if sparse else _MLP(width, config["intermediate_size"])
+        self.mlp = Experts(config) if sparse else _MLP(width, config["intermediate_size"])
 
     def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, paged)
@@ -434,7 +483,8 @@ class DeepseekVL2Model(Model):
         self.module = network
         self._processor = processor
         self._rotary_width = language["qk_rope_head_dim"] if language.get("use_mla", True) else spec.head_dim
-        self._rotary_base: float = language.get("rope_theta", 10000.0)
+        # On the device: a number from the host would be a wait for it in every step.
+        self._rotary_base = torch.tensor([language.get("rope_theta", 10000.0)], dtype=torch.float32, device=spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items])
@@ -498,6 +548,10 @@ class DeepseekVL2(Family):
         config = checkpoint.config
         language = config["language_config"]
         network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
+        if device.torch_device.type != "cpu":
+            for part in network.modules():
+                if isinstance(part, Experts):
+                    part.join()
         heads: int = language["num_attention_heads"]
         if language.get("use_mla", True):
             widths = (language["qk_rope_head_dim"] + language["kv_lora_rank"], language["kv_lora_rank"])

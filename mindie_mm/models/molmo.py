@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.crops import Canvas, choose_tiling, cut_crops, cut_patches
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
@@ -138,10 +138,7 @@ class MolmoProcessor(Processor):
         self._bos = checkpoint.token_id(_content(special.get("bos_token") or special.get("eos_token")))
         names = ("<im_start>", "<im_patch>", "<im_col>", "<im_end>")
         self._start, patch, self._column, self._end = (checkpoint.token_id(name) for name in names)
-        self._placeholders: Mapping[Kind, Placeholder] = {"image": Placeholder((), patch, ())}
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
+        self.placeholders = {"image": Placeholder((), patch, ())}
 
     def max_tokens(self, kind: Kind) -> int:
         del kind
@@ -411,7 +408,8 @@ class MolmoModel(Model):
         self.spec = spec
         self.module = module
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
-        self._theta: float = config["rope_theta"]
+        # On the device: a number from the host would be a wait for it in every step.
+        self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
         self._overwrites: bool = config.get("overwrite_earlier_images", False)
         self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
 
@@ -429,11 +427,11 @@ class MolmoModel(Model):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         patches = [self.patches(item) for item in items]
-        padding = torch.cat([paddings(item) for item in items]).to(self.spec.device)
+        padding = upload(torch.cat([paddings(item) for item in items]), self.spec.device)
         cells = self._vision(torch.cat(patches).to(self.spec.dtype), padding)
         own = cells.split([len(crops) for crops in patches])
         return [
-            features.flatten(0, 1)[slot_order(*item.shape.grid).to(self.spec.device)]
+            features.flatten(0, 1)[upload(slot_order(*item.shape.grid), self.spec.device)]
             for features, item in zip(own, items, strict=True)
         ]
 
@@ -468,7 +466,7 @@ def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
     for piece in reversed(splices):
         free = np.flatnonzero(~np.isin(piece.rows, taken))
         if len(free):
-            pieces.append(Splice(piece.rows[free], piece.features[torch.from_numpy(free)]))
+            pieces.append(Splice(piece.rows[free], piece.features[upload(free, piece.features.device)]))
         taken = np.union1d(taken, piece.rows)
     return pieces
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mindie_mm import faults
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.crops import choose_tiling, cut_crops, cut_patches
@@ -24,7 +23,7 @@ from mindie_mm.media.image import Data, Pixels, open_image
 from mindie_mm.media.preprocess import Size, check_settings, check_type
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, placeholder_of
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
@@ -189,10 +188,7 @@ class Molmo2Processor(Processor):
         }
         for marker in markers.values():
             checkpoint.token_id(marker)
-        self._placeholders = {kind: Placeholder((), patch, (), marker) for kind, marker in markers.items()}
-
-    def placeholder(self, kind: Kind) -> Placeholder:
-        return placeholder_of(self._placeholders, kind)
+        self.placeholders = {kind: Placeholder((), patch, (), marker) for kind, marker in markers.items()}
 
     def limits(self) -> Mapping[Kind, int]:
         return {"video": 1}
@@ -246,7 +242,7 @@ class Molmo2Processor(Processor):
         return Spelling(" ".join(f"{time // 10}.{time % 10} {_PATCH}" for time in grid), [run] * len(grid))
 
     def _rows(self, part: str, rows: int, columns: int) -> list[int]:
-        return ([self._placeholders["image"].token] * columns + self._row_ends[part]) * rows
+        return ([self.placeholders["image"].token] * columns + self._row_ends[part]) * rows
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del counts
@@ -261,7 +257,6 @@ class Molmo2Processor(Processor):
             values = _as_planes(image.decode())
             for name in sizes:
                 _resize(values, arrays[name])
-                faults.point("mid-fill")
 
         return Plan(
             num_features=self._image_features(rows, columns),
@@ -282,7 +277,6 @@ class Molmo2Processor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             for place, frame in zip(arrays[_FRAMES], video.decode(taken), strict=True):
                 _resize(_as_planes(frame), place)
-                faults.point("mid-fill")
 
         return Plan(
             num_features=len(taken) * self._frame_features,
@@ -352,7 +346,10 @@ class Molmo2Model(PretrainedModel):
     prefix_sees_later_media: ClassVar[bool] = True
 
     vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+    projector_parts: ClassVar[tuple[str, ...]] = (
+        "model.multi_modal_projector.image_pooling_2d",
+        "model.multi_modal_projector.image_projector",
+    )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -382,15 +379,37 @@ class Molmo2Model(PretrainedModel):
         """The features of each of items of one kind."""
         patches = [self.patches(item) for item in items]
         windows, offset = [], 0
-        for item, own in zip(items, patches, strict=True):
+        for item, squares in zip(items, patches, strict=True):
             windows.append(_moved(self.windows(item), offset))
-            offset += own.shape[0] * own.shape[1]
-        # Its grids only say where one item's features end: height x width, twice.
-        grids = torch.tensor([[item.shape.num_features, 1, 0, 0] for item in items])
-        pooled: Sequence[Tensor] = self.module.model.get_image_features(
-            torch.cat(patches), torch.cat(windows).to(self.spec.device), grids
-        ).pooler_output
-        return pooled
+            offset += squares.shape[0] * squares.shape[1]
+        features = self._pooled(torch.cat(patches), torch.cat(windows))
+        own: Sequence[Tensor] = features.split([item.shape.num_features for item in items])
+        return own
+
+    def _pooled(self, patches: Tensor, windows: Tensor) -> Tensor:
+        """[n, patches, values] and the host's int64 [features, patches of a window] -> [features, hidden].
+
+        As Molmo2Model.get_image_features, which asks the device twice for what the host knows: whether windows lack
+        patches, and whether one lacks all; none does.
+        """
+        model, device = self.module.model, self.spec.device
+        states = model.vision_tower(patches, output_hidden_states=True).hidden_states
+        layers = model.config.adapter_config.vision_feature_layer
+        values = torch.cat([states[layer + 1 if layer >= 0 else layer] for layer in layers], dim=-1).flatten(0, 1)
+        pooled = values[upload(windows.clamp(min=0), device)]
+        present, seen = windows >= 0, None
+        if not present.all():
+            seen = upload(present, device)
+            pooled = pooled * seen.unsqueeze(-1).to(pooled.dtype)
+        counts = upload(present.sum(-1).to(pooled.dtype), device)
+        query = pooled.sum(-2, keepdim=True) / counts.view(-1, 1, 1)
+        adapter = model.multi_modal_projector
+        # A row for each head: where those share keys, one for all is no mask that an NPU takes.
+        mask = None if seen is None else seen[:, None, None].expand(-1, adapter.config.num_attention_heads, -1, -1)
+        features: Tensor = adapter.image_projector(
+            adapter.image_pooling_2d(query, pooled, attention_mask=mask)[0].squeeze(1)
+        )
+        return features
 
     def patches(self, item: MediaItem) -> Tensor:
         """float32 [squares, patches, patch * patch * 3], normalised, on the device: the whole image, then its crops.

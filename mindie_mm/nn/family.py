@@ -91,7 +91,9 @@ class Processor(ABC):
 
     def placeholder(self, kind: Kind) -> Placeholder:
         """The ids of an item of `kind`; InputError names what the model takes instead."""
-        return placeholder_of(self.placeholders, kind)
+        if kind not in self.placeholders:
+            raise InputError(f"this model takes no {kind}; it takes {', '.join(self.placeholders) or 'text alone'}")
+        return self.placeholders[kind]
 
     @abstractmethod
     def plan(self, media: Media, data: bytes | NDArray[Any], counts: Mapping[Kind, int]) -> Plan:
@@ -200,14 +202,7 @@ class Family(ABC):
         return tokenizer
 
 
-def placeholder_of(placeholders: Mapping[Kind, Placeholder], kind: Kind) -> Placeholder:
-    """The placeholder of `kind`; InputError names what the model takes instead."""
-    if kind not in placeholders:
-        raise InputError(f"this model takes no {kind}; it takes {', '.join(placeholders) or 'text alone'}")
-    return placeholders[kind]
-
-
-__all__ = ["Family", "Placeholder", "Plan", "Processor", "Spelling", "placeholder_of"]
+__all__ = ["Family", "Placeholder", "Plan", "Processor", "Spelling"]
 
 
 def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:

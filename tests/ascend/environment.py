@@ -19,7 +19,8 @@ def environment(**settings: str | int) -> dict[str, str]:
     others_bytes     what of it other processes are said to use (0)
     poison_bytes     how much of fresh device memory is filled with 0xFF (32 MiB)
     soc, cann        what the device and CANN are called (Ascend910B1, 9.1.0)
-    trace            a file to which each call is added: seconds, process, thread, name, arguments
+    trace            a file to which each call is added, of CANN's and of torch_npu's fused operators: seconds, process,
+                     thread, name, arguments
     fail             "name=code" (always), "name=code@N" (the Nth call only), "name=code@N+" (from it on), by comma
     races            0: use of memory that another stream may still write is no error (1)
     patience_ms      how long a collective waits for somebody to synchronise before the device runs it by itself (20)

@@ -1,13 +1,24 @@
-"""A decode step waits for the device once."""
+"""A decode step waits for the device once, and media are encoded behind one wait for their copies."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tests.ascend.processes import call
+from tests.models import test_deepseek_vl2, test_molmo, test_molmo2
+
+FAMILIES = {
+    "plain experts": test_deepseek_vl2.TestDeepseekVL2,
+    "latent experts": test_deepseek_vl2.TestLatentAttention,
+    "crops": test_molmo.TestMolmo,
+    "windows": test_molmo2.TestMolmo2,
+}
+"""Those with layers of their own, or whose media take more than one copy."""
 
 
-def decode(dtype: str) -> list[int]:
+def decode(checkpoint: str | None, dtype: str) -> list[int]:
     """How often each step of a mixed batch waited for the device, the first step aside."""
     import numpy as np
 
@@ -18,7 +29,7 @@ def decode(dtype: str) -> list[int]:
     from mindie_mm.models import load_model
     from tests.ascend.test_runtime import simulator
 
-    engine = Engine(load_model(None, "npu", dtype), EngineConfig(), 2**26)
+    engine = Engine(load_model(checkpoint, "npu", dtype), EngineConfig(), 2**26)
     requests = [
         {"temperature": 0.0},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3},
@@ -31,7 +42,8 @@ def decode(dtype: str) -> list[int]:
         message = Add(
             request_id=str(number),
             input_ids=ids.tobytes(),
-            params=SamplingParams(max_tokens=6, ignore_eos=True, **request),
+            # One after another ends, down to a single row.
+            params=SamplingParams(max_tokens=4 + number, ignore_eos=True, **request),
         )
         assert engine.add(message) is None
     engine.step()
@@ -44,10 +56,9 @@ def decode(dtype: str) -> list[int]:
     return waits
 
 
-def encode(kind: str) -> list[int]:
+def encode(checkpoint: str | None, kind: str) -> list[int]:
     """How often the host waits while 1, 2 and 4 items are encoded, not for the first time."""
     import tempfile
-    from pathlib import Path
 
     import numpy as np
 
@@ -57,10 +68,11 @@ def encode(kind: str) -> list[int]:
     from mindie_mm.tokenize import Tokenizer
     from tests.ascend.test_runtime import simulator
 
-    model = load_model(None, "npu", "bfloat16")
+    model = load_model(checkpoint, "npu", "bfloat16")
     data = {"image": np.full((56, 84, 3), 90, np.uint8), "audio": np.zeros(16000, np.float32)}[kind]
+    path = Checkpoint.open(checkpoint and Path(checkpoint)).path
     waits = []
-    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(Checkpoint.open(None).path) as tokenizer:
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(path) as tokenizer:
         path_file = Path(folder) / "shm_name.txt"
         for count in (1, 2, 4):
             items = model.read(tokenizer.tokenize([{kind: data}] * count, path_file).numpy())
@@ -73,11 +85,56 @@ def encode(kind: str) -> list[int]:
     return waits
 
 
-@pytest.mark.parametrize("kind", ["image", "audio"])
-def test_media_are_encoded_behind_one_wait_for_their_copies(kind):
-    assert call(encode, kind) == [1, 1, 1]
+def pass_experts() -> list[int]:
+    """How often the host waits while so many rows pass a mixture of experts."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    from mindie_mm.models.deepseek_vl2 import Experts
+    from tests.ascend.test_runtime import simulator
+
+    config = {"n_routed_experts": 12, "num_experts_per_tok": 3, "hidden_size": 16, "moe_intermediate_size": 8}
+    experts = Experts(config).requires_grad_(False)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    experts.to("npu").join()
+    waits = []
+    for rows in (1, 2, 256, 257):
+        hidden = torch.ones(rows, 16, device="npu")
+        simulator().sim_syncs_reset()
+        experts(hidden)
+        waits.append(simulator().sim_syncs())
+    return waits
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_step_waits_for_the_device_once(dtype):
-    assert call(decode, dtype) == [1] * 5
+def test_experts_are_sorted_behind_one_wait_where_rows_are_many():
+    assert call(pass_experts) == [0, 0, 0, 1]
+
+
+@pytest.fixture
+def checkpoint(request, tmp_path: Path) -> str | None:
+    """The embedded model's, or a family's small one."""
+    if request.param is None:
+        return None
+    FAMILIES[request.param].write_checkpoint(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kind", "own"),
+    # transformers' windowed tower sorts its windows by the host's numbers, there and back.
+    [(None, "image", 4), (None, "audio", 0), *((family, "image", 0) for family in FAMILIES)],
+    indirect=["checkpoint"],
+)
+def test_media_are_encoded_behind_one_wait_for_their_copies(checkpoint, kind, own):
+    """And as many of the tower's `own`, however many items there are."""
+    assert call(encode, checkpoint, kind) == [1 + own] * 3
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    [(None, "bfloat16"), (None, "float32"), *((family, "bfloat16") for family in FAMILIES)],
+    indirect=["checkpoint"],
+)
+def test_a_step_waits_for_the_device_once(checkpoint, dtype):
+    assert call(decode, checkpoint, dtype) == [1] * 7

@@ -41,6 +41,12 @@ def reductions() -> list[str]:
             for part in parts[1:]:
                 expected = combine(expected, part)
             mine = parts[rank].to(f"npu:{rank}")
+            if (dtype, op) == (torch.bfloat16, dist.ReduceOp.PRODUCT):  # which Atlas A2 does not multiply
+                try:
+                    dist.all_reduce(mine, op=op)
+                    wrong.append("a product of bfloat16 was taken")
+                except RuntimeError:
+                    continue
             dist.all_reduce(mine, op=op)
             if not torch.equal(mine.cpu(), expected):
                 wrong.append(f"{dtype} {op}: {mine.cpu().tolist()} is not {expected.tolist()}")

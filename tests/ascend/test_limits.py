@@ -84,6 +84,9 @@ MM, BMM, ADDMM, SOFTMAX = (plain(f"aten::{name}") for name in ("mm", "bmm", "add
 NORM, ADD_NORM, ROTARY = (plain(f"npu::npu_{name}") for name in ("rms_norm", "add_rms_norm", "rotary_mul"))
 IN_PLACE, SWIGLU = plain("npu::npu_apply_rotary_pos_emb"), plain("npu::npu_swiglu")
 SCATTER, SLOTS = plain("npu::npu_scatter_nd_update_"), plain("npu::npu_scatter_pa_kv_cache")
+CONV, LAYER_NORM, GELU, SILU = (plain(f"aten::{n}") for n in ("conv2d", "native_layer_norm", "gelu", "silu"))
+SDPA = plain("aten::scaled_dot_product_attention")
+ROWS = (zeros(2, 4, 3, 16), *(zeros(2, 4, 5, 16),) * 2)
 INDEX = torch.zeros(2, 1, dtype=torch.int64)
 PAGES = zeros(2, 8, 2, 16)
 SLOT = torch.zeros(2, dtype=torch.int32)
@@ -97,6 +100,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "attention in float32": (prefill, {n: zeros(1, 6, 64, dtype=FULL) for n in ("query",)}, "query not implemented"),
     "keys of another dtype": (prefill, {"key": zeros(1, 9, 32, dtype=torch.float16)}, "key expected dtype"),
     "a mask of floats": (prefill, {"atten_mask": zeros(1, 1, 6, 9, dtype=FULL), "sparse_mode": 1}, "atten_mask not"),
+    "a convolution of float64": (CONV, (zeros(1, 2, 4, 4, dtype=DOUBLE), zeros(3, 2, 2, 2, dtype=DOUBLE)), "DT_DOUBLE"),
+    "a layer norm of float64": (
+        LAYER_NORM,
+        (zeros(2, 4, dtype=DOUBLE), (4,), *(zeros(4, dtype=DOUBLE),) * 2, 1e-5),
+        "DT_DOUBLE",
+    ),
+    "a GELU of float64": (GELU, (zeros(2, dtype=DOUBLE),), "DT_DOUBLE"),
+    "a SiLU of float64": (SILU, (zeros(2, dtype=DOUBLE),), "DT_DOUBLE"),
+    "a mask with one row for all": (SDPA, (*ROWS, zeros(2, 1, 1, 5, dtype=torch.bool)), "unsupported atten_mask shape"),
+    "a mask of three axes": (SDPA, (*ROWS, zeros(2, 3, 5, dtype=torch.bool)), "unsupported atten_mask shape"),
     "rows with gaps": (fused, {"query": zeros(2, 8, 128)[:, ::2]}, "query is not contiguous"),
     "a layout": (prefill, {"input_layout": "SBH"}, "inputLayout SBH"),
     "heads that do not share": (fused, {"num_heads": 4, "num_key_value_heads": 3}, "must be a multiple"),
@@ -130,6 +143,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "a table too narrow": (fused, {"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "columns"),
     "a table too short": (fused, {"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "rows"),
     "a cache by heads": (fused, {n: zeros(3, 2, 128, 128) for n in ("key", "value")}, "must be \\(blocks"),
+    "a single row over too many keys": (
+        prefill,
+        {
+            "query": zeros(1, 1, 16),
+            **{n: zeros(1, 1, 16).expand(1, 262145, 16).contiguous() for n in ("key", "value")},
+            "num_heads": 1,
+            "num_key_value_heads": 1,
+        },
+        "262144",
+    ),
     "training in int8": (training, {n: zeros(5, 4, 20, dtype=torch.int8) for n in ("query",)}, "DT_INT8"),
     "training in two dtypes": (training, {"key": zeros(5, 4, 20)}, "expected dtype"),
     "a mask of int8 in training": (training, {"atten_mask": zeros(5, 5, dtype=torch.int8)}, "DT_INT8"),
@@ -152,6 +175,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "a rotation by other rows": (ROTARY, (zeros(1, 2, 3, 4), *(zeros(1, 3, 3, 4),) * 2), "must be as x"),
     "a rotation of quarters": (ROTARY, (*(zeros(1, 2, 2, 4),) * 3, "quarter"), "rotary_mode"),
     "pairs rotated by heads": (ROTARY, (*(zeros(1, 2, 2, 4),) * 3, "interleave"), "11SD"),
+    "a rotation of 1000 heads": (ROTARY, (zeros(1, 1000, 2, 4), *(zeros(1, 1, 2, 4),) * 2), "B and N must be less"),
+    "a thousand pairs rotated": (
+        ROTARY,
+        (zeros(40, 25, 2, 4), *(zeros(1, 1, 2, 4),) * 2, "interleave"),
+        "B \\* N must",
+    ),
     "a rotation in place of float64": (IN_PLACE, (zeros(1, 2, 2, 64, dtype=DOUBLE),) * 4, "DT_DOUBLE"),
     "a rotation in place of 32": (IN_PLACE, (zeros(1, 2, 1, 32),) * 4, "128 or 64"),
     "an activation of float64": (SWIGLU, (zeros(2, 4, dtype=DOUBLE),), "DT_DOUBLE"),
@@ -174,8 +203,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
 }
 
 TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
+    "a convolution": (CONV, (zeros(1, 2, 4, 4), zeros(3, 2, 2, 2))),
+    "a layer norm of float32": (LAYER_NORM, (zeros(2, 4, dtype=FULL), (4,), *(zeros(4, dtype=FULL),) * 2, 1e-5)),
+    "a GELU": (GELU, (zeros(2),)),
+    "a SiLU": (SILU, (zeros(2),)),
     "products of float32": (MM, (zeros(2, 2, dtype=FULL),) * 2),
     "softmax of float64": (SOFTMAX, (zeros(2, 2, dtype=DOUBLE), -1)),
+    **{
+        f"a mask {[*shape]}": (SDPA, (*ROWS, torch.ones(shape, dtype=torch.bool)))
+        for shape in ((2, 4, 3, 5), (2, 1, 3, 5), (1, 1, 3, 5), (3, 5))
+    },
+    "a mask that is widened": (SDPA, (*ROWS, torch.ones(2, 1, 1, 5, dtype=torch.bool).expand(2, 1, 3, 5))),
     "a sum of float64": (plain("aten::add"), (zeros(2, dtype=DOUBLE),) * 2),
     "pages": (fused, {}),
     "packed keys": (unpaged, {}),
@@ -195,6 +233,7 @@ TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
     ),
     "training in float32, a head of 20": (training, {}),
     "a norm": (NORM, (zeros(2, 8), zeros(8))),
+    "a rotation of 1000 tokens": (ROTARY, (zeros(1, 2, 1000, 4), *(zeros(1, 1, 1000, 4),) * 2)),
     "a rotation": (ROTARY, (zeros(1, 2, 3, 4), *(zeros(1, 2, 1, 4),) * 2)),
     "a scatter of int8": (SCATTER, (zeros(4, 2, dtype=torch.int8), INDEX.int(), zeros(2, 2, dtype=torch.int8))),
 }

@@ -91,9 +91,24 @@ def test_copies_between_host_and_device_of_any_strides_and_dtype(npu, dtype):
 def test_an_operator_takes_tensors_of_its_device_alone(npu):
     values = VALUES.to(npu)
     assert torch.equal((values * torch.tensor(2.0)).cpu(), VALUES * 2), "numbers may come from the host"
-    assert torch.equal(values[:, IDS].cpu(), VALUES[:, IDS]), "so may indices"
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        values + VALUES
+    assert torch.equal(values[:, IDS].cpu(), VALUES[:, IDS]), "so may indices, in brackets"
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x + VALUES,
+        lambda x: x.index_select(1, IDS),
+        lambda x: x.index_copy_(1, IDS, x[:, :3].clone()),
+        lambda x: x.index_add_(1, IDS, x[:, :3].clone()),
+        lambda x: x.index_fill_(1, IDS, 0),
+        lambda x: x.index_put_((IDS.to(x.device),), VALUES[:3]),
+    ],
+    ids=["sum", "index_select", "index_copy_", "index_add_", "index_fill_", "index_put_ of values"],
+)
+def test_what_is_on_the_host_is_refused(npu, operator):
+    with pytest.raises(RuntimeError, match=r"to be (on|in) the same device"):
+        operator(VALUES.to(npu))
 
 
 def test_random_numbers_follow_from_the_seed(npu):
@@ -115,15 +130,15 @@ def test_what_a_stream_computes_is_seen_by_those_who_wait_for_it(npu):
     values, side = VALUES.to(npu), torch.npu.Stream(npu)
     torch.npu.synchronize()
     computed = values * 2  # on the default stream
-    with torch.npu.stream(side):
-        unseen = (computed + 0).cpu()
-    assert unseen.isnan().all(), "the side stream did not wait"
+    with torch.npu.stream(side), pytest.raises(RuntimeError, match=r"race: stream \d+ reads .* which wrote it"):
+        computed + 0
     computed = values * 2
     side.wait_stream(torch.npu.current_stream(npu))
     with torch.npu.stream(side):
         twice = computed + computed
     assert torch.equal(computed.cpu(), VALUES * 2)
-    assert (twice + 0).cpu().isnan().all(), "the default stream did not wait"
+    with pytest.raises(RuntimeError, match=r"race: stream \d+ reads .* which wrote it"):
+        twice + 0
     with torch.npu.stream(side):
         twice = computed + computed
         done = torch.npu.Event()
@@ -137,9 +152,41 @@ def test_a_change_in_place_is_seen_by_those_who_wait_for_it(npu):
     torch.npu.synchronize()
     with torch.npu.stream(side):
         values.mul_(3)
-    assert (values + 0).cpu().isnan().all()
+    with pytest.raises(RuntimeError, match=r"race: stream \d+ reads .* which wrote it"):
+        values + 0
     side.synchronize()
     assert torch.equal((values + 0).cpu(), VALUES * 3)
+
+
+@pytest.mark.parametrize("size", [24, 2**19], ids=["small", "more than is put off"])
+def test_what_a_stream_reads_is_changed_by_those_who_wait_for_it(npu, size):
+    values, side = torch.arange(float(size)).to(npu), torch.npu.Stream(npu)
+    torch.npu.synchronize()
+    read = values[:2] + 1
+    with torch.npu.stream(side), pytest.raises(RuntimeError, match=r"race: stream \d+ writes .* which reads it"):
+        values.mul_(3)
+    side.wait_stream(torch.npu.current_stream(npu))
+    with torch.npu.stream(side):
+        values.fill_(3)
+    with pytest.raises(RuntimeError, match=r"race: stream \d+ reads .* which wrote it"):
+        values[-1] + 0
+    assert read.tolist() == [1, 2]
+
+
+def unwaited() -> list[float]:
+    import torch_npu  # noqa: F401
+
+    values, side = VALUES.to("npu"), torch.npu.Stream()
+    torch.npu.synchronize()
+    with torch.npu.stream(side):
+        tripled = values * 3
+    unseen = (tripled + 0).cpu()
+    side.synchronize()
+    return [unseen.isnan().float().mean().item(), float((tripled.cpu() - VALUES * 3).abs().max())]
+
+
+def test_where_races_are_no_errors_nothing_is_there_yet():
+    assert call(unwaited, races=0) == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +197,11 @@ def test_a_change_in_place_is_seen_by_those_who_wait_for_it(npu):
         (lambda x: x.index_select(1, x[0].long().clamp(0, 5)), 0),
         (lambda x: x.nonzero(), 1),
         (lambda x: x[x > 0], 1),
+        (lambda x: x[:, IDS], 1),
+        (lambda x: x[VALUES > 0], 1),
+        (lambda x: x.index_put_((IDS,), x[0]), 1),
+        (lambda x: x.index_put_((x > 0,), x[0, 0]), 1),
+        (lambda x: x.index_put_((x[0].long().clamp(0, 3),), x[0]), 0),
         (lambda x: x.unique(), 1),
         (lambda x: x.sum().item(), 1),
         (lambda x: x.cpu(), 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.ascend.processes import call, traced
 
 
@@ -143,3 +145,43 @@ def mounted() -> list[int]:
 
 def test_files_that_were_mounted_are_let_go():
     assert call(mounted) == [0, 0, 0]
+
+
+def reused(size: int, keeps: bool) -> str:
+    """What is said when an item is brought to where another lay, which a queued operator reads."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from mindie_mm.device import open_device
+    from mindie_mm.nn import staging
+    from mindie_mm.shm import ArraySpec, DiskArena, attach, mount
+
+    device = open_device("npu").torch_device
+    if not keeps:
+        torch.Tensor.record_stream = lambda *_: None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "arena"
+        specs = {"a": ArraySpec((size,), "uint8")}
+        with DiskArena.create(path, 1, 2**24) as arena, arena.allocate(specs) as block:
+            block["a"][...] = 7
+            ref = block.publish()
+        with mount(path):
+            view = attach(ref)
+            read = staging.to_device(view, "a", device) + 1
+            try:
+                staging.to_device(view, "a", device)
+            except RuntimeError as error:
+                return str(error)
+            assert set(read.cpu().tolist()) == {8}
+            del view
+    return ""
+
+
+@pytest.mark.parametrize("size", [1000, 2**22])
+def test_memory_is_kept_from_the_next_copy_until_it_was_computed_with(size):
+    assert call(reused, size, True) == ""
+    said = call(reused, size, False)
+    assert "race: stream" in said
+    assert "which reads it" in said

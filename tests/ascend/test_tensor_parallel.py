@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from tests.ascend import processes
+from tests.ascend.test_engine import TOLERANCE
 from tests.models.contract import picture
+from tools import random_checkpoint as sizes
 
 NUM_TOKENS = 8
+Told = list[tuple[int, list[float]]]
+"""Each token, and the log-probabilities of the two likeliest in its place."""
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "Describe this picture."}],
     "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
@@ -67,6 +71,34 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
     return asyncio.run(main())
 
 
+def tell(checkpoint: str, folder: str) -> list[Told]:
+    """The tokens of all prompts at once from two ranks as a checkpoint's own dtype has it, and their likelihoods."""
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.async_engine import AsyncEngine
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+
+    config = EngineConfig(device="npu", dtype="bfloat16", tensor_parallel=2, kv_cache_bytes=2**24)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+
+    async def told(engine: AsyncEngine, name: str, ids: Any) -> Told:
+        found = [one async for progress in engine.generate(name, ids, params) for one in progress.logprobs or ()]
+        return [(one.token_id, [value for _, value in one.top]) for one in found]
+
+    async def main() -> list[Told]:
+        engine = await AsyncEngine.start(Path(checkpoint), config)
+        with Tokenizer.from_pretrained(checkpoint) as tokenizer:
+            path_file = Path(folder) / "shm_name.txt"
+            prompts = {name: tokenizer.tokenize(items, path_file).numpy() for name, items in PROMPTS.items()}
+            found = await asyncio.gather(*(told(engine, name, ids) for name, ids in prompts.items()))
+            release(path_file)
+        await engine.close()
+        return found
+
+    return asyncio.run(main())
+
+
 def refuse(checkpoint: str) -> str:
     """What a start with more ranks than devices says."""
     from mindie_mm.config import EngineConfig
@@ -109,3 +141,56 @@ def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_pa
     assert said["found"] == [*outputs.values()]
     assert said["again"] == said["found"], "after the death of a rank"
     assert said["left"] == []
+
+
+def of_one_process(checkpoint: Path, path_file: Path) -> list[Told]:
+    """What `tell` is held against: one process on the host."""
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.models import load_model
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+
+    found: dict[str, Told] = {name: [] for name in PROMPTS}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    with Tokenizer.from_pretrained(checkpoint) as tokenizer:
+        engine = Engine(load_model(checkpoint, "cpu", torch.bfloat16), EngineConfig())
+        for name, items in PROMPTS.items():
+            engine.add(Add(name, tokenizer.tokenize(items, path_file).numpy().tobytes(), params))
+        while engine.has_work():
+            for progress in engine.step().progress:
+                assert progress.error is None, progress.error
+                found[progress.request_id] += [
+                    (one.token_id, [value for _, value in one.top]) for one in progress.logprobs or ()
+                ]
+        release(path_file)
+    return [*found.values()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("width", "layout"), [(128, "TND"), (16, "BSH")])
+def test_two_ranks_attend_by_the_fused_operator(width, layout, tmp_path, monkeypatch):
+    """In bfloat16, each with half of the heads: within rounding of one process."""
+    monkeypatch.setitem(sizes.SIZES, "shared", sizes.Size(4 * width, 2, 4, 2, 128, 64, 2, 4))
+    checkpoint = sizes.write_checkpoint(tmp_path / "model", "shared")
+    (folder := tmp_path / "npu").mkdir()
+    monkeypatch.setattr(processes, "_LIMIT_S", 280.0)
+    trace = tmp_path / "trace"
+    found = processes.call(tell, str(checkpoint), str(folder), devices=2, trace=str(trace))
+    for own, expected in zip(found, of_one_process(checkpoint, tmp_path / "shm_name.txt"), strict=True):
+        assert len(own) == len(expected) == NUM_TOKENS
+        for (own_token, own_top), (token, top) in zip(own, expected, strict=True):
+            if own_token != token:  # then it was close, and what follows is another answer
+                assert top[0] - top[1] < TOLERANCE
+                break
+            assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE)
+    calls: dict[str, list[str]] = {}
+    for line in trace.read_text().splitlines():
+        _, process, _, call = line.split(" ", 3)
+        if call.startswith("npu_fused_infer_attention_score "):
+            assert {"num_heads=2", "num_key_value_heads=1", f"input_layout={layout}"} <= {*call.split()}, call
+            calls.setdefault(process, []).append(call)
+    assert len(calls) == 2, "both ranks, each with half of the heads"
+    assert min(map(len, calls.values())) > 2 * NUM_TOKENS, "two layers of each step, and the trial"

@@ -21,8 +21,10 @@ size_t hccl_size(HcclDataType type) {
     }
 }
 
+/* As the pages of HcclAllReduce and HcclReduce (CANN 8.5) have it for Atlas A2, products of int16 and bfp16 among what is not. */
 bool hccl_reduces(HcclDataType type, HcclReduceOp op) {
     if (op < HCCL_REDUCE_SUM || op > HCCL_REDUCE_MIN) return false;
+    if (op == HCCL_REDUCE_PROD && (type == HCCL_INT16 || type == HCCL_BFP16)) return false;
     return type == HCCL_INT8 || type == HCCL_INT16 || type == HCCL_INT32 || type == HCCL_INT64 || type == HCCL_FP16 ||
            type == HCCL_FP32 || type == HCCL_BFP16;
 }

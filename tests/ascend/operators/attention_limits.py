@@ -184,6 +184,17 @@ def _cache(call: _Attention, key: Tensor) -> Iterator[str]:
         yield f"the cache {shape} must be (blocks, block_size, H) when the layout is {call.layout}."
 
 
+def _single(given: Arguments) -> Iterator[str]:
+    call, key = _Attention.of(given), given["key"]
+    if not call.single:
+        return
+    longest = max(call.keys, default=0) if call.keys is not None else key.shape[{"BNSD": 2}.get(call.layout, 1)]
+    if longest > 262144:
+        yield f"KV_S({longest}) must not be more than 262144 when Q_S is 1."
+    if call.table is not None and key.numel() > 2**31 - 1:
+        yield f"key and value {tuple(key.shape)} must have as many elements as int32 counts when Q_S is 1."
+
+
 def _table(call: _Attention, table: Tensor, longest: int, *, batch: int) -> Iterator[str]:
     rows, columns = table.shape
     if rows != (len(call.queries) if call.packed else batch):
@@ -246,6 +257,7 @@ LIMITS = (
     Limit(_FUSED, f"{DOCS}, the same: sparse_mode", TILING, _mask),
     Limit(_FUSED, f"{_FIA}: TND; CheckInputShapeWhenLayoutIsTND in vllm-ascend's pull request 9632", TILING, _packed),
     Limit(_FUSED, f"{_FIA}: page attention; {DOCS}, npu_fused_infer_attention_score: block_table", TILING, _pages),
+    Limit(_FUSED, f"{DOCS}, npu_fused_infer_attention_score: Q_S is 1, its S and its page attention", TILING, _single),
     Limit(_TRAINING, f"{DOCS}, npu_fusion_attention: query", PARAMETER, dtypes(FLOAT, "query", "key", "value", "pse")),
     Limit(_TRAINING, f"{DOCS}, the same: one dtype", PARAMETER, same_dtype("query", "key", "value", "pse")),
     Limit(_TRAINING, f"{DOCS}, the same: atten_mask", PARAMETER, dtypes((torch.bool, torch.uint8), "atten_mask")),

@@ -59,7 +59,7 @@ class Copies:
 
 def _between(target: Tensor, source: Tensor) -> Tensor:
     """Of tensors on devices; the copy is the target's, and the source's device has done before it what is queued."""
-    order.begin(source.device)
+    order.note_read(order.begin(source.device), source)
     stream = order.begin(target.device)
     alias(target).copy_(alias(source))
     order.publish(stream, target)

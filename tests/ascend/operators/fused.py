@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -85,11 +87,25 @@ def _implementation(name: str) -> Callable[..., Any] | None:
         own = torch.library.get_kernel(operator(name), "PrivateUse1")
         torch_npus = partial(own.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1))
 
+    # What is as its default the dispatcher leaves out.
+    defaults = {a.name: a.default_value for a in operator(name)._schema.arguments if a.has_default_value()}
+
     def launch(*args: Any, **kwargs: Any) -> Any:
         missing = os.environ.get("ASCEND_SIM_MISSING", "").split(",")
-        return torch_npus(*args, **kwargs) if rest in missing else ours(*args, **kwargs)
+        if rest in missing:
+            return torch_npus(*args, **kwargs)
+        _trace(rest, defaults | kwargs)
+        return ours(*args, **kwargs)
 
     return launch
+
+
+def _trace(name: str, settings: Mapping[str, Any]) -> None:
+    """A line among those of CANN's calls, where they are traced: an operator of torch_npu's does not come by those."""
+    if path := os.environ.get("ASCEND_SIM_TRACE"):
+        told = " ".join(f"{key}={value}" for key, value in settings.items() if isinstance(value, str | int))
+        with open(path, "a") as trace:  # noqa: PTH123 - one line, in one write
+            trace.write(f"{time.monotonic():.9f} {os.getpid()} {threading.get_native_id()} {name} {told}\n")
 
 
 def _refusing(why: str) -> Callable[..., Any]:

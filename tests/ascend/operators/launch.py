@@ -13,34 +13,34 @@ from tests.ascend.operators.aliases import alias, on_device, span
 from tests.ascend.operators.generators import host_generator
 
 _UNKNOWN_SIZES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_TAKES_HOST_INDICES = ("index", "_index_put", "_unsafe_index")
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+"""torch's advanced indexing: the one that takes indices of the host, which it then copies behind a wait."""
 
 
 class Launch:
     """One call: what it was lent, and what it changed."""
 
-    def __init__(self, device: torch.device, *, mixed: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = order.begin(device)
         self.lent: dict[int, Tensor] = {}  # device tensors by the address of their storage
         self.aliases: dict[int, Tensor] = {}  # device tensors by the identity of their alias
         self.changed: list[tuple[Tensor, Tensor]] = []  # device tensor, its alias
-        self._mixed = mixed
         self._kept: list[Tensor] = []
 
-    def host(self, value: Any, *, written: bool = False) -> Any:
+    def host(self, value: Any, *, written: bool = False, indices: bool = False) -> Any:
         """What the host's operator gets for an argument."""
         if isinstance(value, Tensor):
-            return self._host_tensor(value, written=written)
+            return value if indices and not on_device(value) else self._host_tensor(value, written=written)
         if isinstance(value, list | tuple):
-            return type(value)(self.host(item, written=written) for item in value)
+            return type(value)(self.host(item, written=written, indices=indices) for item in value)
         if isinstance(value, torch.device) and value.type == "npu":
             return torch.device("cpu")
         return value
 
     def _host_tensor(self, tensor: Tensor, *, written: bool) -> Tensor:
         if not on_device(tensor):
-            if tensor.dim() and not self._mixed:
+            if tensor.dim():
                 raise RuntimeError(
                     "Expected all tensors to be on the same device. Expected NPU tensor, "
                     "please check whether the input tensor device is correct."
@@ -51,6 +51,8 @@ class Launch:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self.device} and {tensor.device}!"
             )
+        if not written:
+            order.note_read(self.stream, tensor)
         # An empty target of out= is resized by the operator, which an alias can't be.
         same = torch.empty(0, dtype=tensor.dtype) if written and tensor.shape == (0,) else alias(tensor)
         self.lent[same.untyped_storage().data_ptr()] = tensor
@@ -102,6 +104,11 @@ def device_of(arguments: Any) -> torch.device | None:
     return named
 
 
+def _needs_the_host(index: Tensor | None) -> bool:
+    """Whether a wait goes before what is indexed: for a copy of the host's numbers, or for how many a mask names."""
+    return index is not None and (not on_device(index) or index.dtype in {torch.bool, torch.uint8})
+
+
 def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[..., None] | None = None) -> Any:
     """A kernel for the device of the operator `op`: `function`, or the operator itself, on the host.
 
@@ -112,8 +119,7 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     random = "generator" in names
     unknown_sizes = bool(_UNKNOWN_SIZES & set(op.tags))
-    by_mask = schema.name == "aten::index"
-    mixed = schema.name.partition("::")[2].startswith(_TAKES_HOST_INDICES)
+    indexed = schema.name.partition("::")[2] in _INDEXED
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     run = function or op
 
@@ -124,12 +130,13 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         named = dict(zip(names, args, strict=False)) | kwargs
         if check is not None:
             check(defaults | named)
-        if unknown_sizes and (
-            not by_mask or any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])
-        ):
+        if any(map(_needs_the_host, named["indices"])) if indexed else unknown_sizes:
             order.synchronise(device)
-        one = Launch(device, mixed=mixed)
-        given = {name: one.host(value, written=name in written) for name, value in named.items()}
+        one = Launch(device)
+        given = {
+            name: one.host(value, written=name in written, indices=indexed and name == "indices")
+            for name, value in named.items()
+        }
         if random:
             given["generator"] = host_generator(named.get("generator"), device)
         first = [given.pop(name) for name in names[: 0 if function else len(args)]]

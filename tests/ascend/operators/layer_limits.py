@@ -42,6 +42,18 @@ def _rotary(given: Arguments) -> Iterator[str]:
             yield f"cos and sin {tuple(part.shape)} must be 11SD, 1S1D or S11D when rotary_mode is interleave."
 
 
+def _rotary_counts(given: Arguments) -> Iterator[str]:
+    values, cos = given["input"], given["r1"]
+    if values.dim() != 4 or cos.dim() != 4:
+        return
+    # The layout is not said: the tokens are on an axis along which cosines differ.
+    tokens = [axis for axis in range(3) if cos.shape[axis] != 1] or [0, 1, 2]
+    others = [[size for axis, size in enumerate(values.shape[:3]) if axis != one] for one in tokens]
+    whole = given["rotary_mode"] == "interleave"
+    if all((first * second if whole else max(first, second)) >= 1000 for first, second in others):
+        yield f"x is {tuple(values.shape)}, {'B * N' if whole else 'B and N'} must be less than 1000."
+
+
 def _rotary_in_place(given: Arguments) -> Iterator[str]:
     if (width := given["query"].shape[-1]) not in {64, 128}:
         yield f"D({width}) must be 128 or 64."
@@ -86,6 +98,7 @@ LIMITS = (
     Limit(("npu::npu_rms_norm", "npu::npu_add_rms_norm"), f"{DOCS}, npu_rms_norm: gamma", PARAMETER, _norm),
     Limit(("npu::npu_rotary_mul",), f"{DOCS}, npu_rotary_mul", PARAMETER, dtypes(FLOAT, "input", "r1", "r2")),
     Limit(("npu::npu_rotary_mul",), f"{DOCS}, npu_rotary_mul, jit_compile=False", PARAMETER, _rotary),
+    Limit(("npu::npu_rotary_mul",), f"{DOCS}, the same: B, N < 1000; B * N < 1000", PARAMETER, _rotary_counts),
     Limit(
         ("npu::npu_apply_rotary_pos_emb",),
         f"{DOCS}, npu_apply_rotary_pos_emb",

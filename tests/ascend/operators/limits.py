@@ -6,12 +6,27 @@ Where documents differ, the newest CANN's counts, which is what torch_npu 2.13 p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from tests.ascend.operators import attention_limits, layer_limits
-from tests.ascend.operators.refusals import FLOAT, PARAMETER, Arguments, Limit, dtypes
+from tests.ascend.operators.refusals import FLOAT, KERNEL, PARAMETER, Arguments, Limit, dtypes
+
+
+def _mask(given: Arguments) -> Iterator[str]:
+    query, key, mask = given["query"], given["key"], given["attn_mask"]
+    if mask is None or query.dim() != 4:
+        return
+    (batch, heads, rows, _), columns = query.shape, key.shape[2]
+    axes = (rows, columns)
+    if tuple(mask.shape) not in {(batch, heads, *axes), (batch, 1, *axes), (1, 1, *axes), axes}:
+        yield (
+            f"get unsupported atten_mask shape, the shape is {[*mask.shape]}. B=[{batch}], N=[{heads}], Sq=[{rows}], "
+            f"Skv=[{columns}], supported atten_mask shape can be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] "
+            "and [Sq, Skv]."
+        )
+
 
 _TORCHS = (
     Limit(
@@ -37,6 +52,36 @@ _TORCHS = (
         "CANN 8.5 API, aclnnSoftmax: FLOAT16, FLOAT32, DOUBLE, BFLOAT16 on Atlas A2",
         PARAMETER,
         dtypes((*FLOAT, torch.float64), "self"),
+    ),
+    Limit(
+        ("aten::convolution", "aten::_convolution", "aten::convolution_overrideable"),
+        "CANN 8.5 API, aclnnConvolution: FLOAT, FLOAT16, BFLOAT16 on Atlas A2",
+        PARAMETER,
+        dtypes(FLOAT, "input", "weight", "bias"),
+    ),
+    Limit(
+        ("aten::native_layer_norm",),
+        "CANN 8.5 API, aclnnLayerNorm: FLOAT, FLOAT16, BFLOAT16 on Atlas A2",
+        PARAMETER,
+        dtypes(FLOAT, "input", "weight", "bias"),
+    ),
+    Limit(
+        ("aten::gelu", "aten::gelu_"),
+        "CANN 8.5 API, aclnnGeluV2: FLOAT32, FLOAT16, BFLOAT16 on Atlas A2",
+        PARAMETER,
+        dtypes(FLOAT, "self"),
+    ),
+    Limit(
+        ("aten::silu", "aten::silu_"),
+        "CANN 8.5 API, aclnnSilu: FLOAT, FLOAT16, BFLOAT16 on Atlas A2",
+        PARAMETER,
+        dtypes(FLOAT, "self"),
+    ),
+    Limit(
+        ("aten::scaled_dot_product_attention",),
+        "aclnnFlashAttentionScore in vllm-project/vllm-ascend's issue 6573; torch_npu 2.10 hands the mask on as it is",
+        KERNEL,
+        _mask,
     ),
 )
 

@@ -18,8 +18,8 @@ FLOAT = (torch.float32, *HALF)
 DOCS = "torch_npu 2.13.0, _op_plugin_docs.py"
 """What torch_npu says of its own operators, Chinese; by the operator's name."""
 
-PARAMETER, TILING = 161002, 561002
-"""Codes of aclnn: a parameter that its checks refuse; one that the kernel's tiling refuses."""
+PARAMETER, TILING, KERNEL = 161002, 561002, 561103
+"""Codes of aclnn: a parameter that its checks refuse; one that the kernel's tiling refuses; a launch that fails."""
 
 _DT = {
     torch.float64: "DT_DOUBLE",
