@@ -32,6 +32,8 @@ from tools.serving import running_service
 
 CACHE = Path(__file__).parents[2] / "build" / "bench-serve"
 CHECKPOINTS = ("tiny", "small", "mid")
+SETTLE_S = 2.0
+"""Before each turn beside a peer: what has just worked spins on for a while, and takes the other's cores."""
 PICTURES = (Size(336, 336), Size(640, 480), Size(1420, 720))
 CONCURRENCY = (1, 4, 8, 16, 32, 64)
 REPEATED = (0.0, 0.8)
@@ -131,6 +133,8 @@ async def _point(
         await drive(http, one, warm, warm.pictures(numbers))
     for _ in range(1 if peer is None else 2):
         for index, one in enumerate(servers):
+            if peer is not None:
+                await asyncio.sleep(SETTLE_S)
             outcomes[index] += await drive(http, one, load, await asyncio.to_thread(load.pictures, numbers))
     ours = outcomes[0].figures()
     if peer is None:
