@@ -147,6 +147,15 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def template_variables(
+    given: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
+) -> dict[str, Any]:
+    """What a chat template gets beside the messages: `given`, and the tools. InputError for a choice not served."""
+    if tool_choice not in (None, "auto", "none"):
+        raise InputError("tool_choice must be 'auto' or 'none': no call is enforced")
+    return {**(given or {}), **({"tools": tools} if tools and tool_choice != "none" else {})}
+
+
 def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
     """The items of a prompt in text-generation-webui's form: `<img src="data:image/jpeg;base64,...">` is a picture.
 

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import template_variables
 from service.body import INT32_MAX, Array, Body, Logprobs, MaxTokens, Penalty, RepetitionPenalty, TopP
 
 MAX_CHOICES = 64
@@ -181,10 +182,7 @@ class ChatBody(GenerationBody):
 
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template; InputError for a tool_choice that is not served."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise InputError("tool_choice must be 'auto' or 'none': no call is enforced")
-        given = dict(self.chat_template_kwargs or {})
-        return given | {"tools": self.tools} if self.tools and self.tool_choice != "none" else given
+        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice)
 
 
 class CompletionBody(GenerationBody):

@@ -20,6 +20,7 @@ from mindie_mm.inputs import (
     Text,
     parse_inputs,
     parse_messages,
+    template_variables,
 )
 from mindie_mm.media.source import located
 
@@ -180,15 +181,11 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """What else of a `Row` the record has, as the service takes it of a chat's body. InputError."""
     if _VARIABLES.isdisjoint(record):
         return {}
-    choice = record.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise InputError("the row's tool_choice must be 'auto' or 'none': no call is enforced")
     opens = _typed(record, "add_generation_prompt", bool)
-    kwargs = _typed(record, "chat_template_kwargs", dict[str, Any]) or {}
+    kwargs = _typed(record, "chat_template_kwargs", dict[str, Any])
     tools = _typed(record, "tools", list[dict[str, Any]])
-    if tools and choice != "none":
-        kwargs = kwargs | {"tools": tools}
-    return {"add_generation_prompt": opens is not False, "template_kwargs": kwargs}
+    variables = template_variables(kwargs, tools, record.get("tool_choice"))
+    return {"add_generation_prompt": opens is not False, "template_kwargs": variables}
 
 
 def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:

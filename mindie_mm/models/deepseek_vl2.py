@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
@@ -22,6 +22,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.experts import MLP, Experts, join_experts
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
@@ -35,10 +36,6 @@ from mindie_mm.shm import ArraySpec
 _TILES = "tiles"
 _MOST_TILED_IMAGES = 2
 _LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the others
-_MOST_UNSORTED = 256
-"""Rows that may pass all experts: up to some hundreds, to read the weights takes longer than to multiply with them."""
-_GATHERING_COST = 3
-"""Times the weights of an expert that are moved to gather them: read, written, and read again."""
 # Callers write these, and answers hold them: text like any other, each of one id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
@@ -223,129 +220,6 @@ class _Projector(nn.Module):
         return features
 
 
-class _MLP(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        mixed: Tensor = self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return mixed
-
-
-class Gate(nn.Module):
-    """Chooses each token's experts, in float32."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        experts = config["n_routed_experts"]
-        self.weight = nn.Parameter(torch.empty(experts, config["hidden_size"]))
-        self.method = config.get("topk_method", "greedy")
-        if self.method == "noaux_tc":
-            self.e_score_correction_bias = nn.Parameter(torch.empty(experts))
-        self.softmax = config.get("scoring_func", "softmax") == "softmax"
-        self.count: int = config["num_experts_per_tok"]
-        self.groups: int = config.get("n_group") or 1
-        self.kept_groups: int = config.get("topk_group") or 1
-        self.normalised = self.count > 1 and config.get("norm_topk_prob", False)
-        self.factor: float = config.get("routed_scaling_factor", 1.0)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, width] -> weights, float32, and numbers of the chosen experts, both [T, count]."""
-        logits = linear(hidden.float(), self.weight.float())
-        scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
-        chosen = self._ranked(scores).topk(self.count, dim=-1).indices
-        weights = scores.gather(1, chosen)
-        if self.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.factor, chosen
-
-    def _ranked(self, scores: Tensor) -> Tensor:
-        """By what experts are chosen: of the groups that are not, minus infinity."""
-        if self.method == "greedy":
-            return scores
-        ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores
-        grouped = ranked.unflatten(-1, (self.groups, -1))
-        by_group = grouped.topk(2 if self.method == "noaux_tc" else 1, dim=-1).values.sum(-1)
-        kept = by_group.topk(self.kept_groups, dim=-1).indices
-        dropped = torch.ones_like(by_group, dtype=torch.bool).scatter_(1, kept, value=False)
-        masked: Tensor = grouped.masked_fill(dropped.unsqueeze(-1), -math.inf)
-        return masked.flatten(1)
-
-
-class Experts(nn.Module):
-    """A mixture of experts, some of which every token passes.
-
-    On a device other than the host, the few rows of a decode step find their experts there: to ask which they are would
-    be a wait for the device in every layer.
-    """
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, inner = config["hidden_size"], config["moe_intermediate_size"]
-        self.gate = Gate(config)
-        self.experts = nn.ModuleList(_MLP(width, inner) for _ in range(config["n_routed_experts"]))
-        shared = config.get("n_shared_experts")
-        self.shared_experts = _MLP(width, inner * shared) if shared else None
-        self._joined: tuple[Tensor, Tensor] | None = None
-
-    def join(self) -> None:
-        """Lays the experts' weights side by side; takes the memory of one layer's until it is done."""
-        names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-        gate = self.experts[0].get_parameter(names[0])
-        first = gate.new_empty(len(self.experts), 2, *gate.shape)
-        second = gate.new_empty(len(self.experts), *gate.t().shape)
-        for expert, into, back in zip(self.experts, first, second, strict=True):
-            for name, place in zip(names, (*into, back), strict=True):
-                expert.get_parameter(name).data = place.copy_(expert.get_parameter(name))
-        self._joined = first.flatten(1, 2), second
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        weights, chosen = self.gate(hidden)
-        if self._joined is None or len(hidden) > _MOST_UNSORTED:
-            passed = self.sorted(hidden, chosen)
-        elif _GATHERING_COST * chosen.numel() <= len(self.experts):
-            passed = self.gathered(hidden, chosen)
-        else:
-            passed = self.all(hidden, chosen)
-        mixed: Tensor = (passed.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
-
-    # What each token's experts make of it, each [T, width] and int64 [T, count] -> [T, count, width], to the same
-    # within rounding.
-
-    def sorted(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Expert by expert, behind a wait of the host's for how many rows each has."""
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        counts = flat.new_zeros(len(self.experts)).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
-        parts = hidden[order // chosen.shape[1]].split(counts)
-        passed = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
-        # Back to the tokens' order, so that each token's sum is the same whatever shares its batch.
-        sorted_back: Tensor = torch.empty_like(passed).index_copy_(0, order, passed)
-        return sorted_back.view(*chosen.shape, -1)
-
-    def gathered(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Row by row, over a copy of the weights of each row's experts."""
-        assert self._joined is not None
-        first, second = (weight.index_select(0, chosen.flatten()) for weight in self._joined)
-        rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)
-        gate, up = (first @ rows).chunk(2, dim=1)
-        passed: Tensor = second @ (silu(gate) * up)
-        return passed.view(*chosen.shape, -1)
-
-    def all(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """All rows through all experts; what is not asked for is left."""
-        assert self._joined is not None
-        first, second = self._joined
-        both = linear(hidden, first.flatten(0, 1)).unflatten(1, (len(first), 2, -1))  # (T, experts, 2, inner)
-        inner = (silu(both[:, :, 0]) * both[:, :, 1]).transpose(0, 1)
-        passed: Tensor = inner @ second.transpose(1, 2)  # (experts, T, width)
-        return passed[chosen, torch.arange(len(hidden), device=hidden.device).unsqueeze(1)]
-
-
 class _Attention(nn.Module):
     """Plain attention, a key and a value for each of the heads or groups of them."""
 
@@ -432,7 +306,7 @@ class _Block(nn.Module):
         self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = (_LatentAttention if config.get("use_mla", True) else _Attention)(layer, config)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = Experts(config) if sparse else _MLP(width, config["intermediate_size"])
+        self.mlp = Experts(config) if sparse else MLP(width, config["intermediate_size"])
 
     def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, paged)
@@ -548,10 +422,7 @@ class DeepseekVL2(Family):
         config = checkpoint.config
         language = config["language_config"]
         network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
-        if device.torch_device.type != "cpu":
-            for part in network.modules():
-                if isinstance(part, Experts):
-                    part.join()
+        join_experts(network, device)
         heads: int = language["num_attention_heads"]
         if language.get("use_mla", True):
             widths = (language["qk_rope_head_dim"] + language["kv_lora_rank"], language["kv_lora_rank"])

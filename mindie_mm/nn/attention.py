@@ -132,8 +132,7 @@ def _decode(
     if sliding_window is not None:
         mask &= to >= decode.lengths - sliding_window
     if query.device.type != "cpu":
-        # An NPU's kernel takes no mask with one row for several queries, and torch_npu 2.10 does not widen it. On the
-        # CPU a wider one costs time.
+        # Not every kernel takes a mask with one row for several queries (docs/npu.md); on the host it costs time.
         mask = mask.expand(-1, 1, query.shape[2], -1)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scaling)
     return out.reshape(count, -1, v.shape[-1])

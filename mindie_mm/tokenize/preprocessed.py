@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,12 @@ class Preprocessed:
         nbytes = _nbytes(arrays)
         if nbytes > self._capacity_bytes:
             return
-        self._used_bytes += nbytes
-        while self._used_bytes > self._capacity_bytes:
+        while self._used_bytes + nbytes > self._capacity_bytes:
             _, dropped = self._items.popitem(last=False)
             self._used_bytes -= _nbytes(dropped)
-        self._items[digest] = {name: np.array(array) for name, array in arrays.items()}
+        with suppress(MemoryError):  # the item itself is done, and goes on without a copy
+            self._items[digest] = {name: np.array(array) for name, array in arrays.items()}
+            self._used_bytes += nbytes
 
 
 def _nbytes(arrays: _Arrays) -> int:

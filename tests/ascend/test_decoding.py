@@ -90,7 +90,7 @@ def pass_experts() -> list[int]:
     import torch
     import torch_npu  # noqa: F401
 
-    from mindie_mm.models.deepseek_vl2 import Experts
+    from mindie_mm.nn.experts import Experts
     from tests.ascend.test_runtime import simulator
 
     config = {"n_routed_experts": 12, "num_experts_per_tok": 3, "hidden_size": 16, "moe_intermediate_size": 8}

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.models import family_named, load_model
-from mindie_mm.models.deepseek_vl2 import Experts, Gate, best_resolution
+from mindie_mm.models.deepseek_vl2 import best_resolution
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.experts import Experts, Gate
 from tests.models.contract import FamilyContract, picture
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
 from tests.warm import running_service

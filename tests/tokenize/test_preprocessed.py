@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from mindie_mm.errors import MediaError
 from mindie_mm.media import image
 from mindie_mm.shm import Arena, Ref, attach, release
-from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize import Tokenizer, preprocessed
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.wires import NativeWire
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
@@ -113,6 +114,20 @@ def test_what_failed_is_not_kept(run: Run) -> None:
     for _ in range(2):
         with pytest.raises(MediaError, match="media item 0"):
             run.arrays({"image": cut})
+
+
+def test_an_item_goes_on_where_there_is_no_memory_for_a_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> np.ndarray[Any, Any]:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preprocessed, "np", SimpleNamespace(array=full))
+        for _ in range(3):
+            run.arrays({"image": CAT})
+    run.arrays({"image": CAT}, {"image": COFFEE})
+    assert run.num_decoded == 5
+    run.arrays({"image": CAT}, {"image": COFFEE})
+    assert run.num_decoded == 5, "what was not kept takes no room"
 
 
 def test_a_video(run: Run) -> None:
