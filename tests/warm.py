@@ -164,6 +164,7 @@ class _Copy(subprocess.Popen[bytes]):
 
     def _run(self, command: list[str]) -> None:
         gc.freeze()  # what is collected no more closes no descriptor, whose number may be another's by then
+        torch.set_num_threads(1)  # renews a pool that threads would race for: the one who comes second finds none
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)

@@ -116,7 +116,8 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: P
     whole = output.read_bytes()
     output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
     by_links = ["generate", "--tokenized", str(linked), *arguments[3:]]
-    assert CliRunner().invoke(main, by_links).exit_code == 1
+    gone_on = CliRunner().invoke(main, by_links)
+    assert gone_on.exit_code == 1, gone_on.output
     assert output.read_bytes() == whole
     output.write_text("something else\n")
     refused = CliRunner().invoke(main, arguments)
