@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 
 import av
@@ -29,8 +30,8 @@ CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
 def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> InputContainer:
     """A container of one of `formats`, told by content. Closing it is the caller's.
 
-    Raises what PyAV raises for what is none; LimitExceeded, MediaError. Frames of more than `max_pixels` are not even
-    decoded to find out what they are.
+    Raises what PyAV raises for what is none; LimitExceeded, MediaError. Frames of more than `max_pixels`, and of what
+    whole blocks add to them, are not even decoded to find out what they are.
     """
     check_tables(data)
     options = {
@@ -38,10 +39,15 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
         "protocol_whitelist": "none",
         "codec_whitelist": ",".join(CODECS),
         "max_streams": str(MAX_STREAMS),
-        "max_pixels": str(max_pixels),
+        "max_pixels": str(coded_pixels(max_pixels)),
     }
     container: InputContainer = av.open(io.BytesIO(data), options=options)
     return container
+
+
+def coded_pixels(max_pixels: int) -> int:
+    """FFmpeg's limit for frames of `max_pixels`: it counts what is coded, sides rounded up to blocks of 16 or 32."""
+    return max_pixels + 64 * math.isqrt(max_pixels) + 32 * 32
 
 
 def check_codec(context: av.CodecContext | None, what: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import check_codec, open_container
+from mindie_mm.media.container import check_codec, coded_pixels, open_container
 from mindie_mm.media.image import Data, Pixels
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv")
@@ -78,7 +78,7 @@ class EncodedVideo:
         try:
             with open_container(self.data, CONTAINERS, self.max_pixels) as container:
                 stream = container.streams.video[0]
-                stream.codec_context.options = {"max_pixels": str(self.max_pixels)}
+                stream.codec_context.options = {"max_pixels": str(coded_pixels(self.max_pixels))}
                 stream.thread_type = "AUTO"
                 stream.codec_context.thread_count = torch.get_num_threads()
                 for index, frame in enumerate(container.decode(stream)):
