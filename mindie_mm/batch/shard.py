@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from mindie_mm import faults
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.source import Chunk
-from mindie_mm.errors import CorruptReference, SharedMemoryError, StorageError
+from mindie_mm.errors import ArenaFull, CorruptReference, SharedMemoryError, StorageError
 from mindie_mm.shm import ArraySpec, DiskArena, Ref
+from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.shm.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import Prompt, Span
 
@@ -161,10 +162,13 @@ def read_table(path: Path, num_rows: int) -> pa.Table:
 class ShardWriter:
     """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
 
-    def __init__(self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int, memory: LotMemory | None = None
+    ) -> None:
         """For the run of that digest.
 
-        `number` stands in the words as the arena; the table tells which file is meant, so it may come again.
+        `number` stands in the words as the arena; the table tells which file is meant, so it may come again. `memory`
+        is shared by shards that are written one after another.
         """
         self._table_path = table_path(folder, first_row)
         self._run = run
@@ -173,7 +177,7 @@ class ShardWriter:
         self._records: list[dict[str, Any]] = []
         self._num_items = 0
         path = arena_path(folder, first_row)
-        self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS)
+        self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS, memory)
         """Where the rows' blocks go."""
 
     @property
@@ -210,12 +214,28 @@ class ShardWriter:
 
     def finish(self) -> ShardInfo:
         """Gives both files their names, the table last, complete and synced. StorageError."""
-        try:
-            self.arena.close()
-        except SharedMemoryError as error:
-            raise StorageError(str(error)) from error
-        faults.point(f"named {self.arena.path.name}")
-        info = ShardInfo(
+        with replacing(self._table_path) as unfinished:
+            try:
+                self.arena.flush()  # its last blocks are written while the table is made
+                with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
+                    writer.write_table(self._table())
+                    self.arena.close()
+                    info = self._info()
+                    writer.add_key_value_metadata({_INFO: msgspec.json.encode(info)})
+            except (ArenaFull, SharedMemoryError) as error:
+                raise StorageError(str(error)) from error
+            faults.point(f"named {self.arena.path.name}")
+        return info
+
+    def _table(self) -> pa.Table:
+        columns = {name: [record[name] for record in self._records] for name in SCHEMA.names}
+        ids = _lists(columns.pop("input_ids"))
+        return pa.table(
+            [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in SCHEMA], SCHEMA
+        )
+
+    def _info(self) -> ShardInfo:
+        return ShardInfo(
             run=self._run,
             first_row=self._first_row,
             num_rows=len(self._records),
@@ -225,13 +245,6 @@ class ShardWriter:
             num_bytes=self.arena.used_bytes,
             arena_digest=self.arena.digest,
         )
-        columns = {name: [record[name] for record in self._records] for name in SCHEMA.names}
-        ids = _lists(columns.pop("input_ids"))
-        arrays = [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in SCHEMA]
-        table = pa.table(arrays, SCHEMA.with_metadata({_INFO: msgspec.json.encode(info)}))
-        with replacing(self._table_path) as unfinished:
-            pq.write_table(table, unfinished, compression="zstd")
-        return info
 
     def __enter__(self) -> Self:
         return self

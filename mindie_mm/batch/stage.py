@@ -19,6 +19,7 @@ from mindie_mm.batch.source import Chunk, Record, Source
 from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Message
+from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.wires import DiskWire
@@ -37,6 +38,7 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder)
+        self._memory = LotMemory()
         self._wire = DiskWire()
         self._tokenizer = Tokenizer.from_pretrained(
             settings.model or None, self._wire, family=settings.family or None, caps=settings.media
@@ -67,7 +69,8 @@ class Stage:
         yield Finished(chunk.number, shards)
 
     def _shard(self, chunk: Chunk, first_row: int) -> ShardWriter:
-        return ShardWriter(self._folder, self._run.digest, chunk.number, first_row, self._settings.shard_bytes)
+        settings, digest = self._settings, self._run.digest
+        return ShardWriter(self._folder, digest, chunk.number, first_row, settings.shard_bytes, self._memory)
 
     def _add(self, shard: ShardWriter, record: Record, folder: Path) -> str | None:
         """Adds a record's row to the shard; what is wrong with it, if anything is."""

@@ -20,7 +20,7 @@ from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryE
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.disk_digest import combined
-from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, write_all
+from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, LotMemory, write_all
 from mindie_mm.shm.layout import (
     FILLING,
     FREE,
@@ -52,7 +52,7 @@ class DiskArena:
     complete and synced; leaving it by an error leaves none. The same blocks in the same order make the same bytes.
     """
 
-    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock) -> None:
+    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock, memory: LotMemory) -> None:
         """For `create`."""
         self.path = path
         self.number = header.arena
@@ -63,7 +63,7 @@ class DiskArena:
         self._lock = lock
         self._entries = array("Q", bytes(header.releases_offset - PAGE))
         self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
-        self._writer = DiskWriter(_unfinished(path), lock.descriptor)
+        self._writer = DiskWriter(_unfinished(path), lock.descriptor, memory)
         self._lot: Lot | None = None  # that takes the next block
         self.digest = ""
         """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
@@ -72,12 +72,20 @@ class DiskArena:
         self._mutex = Lock()
 
     @classmethod
-    def create(cls, path: Path, number: int, capacity_bytes: int, num_entries: int | None = None) -> Self:
+    def create(
+        cls,
+        path: Path,
+        number: int,
+        capacity_bytes: int,
+        num_entries: int | None = None,
+        memory: LotMemory | None = None,
+    ) -> Self:
         """Begins the file that will be `path`; what an earlier writer left unfinished there is written anew.
 
         `number`, 0 to 65,535, is the caller's choice: what the words carry, and what is mounted once at a time.
         `num_entries` is the most blocks, 1 to 16,384; None: as many as an arena of the capacity has. Neither these
-        nor the capacity take room before they are used, but for 72 bytes an entry.
+        nor the capacity take room before they are used, but for 72 bytes an entry. `memory` is shared by files that
+        are written one after another.
 
         InputError for a number or a capacity that no file can have, SharedMemoryError if the file cannot be made or
         another process writes it.
@@ -109,7 +117,7 @@ class DiskArena:
             unfinished.unlink(missing_ok=True)
             lock.release()
             raise
-        return cls(path, header, lock)
+        return cls(path, header, lock, memory or LotMemory())
 
     @property
     def used_bytes(self) -> int:
@@ -209,6 +217,13 @@ class DiskArena:
                 self._memory(block)[:] = bytes(block.nbytes)
             with suppress(OSError):  # the next one to write is told
                 self._end_filling(block)
+
+    def flush(self) -> None:
+        """Begins to write what was published, for a `close` that waits less. ArenaFull if the disk is full."""
+        with self._mutex:
+            self._require_open()
+            with self._writing():
+                self._write_lot()
 
     def close(self) -> None:
         """Gives the file its name, complete and synced. Idempotent.

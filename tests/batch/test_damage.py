@@ -50,7 +50,8 @@ def rewritten(folder: Path, **columns: Callable[[Any], Any]) -> None:
     """The table with every row's columns changed so; its metadata are as they were."""
     table = pq.read_table(folder / TABLE)
     rows = [row | {name: change(row[name]) for name, change in columns.items()} for row in table.to_pylist()]
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA.with_metadata(table.schema.metadata)), folder / TABLE)
+    metadata = {b"mindie_mm": pq.read_metadata(folder / TABLE).metadata[b"mindie_mm"]}
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA.with_metadata(metadata)), folder / TABLE)
 
 
 def invoke(*arguments: object) -> Result:

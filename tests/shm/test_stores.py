@@ -234,6 +234,23 @@ class TestDiskArena(StoreContract):
                 assert view["x"].shape == (sizes[value],)
                 assert (view["x"] == value).all()
 
+    def test_files_that_share_memory_have_nothing_of_one_another(self, tmp_path: Path) -> None:
+        def write(name: str, memory: disk_writer.LotMemory, value: int, size: int) -> bytes:
+            with DiskArena.create(tmp_path / name, 7, CAPACITY, memory=memory) as arena:
+                for _ in range(2):
+                    with arena.allocate({"x": ArraySpec((size,), "uint8"), "y": ArraySpec((1,), "int64")}) as block:
+                        block["x"][...] = block["y"][...] = value
+                        block.publish()
+                arena.flush()
+            return (tmp_path / name).read_bytes()
+
+        memory = disk_writer.LotMemory()
+        write("full", memory, 255, 4001)
+        taken = [memory.take(1)]
+        memory.give_back(taken[0])
+        assert write("a", memory, 3, 101) == write("b", disk_writer.LotMemory(), 3, 101)
+        assert memory.take(1) is taken[0]
+
     def test_a_lot_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
         """Which is filled while the next lot is written."""
         quarter = {"x": ArraySpec((disk_writer.LOT_BYTES // 4,), "uint8")}
