@@ -18,6 +18,7 @@ from mindie_mm.device import Device, upload
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings
+from mindie_mm.models.qwen2_5_vl import window_places
 from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -109,6 +110,9 @@ class Qwen25OmniModel(Qwen2VLModel):
         heard = iter(self._hear(sounds) if sounds else ())
         seen = iter(super().tower(sights) if sights else ())
         return [next(heard if item.shape.kind == "audio" else seen) for item in items]
+
+    def places(self, grids: Tensor) -> dict[str, Tensor]:
+        return super().places(grids) | window_places(self.module.model.visual, grids, self.spec.device)
 
     def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device = self.spec.device

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.inputs import Kind
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
@@ -64,11 +65,25 @@ class Qwen25VLModel(Qwen2VLModel):
             spans.append((item.start, item.stop, (t, h // merge, w // merge)))
         return mrope_positions(length, spans, [self._interval(item.shape) for item in items])
 
+    def places(self, grids: Tensor) -> dict[str, Tensor]:
+        return super().places(grids) | window_places(self.module.model.visual, grids, self.spec.device)
+
     def _interval(self, shape: MediaShape) -> float:
         """Positions from one time of the grid to the next; rounded as the reference does it, in float32."""
         if shape.kind != "video":
             return 1.0
         return float(np.float32(shape.grid[3] / _PICOSECONDS) * self._tokens_per_second)
+
+
+def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """What the windowed tower `visual` takes of where the patches of grids int64 [items, 3] lie, by its own names.
+
+    It would sort by numbers of the host, and wait for the device each time. The windows' bounds are read on the host.
+    """
+    from transformers.vision_utils import get_vision_window_index  # late, as the layers
+
+    index, bounds = get_vision_window_index(grids, visual.spatial_merge_size, visual.window_size, visual.patch_size)
+    return {"window_index": upload(index, device), "cu_window_seqlens": bounds}
 
 
 class Qwen25VL(Family):

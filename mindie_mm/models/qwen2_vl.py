@@ -400,14 +400,13 @@ class Qwen2VLModel(PretrainedModel):
         patches = joined([self.normalized(item) for item in items])
         # On the host: what the tower works out of them is known without a wait for the device.
         grids = torch.tensor([item.shape.grid[:3] for item in items])
-        places = {name: upload(tensor, self.spec.device) for name, tensor in self.places(grids).items()}
-        return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **places)
+        return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         """What the tower takes of where the patches of grids int64 [items, 3] lie, by its own names."""
         from transformers.vision_utils import get_vision_position_ids  # late, as the layers
 
-        return {"position_ids": get_vision_position_ids(grids, self._merge)}
+        return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""

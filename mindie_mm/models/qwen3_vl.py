@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, upload
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
@@ -190,7 +190,8 @@ class Qwen3VLModel(Qwen2VLModel):
             align_corners=visual.interpolation_align_corners,
             spatial_merge_size=self._merge,
         )
-        return super().places(grids) | {"interp_indices": indices, "interp_weights": weights}
+        interpolation = {"interp_indices": indices, "interp_weights": weights}
+        return super().places(grids) | {name: upload(t, self.spec.device) for name, t in interpolation.items()}
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         if extra is None:
