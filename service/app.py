@@ -30,7 +30,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     metrics = Metrics(model_name)
     metrics.watch(lambda: worker.engine.stats)
     metrics.watch_processes(worker)
-    metrics.watch_arenas(lambda: arenas_of(worker.tokenizers.pids))
+    metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

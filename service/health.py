@@ -22,7 +22,7 @@ router = APIRouter()
 async def health(service: ServiceDep) -> Response:
     """200 if a request would be answered, else 503 and the reason; and how far each arena is faulted in."""
     service.check_healthy()
-    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizers.pids)
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
     return JSONResponse(
         {
@@ -53,7 +53,7 @@ async def shm(service: ServiceDep, blocks: bool = False) -> Response:
 
     With `blocks=true` each arena says in `map` which blocks those are, and where they lie.
     """
-    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizers.pids, described=blocks)
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids, described=blocks)
     return JSONResponse(
         {
             "blocks": sum(len(arena.blocks) for arena in arenas),

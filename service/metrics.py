@@ -162,7 +162,7 @@ class _Processes(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        engine, tokenizers = self._worker.engine, self._worker.tokenizers
+        engine, tokenizers = self._worker.engine, self._worker.tokenizer_stage
         labels = ("model_name", "process")
         alive = GaugeMetricFamily(f"{PREFIX}processes", "Processes that take requests.", labels=labels)
         started = CounterMetricFamily(f"{PREFIX}process_restarts", "Started in place of a dead one.", labels=labels)

@@ -32,7 +32,7 @@ from mindie_mm.nn.splice import Splice, plain_ids
 _log = logging.getLogger(__name__)
 
 
-class Admission:
+class Seq2SeqScheduler:
     """Sequences that wait, and those that run; first come, first served, as many as the room holds."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Admission:
 class Seq2SeqEngine(BaseEngine):
     """Continuous batching of answers, each by itself: a sequence's tokens are the same whatever runs beside it."""
 
-    _scheduler: Admission
+    _scheduler: Seq2SeqScheduler
 
     def __init__(self, model: Seq2SeqModel, config: EngineConfig, kv_cache_bytes: int = GiB) -> None:
         """`kv_cache_bytes` is the room for all sequences where the configuration leaves it open."""
@@ -106,7 +106,7 @@ class Seq2SeqEngine(BaseEngine):
         self._model = model
         self._max_len = context_length(model.spec, config)
         room = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
-        self._scheduler = Admission(model, config, self._encoder_cache, self._tower_limits, room)
+        self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, room)
         self._decodings: dict[Sequence, Decoding] = {}
 
     @property

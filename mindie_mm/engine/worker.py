@@ -55,10 +55,10 @@ class Worker:
     """
 
     def __init__(
-        self, config: WorkerConfig, tokenizers: TokenizerStage, engine: AsyncEngine, tokenizer: Tokenizer
+        self, config: WorkerConfig, tokenizer_stage: TokenizerStage, engine: AsyncEngine, tokenizer: Tokenizer
     ) -> None:
         self.config = config
-        self.tokenizers = tokenizers
+        self.tokenizer_stage = tokenizer_stage
         self.engine = engine
         self.tokenizer = tokenizer
 
@@ -101,7 +101,7 @@ class Worker:
     def check(self) -> None:
         """ProcessDied, with the reason, unless a request would be answered."""
         self.engine.check()
-        self.tokenizers.check()
+        self.tokenizer_stage.check()
 
     def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
         """`request` with the room that the context leaves beside what `params` ask for; ContextLengthExceeded."""
@@ -116,7 +116,7 @@ class Worker:
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
-        return await tokenized(self.tokenizers, request)
+        return await tokenized(self.tokenizer_stage, request)
 
     async def generate(
         self, source: PromptSource, params: SamplingParams, request_id: str
@@ -151,7 +151,7 @@ class Worker:
 
     async def close(self) -> None:
         """Ends every process; the arenas go with the tokenizers."""
-        await asyncio.gather(self.engine.close(), self.tokenizers.close())
+        await asyncio.gather(self.engine.close(), self.tokenizer_stage.close())
 
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
