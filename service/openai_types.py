@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.sampling_params import MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import template_variables
 from service.body import INT32_MAX, Array, Body, Logprobs, MaxTokens, Penalty, RepetitionPenalty, TopP
@@ -77,6 +77,8 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     timings: bool | None = None
     """Say where the request's time went, in the answer's `timings`."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    """Caches are shared with requests of the same one alone; None: with all that have none."""
     user: str | None = None
     """Ignored."""
     metadata: dict[str, Any] | None = None
@@ -112,6 +114,7 @@ class GenerationBody(Body):
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
+            "cache_salt": self.cache_salt,
         } | changes
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError,
 from mindie_mm.inputs import Message
 from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.wires import DiskWire
 
 _log = logging.getLogger(__name__)
@@ -94,16 +93,16 @@ class Stage:
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
-        limits: dict[str, Any] = {"max_tokens": settings.max_tokens, "truncating": settings.truncate}
+        options = PromptOptions(settings.max_tokens, settings.truncate)
         messages = row.messages
         if messages is None:
             items = row.items or ()
             if not settings.chat or not tokenizer.has_template:
                 if row.template_kwargs or not row.add_generation_prompt:
                     raise InputError("the row has variables of a chat template, and goes through none")
-                return tokenizer.prompt_from_items(items, None, **limits)
+                return tokenizer.prompt_from_items(items, None, options)
             messages = [Message("user", tuple(items))]
-        return tokenizer.prompt_from_messages(messages, None, row.add_generation_prompt, row.template_kwargs, **limits)
+        return tokenizer.prompt_from_messages(messages, None, row.add_generation_prompt, row.template_kwargs, options)
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.salt import salted
 
 KEY_BYTES = 32
 
@@ -24,7 +25,7 @@ def share(sequence: Sequence, model: Model) -> None:
     sequence.num_shareable = _num_shareable(model, sequence)
     if not sequence.num_shareable:
         return
-    root = blake3()
+    root = salted(sequence.params.cache_salt)
     if model.prefix_sees_length:
         root.update(sequence.num_prompt.to_bytes(8))
     if model.prefix_sees_later_media:

@@ -13,6 +13,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
+MAX_SALT_CHARACTERS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of the drawn token and of this many of the likeliest, per position, before any penalty."""
     prompt_logprobs: int | None = None
     """The same for each position of the prompt but the first."""
+    cache_salt: str = ""
+    """Only requests with the same one share what is kept: preprocessed media, a tower's features, the KV cache."""
     json_schema: str | None = None
     """A JSON schema, as JSON: the output fits it, unless `max_tokens` ends it first (grammar.py)."""
 
@@ -71,7 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         try:
             msgspec.msgpack.encode(self)  # as it goes to the engine
         except UnicodeEncodeError as error:
-            raise InputError("a stop string or the JSON schema holds a lone surrogate") from error
+            raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
+        if len(self.cache_salt) > MAX_SALT_CHARACTERS:
+            raise InputError(f"cache_salt has {len(self.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}")
         self._check_stop()
         self._check_ids(vocab_size)
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):

@@ -104,7 +104,10 @@ class Worker:
         self.tokenizer_stage.check()
 
     def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
-        """`request` with the room that the context leaves beside what `params` ask for; ContextLengthExceeded."""
+        """`request` with the room that the context leaves beside what `params` ask for, and with their salt.
+
+        ContextLengthExceeded.
+        """
         info, wanted = self.engine.info, params.max_tokens or 1
         room = info.max_model_len - wanted
         if info.max_output_len is not None:
@@ -112,7 +115,9 @@ class Worker:
         if room < 1:
             most = info.max_output_len or info.max_model_len - 1
             raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {most} beside a prompt")
-        return msgspec.structs.replace(request, max_tokens=room, truncate=self.config.truncate)
+        return msgspec.structs.replace(
+            request, max_tokens=room, truncate=self.config.truncate, cache_salt=params.cache_salt
+        )
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""

@@ -35,6 +35,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of the prompt, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
     truncate: bool = False
     """Rather than refuse a longer prompt, drop its oldest text and whole media items."""
+    cache_salt: str = ""
+    """Only requests with the same one share what is kept of media."""
 
 
 class Setup(msgspec.Struct, frozen=True):

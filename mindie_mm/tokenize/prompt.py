@@ -52,6 +52,18 @@ class Prompt:
         return len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """What bounds a prompt, and who shares what is kept of it."""
+
+    max_tokens: int = 0
+    """Most tokens of it, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
+    truncate: bool = False
+    """Rather than refuse a longer one, drop its oldest text and whole media items."""
+    cache_salt: str = ""
+    """Media of prompts with another salt have other digests: no cache finds the one by the other."""
+
+
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
     """`prompt` with the words of each span on its first slots; an item with fewer takes the first of them."""
     ids = prompt.ids.copy()

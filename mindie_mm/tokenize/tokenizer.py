@@ -14,7 +14,6 @@ from typing import Any, Self, get_args
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from mindie_mm import faults
 from mindie_mm.config import MediaCaps
@@ -39,15 +38,17 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan
 from mindie_mm.nn.model import EMBEDDINGS
 from mindie_mm.nn.splice import MediaShape
+from mindie_mm.salt import salted
 from mindie_mm.shm import PATH_FILE_NAME, Arena, ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
-from mindie_mm.tokenize.prompt import Prompt, put_words
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
 from mindie_mm.tokenize.spelling import Rendered
 from mindie_mm.tokenize.text import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
 
 DIGEST_BYTES = 32
+_PLAIN = PromptOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +176,16 @@ class Tokenizer:
         return torch.from_numpy(self.prompt_from_ids(ids, items, _path_file(items, shm_name_save_path)).ids)
 
     def prompt_from_items(
-        self, items: Sequence[Item], path_file: Path | None, *, max_tokens: int = 0, truncating: bool = False
+        self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
     ) -> Prompt:
-        """The prompt of `items`, one after another. `max_tokens` 0 is no limit; ContextLengthExceeded above it."""
-        if max_tokens:
-            self._text.check_items(items, max_tokens)
+        """The prompt of `items`, one after another."""
+        if options.max_tokens:
+            self._text.check_items(items, options.max_tokens)
         planned = self._plan_all(media_of(items))
         spelled = self._spell(planned)
         pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
         ids = self._encode(self._text.render_items(pieces), planned)
-        return self._prompt(ids, planned, path_file, max_tokens, truncating)
+        return self._prompt(ids, planned, path_file, options)
 
     def prompt_from_messages(
         self,
@@ -192,17 +193,15 @@ class Tokenizer:
         path_file: Path | None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        max_tokens: int = 0,
-        truncating: bool = False,
+        options: PromptOptions = _PLAIN,
     ) -> Prompt:
         """The prompt of chat messages, through the chat template."""
         template_kwargs = template_kwargs or {}
-        if max_tokens:
-            self._text.check_messages(messages, template_kwargs, max_tokens)
+        if options.max_tokens:
+            self._text.check_messages(messages, template_kwargs, options.max_tokens)
         planned = self._plan_all(media_of_messages(messages))
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
-        return self._prompt(self._encode(rendered, planned), planned, path_file, max_tokens, truncating)
+        return self._prompt(self._encode(rendered, planned), planned, path_file, options)
 
     def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
         """The prompt of ids with one placeholder for each of `media`, none where the family inserts them.
@@ -279,8 +278,7 @@ class Tokenizer:
         encoded: Encoded,
         planned: Sequence[_Planned],
         path_file: Path | None,
-        max_tokens: int = 0,
-        truncating: bool = False,
+        options: PromptOptions = _PLAIN,
     ) -> Prompt:
         faults.point("planned")
         processor, tokens = self._processor, self._tokens
@@ -293,26 +291,26 @@ class Tokenizer:
             reaches = zip(planned, encoded.items, strict=True)
             items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
             prompt = expand(ids, items, tokens, opening)
-        if max_tokens and len(prompt) > max_tokens:
-            if not truncating:
-                raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {max_tokens}")
-            prompt = truncate(prompt, max_tokens)
+        if 0 < options.max_tokens < len(prompt):
+            if not options.truncate:
+                raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {options.max_tokens}")
+            prompt = truncate(prompt, options.max_tokens)
         kept = planned[len(planned) - len(prompt.spans) :]
-        return put_words(prompt, self._preprocess(kept, path_file))
+        return put_words(prompt, self._preprocess(kept, path_file, options.cache_salt))
 
-    def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None) -> list[Sequence[int]]:
+    def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None, salt: str) -> list[Sequence[int]]:
         """The words of each item, now in shared memory; on any failure nothing of them stays there."""
         if not planned:
             return []
         if path_file is None and self._wire.needs_path_file:
             raise InputError("media need a path file, to record what is to be freed")
         with ExitStack() as undo:
-            words = [self._store(item, index, path_file, undo) for index, item in enumerate(planned)]
+            words = [self._store(item, index, path_file, salt, undo) for index, item in enumerate(planned)]
             undo.pop_all()
         return words
 
-    def _store(self, item: _Planned, index: int, path_file: Path | None, undo: ExitStack) -> Sequence[int]:
-        digest = partial(content_digest, item.plan.settings, item.data)
+    def _store(self, item: _Planned, index: int, path_file: Path | None, salt: str, undo: ExitStack) -> Sequence[int]:
+        digest = partial(content_digest, item.plan.settings, item.data, salt)
         try:
             return self._wire.store(item.plan, item.shape, digest, path_file, undo)
         except InputError as error:
@@ -356,9 +354,13 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(bool, equal))
 
 
-def content_digest(settings: str, data: Data) -> bytes:
-    """Names the content of an item's block: equal sources under equal settings (`Plan.settings`) make equal arrays."""
-    digest = blake3(settings.encode())
+def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
+    """Names the content of an item's block: equal sources under equal settings (`Plan.settings`) make equal arrays.
+
+    Under another `salt` equal contents have other names.
+    """
+    digest = salted(salt)
+    digest.update(settings.encode())
     if isinstance(data, np.ndarray):
         digest.update(f"\0array {data.dtype} {data.shape}\0".encode())
         digest.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)

@@ -4,6 +4,7 @@ import io
 import struct
 import zlib
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,10 +14,12 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Abort, Add
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.inputs import parse_inputs
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import Positions
 from mindie_mm.shm import free, release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PromptOptions
 from tests.models.contract import clip, picture, run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -77,6 +80,18 @@ def assert_all_free(engine):
     assert sorted(blocks._free) == list(range(blocks.num_blocks))
     assert not any(blocks._holders)
     assert {block: key for key, block in blocks._blocks.items()} == blocks._keys
+
+
+@pytest.mark.parametrize("items", [PROMPTS[0], PROMPTS[1]], ids=["text", "picture"])
+def test_requests_of_another_salt_share_nothing(model, tokenizer, path_file, items):
+    engine = Engine(model, EngineConfig(**SMALL))
+    digests = set()
+    for salt, shares in (("", False), ("a", False), ("b", False), ("a", True), ("", True)):
+        prompt = tokenizer.prompt_from_items(parse_inputs(items), path_file, PromptOptions(cache_salt=salt))
+        params = msgspec.structs.replace(GREEDY, cache_salt=salt)
+        assert (ask(engine, torch.from_numpy(prompt.ids), params)[0].cached_tokens > 0) == shares
+        digests |= {item.digest for item in model.read(prompt.ids)}
+    assert len(digests) == 3 * len(prompt.spans)
 
 
 @pytest.mark.parametrize(

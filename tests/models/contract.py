@@ -35,7 +35,7 @@ from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.truncate import truncate
 from tests.media_samples import encode_video, encoded
 from tests.sound_samples import encode_sound
@@ -366,9 +366,8 @@ class FamilyContract:
             whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
             for limit in {1, len(whole) // 2, len(whole) - 1} - {0}:
                 try:
-                    prompt = tokenizer.prompt_from_items(
-                        parse_inputs(items), path_file, max_tokens=limit, truncating=True
-                    )
+                    options = PromptOptions(limit, truncate=True)
+                    prompt = tokenizer.prompt_from_items(parse_inputs(items), path_file, options)
                 except ContextLengthExceeded:  # the last item alone is longer
                     continue
                 assert len(prompt) <= limit

@@ -44,6 +44,24 @@ def test_what_was_in_the_cache(client: openai.OpenAI) -> None:
     assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
 
 
+def test_a_salt_keeps_the_cache_to_those_who_know_it(client: openai.OpenAI, http: Any, red_square: str) -> None:
+    parts = [*content(red_square), {"type": "text", "text": "a blue circle, " * 20}]
+
+    def cached(salt: str) -> bool:
+        usage = ask(client, parts, extra_body={"cache_salt": salt}).usage
+        return bool(usage.prompt_tokens_details.cached_tokens)
+
+    assert [cached(salt) for salt in ("mine", "yours", "mine")] == [False, False, True]
+    prompt = {"model": "tiny", "prompt": "a blue circle, " * 20, "max_tokens": 1}
+    for salt, cached_tokens in (("mine", False), ("yours", False), ("mine", True)):
+        usage = client.completions.create(**prompt, extra_body={"cache_salt": salt}).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert bool(usage.prompt_tokens_details.cached_tokens) is cached_tokens
+    for salt in ("", "a" * 1025):
+        assert http.post("/v1/completions", json=prompt | {"cache_salt": salt}).status_code == 400
+
+
 def test_timings(client: openai.OpenAI, red_square: str) -> None:
     assert not hasattr(ask(client, "Hello!"), "timings")
     for extra in ({}, {"n": 2}, {"stop": ["s"]}):

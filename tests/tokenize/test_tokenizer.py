@@ -12,6 +12,7 @@ from mindie_mm.inputs import parse_inputs
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PromptOptions
 from tests import transformers_reference as reference
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
 
@@ -184,7 +185,7 @@ def test_what_does_not_fit_the_arena(tokenizer, arena, spool):
 def test_a_long_prompt_is_refused_before_anything_is_preprocessed(tokenizer, arena, spool):
     items = parse_inputs([{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}])
     with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens; the limit is 20"):
-        tokenizer.prompt_from_items(items, spool / "shm_name.txt", max_tokens=20)
+        tokenizer.prompt_from_items(items, spool / "shm_name.txt", PromptOptions(20))
     assert not (spool / "shm_name.txt").exists()
     assert arena.num_blocks == 0
 
@@ -197,7 +198,7 @@ def test_a_long_prompt_is_truncated_by_option(tokenizer, arena, spool):
     release(spool / "shm_name.txt")
     first = whole.spans[0]
     for max_tokens in range(len(whole) - first.stop - 1, len(whole) - first.start + 2):
-        prompt = tokenizer.prompt_from_items(items, spool / "shm_name.txt", max_tokens=max_tokens, truncating=True)
+        prompt = tokenizer.prompt_from_items(items, spool / "shm_name.txt", PromptOptions(max_tokens, truncate=True))
         assert len(prompt) <= max_tokens
         assert len(prompt.spans) == (2 if max_tokens >= len(whole) - first.start + 1 else 1)
         assert np.array_equal(prompt.plain_ids, whole.plain_ids[-len(prompt) :])
