@@ -67,16 +67,16 @@ class ControlSpelling:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All strings in a value that JSON could hold, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from strings(key)
-            yield from strings(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from strings(entry)
+    """All strings in a value that JSON could hold, keys too, in any order."""
+    waiting = [value]  # one generator in another would take each string through all of them
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            waiting += value
 
 
 def _pattern(control: Sequence[str]) -> re.Pattern[str]:

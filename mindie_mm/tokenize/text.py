@@ -184,7 +184,9 @@ class TextEncoder:
         return self._remembered(rendered.text, tuple(rendered.items))
 
     def _encoded(self, rendered: Rendered) -> Encoded:
-        pieces = [*self._pieces(rendered)] if rendered.restore else [(0, self._encoding(rendered.text, plain=False))]
+        pieces = [(0, self._encoding(rendered.text, plain=False))] if not rendered.restore else []
+        if not pieces or not self._as_meant(rendered.text, pieces[0][1].ids):
+            pieces = [*self._pieces(rendered)]
         ids = [index for _, piece in pieces for index in piece.ids]
         items: list[tuple[int, int]] = []
         if rendered.items:
@@ -208,17 +210,27 @@ class TextEncoder:
     def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
         """The same of a text that may spell control tokens, without one.
 
-        A Unigram model has them among its pieces, and finds them although they are not to be recognised: there a
-        spelling is cut behind its first character. InputError where a character alone makes one.
+        A Unigram model has them among its pieces, and finds them although they are not to be recognised, and also
+        where its normaliser makes one of other characters: there the text is cut behind the first of them.
+        InputError where a character alone makes one.
         """
         whole = self._encoding(text, plain=True)
         if self._never_text.isdisjoint(whole.ids):
             return [(0, whole)]
-        cuts = [0, *(match.start() + 1 for match in self._control.finditer(text)), len(text)]
+        found = (start for index, (start, _) in zip(whole.ids, whole.offsets, strict=True) if index in self._never_text)
+        starts = {*found, *(match.start() for match in self._control.finditer(text))}
+        cuts = [0, *sorted(start + 1 for start in starts), len(text)]
         pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
         if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
             raise InputError(f"the text makes the control token {self.spell(sorted(made)[:1])}")
         return pieces
+
+    def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether the control tokens among `ids` are those that `text` spells: a normaliser may make others."""
+        if self._backend.normalizer is None:
+            return True
+        spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
+        return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
 
     def _encode(self, text: str, plain: bool) -> list[int]:
         return list(self._encoding(text, plain).ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -42,6 +42,7 @@ def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings:
     pieces += [(piece, -5.0 - index / 100) for index, piece in enumerate([*words, *letters])]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=special_tokens.index("<unk>")))
     tokenizer.add_special_tokens([*special_tokens])
+    tokenizer.normalizer = normalizers.NFKC()  # T5's own is much the same
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     end = ("</s>", special_tokens.index("</s>"))

@@ -1,5 +1,6 @@
 """BLIP-2 with OPT and with T5 beside transformers' own, on random weights."""
 
+import unicodedata
 from typing import ClassVar
 
 import pytest
@@ -188,17 +189,21 @@ class TestBlip2T5(Seq2SeqContract):
         assert model.rules.start_token_id == 0
         assert model.spec.eos_token_ids == (1,)
 
-    @pytest.mark.parametrize("token", ["<pad>", "</s>", "<image>"])
+    @pytest.mark.parametrize("token", ["<pad>", "</s>", "<image>", "＜／s＞", "＜pad>", "<ｉmage＞"])  # noqa: RUF001
     @pytest.mark.parametrize("text", ["what is {}?", "{}{} {} a", "a{}", "{}"])
     def test_text_makes_no_control_token(self, token, text, path, tokenizer, path_file):
-        """Of a Unigram model they are pieces, and found in a text whether or not special tokens are recognised."""
+        """Of a Unigram model they are pieces, and found in a text whether or not special tokens are recognised.
+
+        Also in what the tokenizer makes one of, such as wide letters.
+        """
         reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)
-        assert reference.convert_tokens_to_ids(token) in reference(text)["input_ids"][:-1]
+        plain = unicodedata.normalize("NFKC", token)
+        assert reference.convert_tokens_to_ids(plain) in reference(text)["input_ids"][:-1]
         *ids, end = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": text}], path_file).tolist()[QUERIES:]
         assert end == 1
         assert not {0, 1, 3} & {*ids}
         # Where a spelling is cut, a blank begins the second part, as it does behind a control token.
-        assert reference.decode(ids).replace(" ", "") == text.replace(" ", "")
+        assert reference.decode(ids).replace(" ", "") == unicodedata.normalize("NFKC", text).replace(" ", "")
 
     def test_pictures_move_the_logits(self, model, tokenizer, path_file):
         prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]

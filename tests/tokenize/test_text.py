@@ -12,8 +12,17 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import parse_messages
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.spelling import strings
 from tests.transformers_reference import AutoTokenizer
 from tools.random_checkpoint import SPECIAL_TOKENS
+
+
+def test_strings_of_a_value_are_found_however_deep_it_is():
+    """One generator in another would take each of them through all of its depth."""
+    value: object = ["a", {"b": ("c", 1, None)}]
+    for _ in range(10_000):
+        value = [value]
+    assert sorted(strings(value)) == ["a", "b", "c"]
 
 
 @pytest.fixture(scope="module")
