@@ -1,7 +1,10 @@
 """Photographs, awkward images and videos that tests make or find; nothing is fetched."""
 
 import io
+import struct
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 
@@ -33,16 +36,66 @@ def moving_frames(num_frames: int, width: int = 112, height: int = 84) -> np.nda
     return np.stack([wide[2 * i % 128 : 2 * i % 128 + height, 3 * i : 3 * i + width] for i in range(num_frames)])
 
 
-def encode_video(frames: np.ndarray, fps: int | Fraction = 10, container: str = "mp4", codec: str = "libx264") -> bytes:
-    """uint8 [frames, height, width, 3] as a video file's bytes."""
+def encode_video(
+    frames: np.ndarray,
+    fps: int | Fraction = 10,
+    container: str = "mp4",
+    codec: str = "libx264",
+    options: dict[str, str] | None = None,
+    moments: Sequence[int] | None = None,
+) -> bytes:
+    """uint8 [frames, height, width, 3] as a video file's bytes. `options` are the encoder's, `moments` in 1 / fps s."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
-        stream = output.add_stream(codec, rate=fps)
-        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        for frame in frames:
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        stream = output.add_stream(codec, rate=fps, options=options or {})
+        stream.width, stream.height = frames.shape[2], frames.shape[1]
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for place, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if moments is not None:
+                frame.pts, frame.time_base = moments[place], 1 / Fraction(fps)
+            output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return file.getvalue()
+
+
+def video_packets(video: bytes) -> list[bytes]:
+    """What is coded, in its order."""
+    with av.open(io.BytesIO(video)) as container:
+        return [bytes(packet) for packet in container.demux(video=0) if packet.size]
+
+
+def remux(
+    *videos: bytes, container: str, start: int = 0, earlier: int = 0, options: dict[str, str] | None = None
+) -> bytes:
+    """The packets of `videos` of the same codec and rate, one behind the other, from packet `start` on.
+
+    They are shown `earlier` by that many frames, as `ffmpeg -ss TIME -i FILE -c copy` does, whatever is then before 0.
+    """
+    with tempfile.NamedTemporaryFile() as file, ExitStack() as opened:
+        inputs = [opened.enter_context(av.open(io.BytesIO(video))) for video in videos]
+        output = opened.enter_context(av.open(file.name, "w", format=container, options=options or {}))
+        stream = output.add_stream_from_template(inputs[0].streams.video[0])
+        num_packets = 0
+        for source in inputs:
+            frame = int(1 / (source.streams.video[0].average_rate * source.streams.video[0].time_base))
+            moved = (num_packets - earlier) * frame
+            for place, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
+                num_packets += 1
+                if place >= start:
+                    packet.pts, packet.dts, packet.stream = packet.pts + moved, packet.dts + moved, stream
+                    output.mux(packet)
+        output.close()
+        return Path(file.name).read_bytes()
+
+
+def with_edit(mp4: bytes, skipped: float, shown: float) -> bytes:
+    """An MP4 of one edit, which now skips that share of the video and shows that share of it."""
+    at = mp4.index(b"elst") + 12
+    duration, begin = struct.unpack_from(">Ii", mp4, at)
+    with av.open(io.BytesIO(mp4)) as container:
+        length = container.streams.video[0].duration
+    return mp4[:at] + struct.pack(">Ii", int(duration * shown), begin + int(length * skipped)) + mp4[at + 8 :]
 
 
 def decode_all(video: bytes) -> np.ndarray:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import check_codec, open_container
+from mindie_mm.media.container import check_codec, frames_of, open_container
 
 CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf")
 """Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
@@ -100,7 +100,8 @@ class EncodedAudio:
 
     def _frames(self) -> Iterator[av.AudioFrame]:
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-            yield from (frame for frame in container.decode(container.streams.audio[0]) if frame.samples)
+            frames = frames_of(container, container.streams.audio[0], len(self.data))
+            yield from (frame for frame in frames if frame.samples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import av
+from av.audio.stream import AudioStream
 from av.container import InputContainer
+from av.stream import Discard
+from av.video.stream import VideoStream
 
-from mindie_mm.errors import MediaError
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.matroska import without_compression
 from mindie_mm.media.sample_tables import check_tables
+
+_Stream = TypeVar("_Stream", VideoStream, AudioStream)
 
 MAX_STREAMS = 64
 """Most streams of a container."""
+MAX_READ = 4
+"""Most bytes of a stream's packets, as a multiple of the container's: samples of an MP4 may be the same bytes."""
+SPARE_BYTES = 2**24
+"""Bytes that packets may have beyond that."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo"
@@ -41,8 +52,32 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
         "max_streams": str(MAX_STREAMS),
         "max_pixels": str(coded_pixels(max_pixels)),
     }
-    container: InputContainer = av.open(io.BytesIO(data), options=options)
+    container: InputContainer = av.open(io.BytesIO(without_compression(data)), options=options)
     return container
+
+
+def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
+    """Packets of `stream`, in the order of decoding, without the empty ones; other streams are passed over unread.
+
+    LimitExceeded where they are much more than the `num_bytes` of the container.
+    """
+    for other in container.streams:
+        if other.index != stream.index:
+            other.discard = Discard.all
+    read, limit = 0, MAX_READ * num_bytes + SPARE_BYTES
+    for packet in container.demux(stream):
+        read += packet.size
+        if read > limit:
+            raise LimitExceeded(f"the container's {num_bytes} bytes make packets of more than {limit}, the limit")
+        if packet.size:
+            yield packet
+
+
+def frames_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[Any]:
+    """What they are decoded to, with what the decoder holds back. LimitExceeded as `packets_of`."""
+    for packet in packets_of(container, stream, num_bytes):
+        yield from packet.decode()
+    yield from stream.decode(None)
 
 
 def coded_pixels(max_pixels: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import re
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ import numpy as np
 import simplejpeg
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
+from mindie_mm.media.segments import JPEG_START, MAX_SCANS, check_parts, check_scans, jpeg_head
+
+# Each strip of a TIFF may be a JPEG; libtiff, which asks when it decodes one, would let 100 scans pass.
+os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is decoded, told by content."""
-MAX_SCAN_PIXELS = 2**32
-"""Most pixels of a JPEG times its scans: a scan of a few bytes costs a pass over all of them."""
 
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
@@ -34,10 +36,16 @@ RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """By the number under which Pillow, and so a preprocessor's configuration, knows them."""
 
 _ORIENTATION_TAG = 0x0112
-_START_OF_SCAN = b"\xff\xda"
-_END_OF_IMAGE = b"\xff\xd9"
-_JPEG_START = b"\xff\xd8\xff"
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # in a scan's data, these alone are no data
+_TURNS: Mapping[Any, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image of that orientation upright; a file may hold any value."""
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -56,11 +64,12 @@ class EncodedImage:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                check_parts(data)
                 file = Image.open(io.BytesIO(data), formats=FORMATS)
                 width, height = file.size
                 _check_pixels(width, height)
-                if data.startswith(_JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
-                    _check_scans(data, width * height)
+                if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
+                    check_scans(data, width, height, up_to_end=True)
                 orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
         except Image.DecompressionBombError:
             raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
@@ -128,7 +137,7 @@ def open_image(data: Data) -> PlainJpeg | EncodedImage | DecodedImage:
     if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data)
     _check_pixels(size[1], size[0])
-    _check_scans(data, size[0] * size[1])
+    check_scans(data, size[1], size[0], up_to_end=True)
     return PlainJpeg(*size, data)
 
 
@@ -140,11 +149,14 @@ def _has_exif(file: Image.Image, data: bytes) -> bool:
 def pil_to_rgb(image: Image.Image) -> Image.Image:
     """`image` upright and as RGB, as `transformers.image_utils.load_image` does it.
 
-    The exception is 16-bit grayscale, which is scaled to 8 bits; Pillow would clip it to white.
+    There are two exceptions. 16-bit grayscale is scaled to 8 bits; Pillow would clip it to white. Of the EXIF only the
+    orientation is asked for; ImageOps.exif_transpose writes the rest anew, and fails where an entry is of a wrong type.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        image = ImageOps.exif_transpose(image)
+        image.load()  # a TIFF is made upright by this, and its orientation forgotten
+        if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
+            image = image.transpose(turn)
         if image.mode in _SIXTEEN_BIT_MODES:
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return image.convert("RGB")
@@ -170,39 +182,16 @@ def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic")
 
 def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG in grays or RGB whose header names no orientation; None for anything else."""
-    place = 2
-    while data[place : place + 2] != _START_OF_SCAN:
-        if data[place : place + 1] != b"\xff":  # the end of the data among others
-            return None
-        place += 2 + int.from_bytes(data[place + 2 : place + 4])
-    header = data[:place]
-    if not header.startswith(_JPEG_START) or b"Exif\0" in header or b"tiff:Orientation" in header:
+    if not data.startswith(JPEG_START):
+        return None
+    header = data[: jpeg_head(data)]
+    if b"Exif\0" in header or b"tiff:Orientation" in header:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
     return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None
-
-
-def _check_scans(data: bytes, num_pixels: int) -> None:
-    """LimitExceeded for a JPEG of more scans than its size allows.
-
-    Bytes that only look like a scan's start are sorted out where there are many.
-    """
-    if data.count(_START_OF_SCAN) * num_pixels <= MAX_SCAN_PIXELS:
-        return
-    place, num_scans = 2, 0
-    while (marker := _JPEG_MARKER.match(data, place)) is not None and marker[0] != _END_OF_IMAGE:
-        num_scans += marker[0] == _START_OF_SCAN
-        if num_scans * num_pixels > MAX_SCAN_PIXELS:
-            raise LimitExceeded(
-                f"the JPEG has {num_pixels} pixels in more than {MAX_SCAN_PIXELS // num_pixels} scans, the limit"
-            )
-        place += 2 + int.from_bytes(data[place + 2 : place + 4])
-        if marker[0] == _START_OF_SCAN:
-            following = _JPEG_MARKER.search(data, place)
-            place = following.start() if following else len(data)
 
 
 def _check_pixels(width: int, height: int) -> None:

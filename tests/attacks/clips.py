@@ -6,12 +6,14 @@ import io
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import av
 import numpy as np
+from PIL import Image
 
-from tests.media_samples import encode_video, moving_frames
+from tests.media_samples import encode_video, encoded, moving_frames, video_packets
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
 
 Make = Callable[[], bytes]
@@ -134,6 +136,87 @@ def muxed(container: str, options: dict[str, str]) -> bytes:
                 output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             output.mux(stream.encode())
         return file.read()
+
+
+def samples_of_the_same_bytes(count: int) -> bytes:
+    """An MP4 of a megabyte of data that all its `count` samples are."""
+    data = video()
+    size, times = 2**20, struct.pack(">IIII", 0, 1, count, 1)
+    boxes = {
+        b"stts": times,
+        b"stsc": struct.pack(">IIIII", 0, 1, 1, 1, 1),
+        b"stsz": struct.pack(">III", 0, 0, count) + struct.pack(">I", size) * count,
+        b"stco": struct.pack(">II", 0, count) + struct.pack(">I", 48) * count,
+    }
+    for kind, content in boxes.items():
+        at = data.index(kind) - 4
+        more = box(kind, content)
+        longer = len(more) - int.from_bytes(data[at : at + 4])
+        data = data[:at] + more + data[at + len(more) - longer :]
+        for outer in (b"stbl", b"minf", b"mdia", b"trak", b"moov"):
+            place = data.index(outer)
+            data = (
+                data[: place - 4] + struct.pack(">I", int.from_bytes(data[place - 4 : place]) + longer) + data[place:]
+            )
+    at = data.index(b"moov") - 4
+    return box(b"ftyp", b"isom\0\0\0\0isomiso2avc1mp41") + box(b"mdat", bytes(size + 100)) + data[at:]
+
+
+def element(name: str, *content: bytes, size: int | None = None) -> bytes:
+    """An element of Matroska, its name in hexadecimal; `size` where another one is stated."""
+    data = b"".join(content)
+    return bytes.fromhex(name) + (len(data) if size is None else size).to_bytes(8).replace(b"\0", b"\1", 1) + data
+
+
+def compressed(algorithm: int = 0, prefix: bytes | None = None) -> bytes:
+    """What says of a Matroska track that its blocks are."""
+    settings = [] if prefix is None else [element("4255", prefix)]
+    return element("6d80", element("6240", element("5034", element("4254", bytes([algorithm])), *settings)))
+
+
+def matroska_track(number: int, codec: bytes, *more: bytes, kind: int = 1) -> bytes:
+    """VP8 of 64 x 64, or a track of another kind."""
+    size = element("e0", element("b0", b"\x40"), element("ba", b"\x40")) if kind == 1 else b""
+    named = element("d7", bytes([number])) + element("73c5", bytes([number])) + element("83", bytes([kind]))
+    return element("ae", named, element("86", codec), size, *more)
+
+
+def matroska(tracks: bytes, blocks: Sequence[tuple[int, bytes]]) -> bytes:
+    """Blocks by track number, each in a cluster of its own, a millisecond apart."""
+    head = element("1a45dfa3", element("4282", b"matroska"))
+    info = element("1549a966", element("2ad7b1", (10**6).to_bytes(3)))
+    clusters = (
+        element("1f43b675", element("e7", at.to_bytes(3)), element("a3", bytes([0x80 | number, 0, 0, 0x80]), data))
+        for at, (number, data) in enumerate(blocks)
+    )
+    return head + element("18538067", info, element("1654ae6b", tracks), *clusters)
+
+
+def vp8(num_frames: int = 3) -> list[bytes]:
+    """Frames of 64 x 64, coded."""
+    return video_packets(encode_video(moving_frames(num_frames, 64, 64), container="webm", codec="libvpx"))
+
+
+def unpacking(valid: bool = True) -> bytes:
+    """9 KB that are 9 MB, as FFmpeg notices at their end alone if they are not `valid`."""
+    packed = zlib.compress(bytes(9_500_000), 9)
+    return packed if valid else packed[:-4] + bytes(4)
+
+
+def motion_jpeg(num_scans: int, container: str = "avi") -> bytes:
+    """Two frames of 4000 x 4000 pixels, of so many scans beyond its own."""
+    picture = encoded(Image.new("L", (4000, 4000), 128), progressive=True, quality=50)
+    scan = picture[picture.rindex(b"\xff\xda") : -2]
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream("mjpeg", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 4000, 4000, "yuvj420p"
+        for at in range(2):
+            packet = av.Packet(picture[:-2] + scan * num_scans + picture[-2:])
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, at, at, Fraction(1, 10)
+            packet.is_keyframe = True
+            output.mux(packet)
+    return file.getvalue()
 
 
 def large_video(width: int, height: int, codec: str = "mpeg4") -> bytes:
@@ -274,6 +357,18 @@ VIDEO_BOMBS: dict[str, Make] = {
     "mp4 of a group of 2 * 10**7 frames": lambda: grouped(2 * 10**7),
     "mp4 of 8000 edits of 2000 frames": lambda: edited(8000),
     "two frames in ten hours": lambda: slow_video(36_000),
+    "mp4 of 20000 samples of the same 2**20 bytes": lambda: samples_of_the_same_bytes(20_000),
+    "matroska of 300 blocks that unpack to 9 MB": lambda: matroska(
+        matroska_track(1, b"V_VP8", compressed()), [(1, unpacking())] * 300
+    ),
+    "matroska of 300 blocks that fail to unpack to 9 MB": lambda: matroska(
+        matroska_track(1, b"V_VP8", compressed()), [(1, zlib.compress(vp8()[0]))] + [(1, unpacking(valid=False))] * 300
+    ),
+    "matroska of 20000 blocks that each begin with 5 MB": lambda: matroska(
+        matroska_track(1, b"V_VP8", compressed(3, bytes(5_000_000))), [(1, b"\0")] * 20_000
+    ),
+    "motion jpeg of 1500 scans in avi": lambda: motion_jpeg(1500),
+    "motion jpeg of 1500 scans in mov": lambda: motion_jpeg(1500, "mov"),
 }
 BROKEN_VIDEOS: dict[str, Make] = {
     "mp4 cut": lambda: video()[:900],

@@ -8,6 +8,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache
 
 from PIL import Image
 
@@ -100,14 +101,74 @@ def jpeg_of_size(width: int, height: int) -> bytes:
     return bytes(data)
 
 
+@cache
+def _black() -> bytes:
+    return encoded(Image.new("RGB", (8000, 8000)), progressive=True, quality=10)
+
+
 def jpeg_scans(num_scans: int) -> bytes:
     """A progressive JPEG of 8000x8000 pixels whose first scan comes again and again."""
-    data = encoded(Image.new("RGB", (8000, 8000)), progressive=True, quality=10)
+    data = _black()
     start = data.index(b"\xff\xda")
     scan = data[start : data.index(b"\xff\xda", start + 2)]
     scan = scan[: scan.rfind(b"\xff\xc4")] if b"\xff\xc4" in scan else scan
     tiny = scan[:40]  # the decoder makes up the rest of it
     return data[:start] + tiny * num_scans + b"\xff\xd9"
+
+
+def scans_behind(between: bytes, num_scans: int = 100) -> bytes:
+    """As `jpeg_scans`, with bytes between the first scan and those that come again."""
+    data = jpeg_scans(num_scans)
+    second = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
+    return data[:second] + between + data[second:]
+
+
+def refined(width: int, height: int, num_scans: int) -> bytes:
+    """A progressive JPEG whose last scan, which the decoder has most work with, comes again and again."""
+    data = encoded(Image.new("RGB", (width, height), (90, 120, 200)), progressive=True, quality=50)
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * num_scans + data[-2:]
+
+
+def behind_start(data: bytes, more: bytes) -> bytes:
+    """A JPEG with more segments behind its start."""
+    return data[:2] + more + data[2:]
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data
+
+
+def gif_with(blocks: bytes) -> bytes:
+    """A sound GIF with blocks before its frame."""
+    data = encoded(small(), "GIF")
+    start = 13 + (3 << (data[10] & 7) + 1)
+    return data[:start] + blocks + data[start:]
+
+
+def bigtiff(num_entries: int) -> bytes:
+    return b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, num_entries) + struct.pack("<HHQQ", 256, 4, 1, 8) * num_entries
+
+
+def tiff_strips(num_strips: int) -> bytes:
+    """A TIFF of one column, each row of it a strip."""
+    whole = tiff(
+        *((256, 4, 1, 8), (257, 4, 1, num_strips), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)),
+        *((273, 4, num_strips, 200), (277, 3, 1, 1), (278, 4, 1, 1), (279, 4, num_strips, 200)),
+    )
+    return whole.ljust(200, b"\0") + bytes(4 * num_strips)
+
+
+def jpeg_in_tiff(num_scans: int, num_strips: int) -> bytes:
+    """A TIFF whose strips are all the same progressive JPEG of 2000x2000 pixels."""
+    gray = encoded(Image.new("L", (2000, 2000), 128), progressive=True, quality=50)
+    strip = gray[:-2] + gray[gray.rindex(b"\xff\xda") : -2] * num_scans + gray[-2:]
+    places, counts, start = 200, 200 + 4 * num_strips, 200 + 8 * num_strips
+    whole = tiff(
+        *((256, 4, 1, 2000), (257, 4, 1, 2000 * num_strips), (258, 3, 1, 8), (259, 3, 1, 7), (262, 3, 1, 1)),
+        *((273, 4, num_strips, places), (277, 3, 1, 1), (278, 4, 1, 2000), (279, 4, num_strips, counts)),
+    )
+    lists = struct.pack(f"<{num_strips}I", *[start] * num_strips)
+    return whole.ljust(200, b"\0") + lists + struct.pack(f"<{num_strips}I", *[len(strip)] * num_strips) + strip
 
 
 def of_several(data: bytes) -> bytes:
@@ -170,10 +231,52 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "bmp runs 30000x30000": lambda: bmp(30_000, 30_000, 8, 1, b"\xff\0" * 1000),
     "jpeg 65535x65535": lambda: jpeg_of_size(65_535, 65_535),
     "jpeg 20000x10000": lambda: jpeg_of_size(20_000, 10_000),
-    "jpeg of a thousand scans": lambda: jpeg_scans(1000),
-    "jpeg of a thousand scans, and of several pictures": lambda: of_several(jpeg_scans(1000)),
 }
 """What a header, or a count in it, gives away."""
+
+SCANS: dict[str, Callable[[], bytes]] = {
+    "jpeg of a thousand scans": lambda: jpeg_scans(1000),
+    "jpeg of a thousand scans, and of several pictures": lambda: of_several(jpeg_scans(1000)),
+    "jpeg 2000x2000 of a thousand scans": lambda: refined(2000, 2000, 1000),
+    "jpeg 16x16 of 200000 scans": lambda: refined(16, 16, 200_000),
+    "jpeg scans behind a fill byte": lambda: scans_behind(b"\xff\xfe\0\4hi\xff"),
+    "jpeg scans behind many fill bytes": lambda: scans_behind(b"\xff\xfe\0\4hi" + b"\xff" * 1000),
+    "jpeg scans behind a restart": lambda: scans_behind(b"\xff\xfe\0\4hi\xff\xd0"),
+    "jpeg scans behind a marker without a length": lambda: scans_behind(b"\xff\xfe\0\4hi\xff\1"),
+    "jpeg scans behind a reserved marker": lambda: scans_behind(b"\xff\xfe\0\4hi\xff\2\xff\xff"),
+    "jpeg scans behind nonsense": lambda: scans_behind(b"\xff\xfe\0\4hi, nonsense \xff\0"),
+    "jpeg scans behind a segment of no bytes": lambda: scans_behind(b"\xff\xfe\0\0"),
+}
+"""JPEGs of so many scans that a few bytes are minutes of work."""
+
+PARTS: dict[str, Callable[[], bytes]] = {
+    "jpeg of empty segments": lambda: behind_start(encoded(small()), b"\xff\xfe\0\2" * 300_000),
+    "jpeg with exif, of empty segments": lambda: behind_start(_spanning(orientation=6), b"\xff\xfe\0\2" * 300_000),
+    "jpeg of nothing between segments": lambda: behind_start(
+        _spanning(orientation=6), b"\xff\xfe\0\2" + bytes(1_000_000)
+    ),
+    "jpeg of fill bytes": lambda: behind_start(_spanning(orientation=6), b"\xff" * 1_000_000),
+    "jpeg of stuffed zeros": lambda: behind_start(_spanning(orientation=6), b"\xff\0" * 500_000),
+    "jpeg of markers without a length": lambda: behind_start(_spanning(orientation=6), b"\xff\xf0" * 500_000),
+    "jpeg of exif segments": lambda: behind_start(
+        _spanning(orientation=6), segment(0xE1, b"Exif\0\0" + bytes(400)) * 2_000
+    ),
+    "jpeg of photoshop resources": lambda: behind_start(
+        _spanning(orientation=6), segment(0xED, b"Photoshop 3.0\0" + b"8BIM\4\4\0\0\0\0\0\0" * 5000) * 30
+    ),
+    "jpeg of quantisation tables": lambda: behind_start(
+        _spanning(orientation=6), segment(0xDB, (b"\0" + b"\1" * 64) * 1000) * 20
+    ),
+    "png of empty private chunks": lambda: within_png(chunk(b"abCd", b"") * 120_000),
+    "png of empty pixel chunks": lambda: within_png(chunk(b"IDAT", b"") * 120_000),
+    "png of chunks behind its pixels": lambda: encoded(small(), "PNG")[:-12] + chunk(b"abCd", b"") * 120_000,
+    "gif of empty comments": lambda: gif_with(b"!\xfe\0" * 500_000),
+    "gif of short blocks": lambda: gif_with(b"!\xff\x0bXMP DataXMP" + b"\1\1" * 500_000 + b"\0"),
+    "gif of nothing between blocks": lambda: gif_with(bytes(1_000_000)),
+    "bigtiff of entries": lambda: bigtiff(120_000),
+    "tiff of strips": lambda: tiff_strips(500_000),
+}
+"""Files of so many parts that a decoder spends seconds before it comes to a pixel."""
 
 PACKED: dict[str, Callable[[], bytes]] = {
     "png zTXt of 64 MB": lambda: within_png(chunk(b"zTXt", b"x\0\0" + zeros(64_000_000))),
@@ -215,6 +318,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "jpeg of its start alone": lambda: b"\xff\xd8\xff",
     "jpeg 0x0": lambda: jpeg_of_size(0, 0),
     "jpeg whose segment is too long": lambda: b"\xff\xd8\xff\xe0\xff\xff" + bytes(50),
+    "tiff of jpegs of many scans": lambda: jpeg_in_tiff(90, 20),
     "jpeg with a cut exif": lambda: with_exif(b"II*\0\x08\0\0\0\xff\xff")[:60],
 }
 """What no decoder can read, or should."""
@@ -262,6 +366,9 @@ HARMLESS: dict[str, Callable[[], bytes]] = {
     "a tiff of 10 pages": lambda: encoded(small(), "TIFF", save_all=True, append_images=[small()] * 9),
     "a jpeg of orientation 6": lambda: _spanning(orientation=6),
     "a jpeg of orientation 99": lambda: _spanning(orientation=99),
+    "a jpeg of orientation 6 whose maker is a number": lambda: with_exif(
+        b"II*\0\x08\0\0\0\x02\0" + struct.pack("<HHIIHHII", 0x010F, 11, 2, 40, 0x0112, 3, 1, 6) + bytes(40)
+    ),
     "an exif directory that holds itself": lambda: with_exif(
         b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHII", 0x8769, 4, 1, 8) + bytes(4)
     ),

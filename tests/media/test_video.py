@@ -1,11 +1,16 @@
+import io
+import struct
+
+import av
 import numpy as np
 import pytest
+import torch
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import under
 from mindie_mm.media.video import EncodedVideo, open_video
-from tests.media_samples import decode_all, encode_video, moving_frames
+from tests.media_samples import decode_all, encode_video, moving_frames, remux, video_packets, with_edit
 
 CONTAINERS = [
     ("mp4", "libx264"),
@@ -24,6 +29,154 @@ def test_sampled_frames_are_those_of_a_plain_decode(container, codec):
     assert (video.height, video.width, video.num_frames, video.fps) == (84, 112, 24, 8.0)
     indices = [0, 5, 6, 17, 23]
     assert np.array_equal(np.stack(list(video.decode(indices))), decode_all(data)[indices])
+
+
+SHORT_GROUPS = {"g": "10", "bf": "3", "x264-params": "scenecut=0"}
+"""A keyframe each 10 frames, so that FFmpeg's index leaves out groups that an edit list hides."""
+
+
+def _decoded(data, num_threads=1):
+    """Count, rate and all frames of `data`; those frames are what a plain decode gives."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        video = EncodedVideo.open(data)
+        frames = np.stack(list(video.decode(range(video.num_frames))))
+    finally:
+        torch.set_num_threads(usual)
+    assert np.array_equal(frames, decode_all(data))
+    return video.num_frames, video.fps
+
+
+def _clip(container="mp4", codec="libx264", options=None, **more):
+    options = options or (SHORT_GROUPS if codec == "libx264" else {})
+    return encode_video(moving_frames(40), container=container, codec=codec, options=options, **more)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(
+    ("change", "num_frames"),
+    [
+        (lambda data: remux(data, container="mp4", earlier=5), 35),
+        (lambda data: remux(data, container="mp4", earlier=25), 15),
+        (lambda data: with_edit(data, 0, 0.5), 20),
+        (lambda data: with_edit(data, 0.4, 1), 24),
+        (lambda data: with_edit(data, 0.25, 0.5), 20),
+    ],
+    ids=["copied from 0.5 s", "copied from 2.5 s", "without its end", "without its beginning", "its middle"],
+)
+def test_frames_that_an_edit_list_hides_do_not_count(change, num_frames, num_threads):
+    assert _decoded(change(_clip()), num_threads) == (num_frames, 10.0)
+
+
+def test_an_edited_video_that_is_truncated_is_refused():
+    data = remux(_clip(), container="mp4", earlier=25, options={"movflags": "faststart"})
+    assert _decoded(data) == (15, 10.0)
+    for share in (0.5, 0.7, 0.95):
+        with pytest.raises(MediaError, match=r"states 40 frames and holds \d+"):
+            EncodedVideo.open(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize("codec", ["mpeg4", "mjpeg"])
+def test_an_avi_repeats_frames_by_empty_chunks(codec):
+    moments = [0, 1, 2, 10, 11, 12, 20, 21, 22, 23]
+    data = encode_video(moving_frames(10), container="avi", codec=codec, moments=moments)
+    assert _decoded(data) == (10, 10 / 2.4)
+    assert _decoded(encode_video(moving_frames(10), container="mov", codec=codec, moments=moments)) == (10, 10 / 2.4)
+    for share in (0.9, 0.97):
+        with pytest.raises(MediaError, match=r"states 24 frames and holds \d+"):
+            EncodedVideo.open(data[: int(len(data) * share)])
+
+
+def test_a_sample_of_no_bytes_is_no_frame():
+    data = encode_video(moving_frames(6), codec="mpeg4")
+    sizes = data.index(b"stsz") + 12
+    fifth, last = struct.unpack_from(">II", data, sizes + 16)
+    data = data[: sizes + 16] + struct.pack(">II", fifth + last, 0) + data[sizes + 24 :]
+    assert EncodedVideo.open(data).num_frames == 5
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_a_stream_that_begins_between_keyframes_begins_with_one(share, num_threads):
+    data = _clip("mpegts")
+    cut = data[: 2 * 188] + data[188 * int(len(data) // 188 * share) :]
+    num_frames, fps = _decoded(cut, num_threads)
+    assert (num_frames % 10, fps) == (0, 10.0)
+    assert num_frames < len(video_packets(cut))
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        ("libx265", {"x265-params": "keyint=10:bframes=3:b-adapt=0:scenecut=0:log-level=none"}),
+        ("libx264", {"g": "10", "bf": "3", "x264-params": "open-gop=1:scenecut=0"}),
+        ("mpeg2video", {"g": "10", "bf": "2"}),
+    ],
+)
+def test_frames_that_refer_to_what_was_cut_off_do_not_count(codec, options, num_threads):
+    """Such a file begins with a keyframe, but some that are shown before it come behind."""
+    data = _clip(codec=codec, options=options)
+    with av.open(io.BytesIO(data)) as container:
+        keys = [place for place, packet in enumerate(container.demux(video=0)) if packet.is_keyframe]
+    cut = remux(data, container="matroska", start=keys[2])
+    num_frames, fps = _decoded(cut, num_threads)
+    assert (0 < len(video_packets(cut)) - num_frames < 4, fps) == (True, 10.0)
+
+
+def test_frames_that_are_not_to_be_shown_do_not_count():
+    data = encode_video(moving_frames(8), container="webm", codec="libvpx")
+    assert _decoded(data) == (8, 10.0)
+    third = video_packets(data)[3]
+    hidden = data.replace(third, bytes([third[0] & ~0x10]) + third[1:])  # as those that others refer to alone
+    assert _decoded(hidden) == (7, 10.0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_frames_of_another_size_are_scaled(num_threads, monkeypatch):
+    small, large = (
+        encode_video(moving_frames(6, *size), container="webm", codec="libvpx") for size in ((112, 84), (224, 168))
+    )
+    data = remux(small, large, container="webm")
+    usual = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        video = EncodedVideo.open(data)
+        frames = np.stack(list(video.decode(range(12))))
+    finally:
+        torch.set_num_threads(usual)
+    assert (video.height, video.width, frames.shape) == (84, 112, (12, 84, 112, 3))
+    assert np.array_equal(frames[:6], decode_all(small))
+    halves = decode_all(large).reshape(6, 84, 2, 112, 2, 3).mean(axis=(2, 4))
+    assert np.abs(frames[6:] - halves).mean() < 4
+
+
+@pytest.mark.parametrize(("times", "said"), [(1, "116x84 = 9744 pixels; the limit is 9408"), (5, "broken")])
+def test_frames_above_the_limit_are_not_scaled(times, said):
+    frames = moving_frames(3), moving_frames(3, 116).repeat(times, 1).repeat(times, 2)
+    videos = (encode_video(pixels, container="webm", codec="libvpx") for pixels in frames)
+    with under(MediaCaps(max_video_pixels=9408)):
+        video = EncodedVideo.open(remux(*videos, container="webm"))
+    assert len(list(video.decode([0, 2]))) == 2
+    with pytest.raises((LimitExceeded, MediaError), match=said):
+        list(video.decode([0, 5]))
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts", "asf"])
+def test_sound_beside_the_frames_is_passed_over(container):
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        video, sound = output.add_stream("mpeg4", rate=10), output.add_stream("mp2", rate=44_100, layout="mono")
+        video.width, video.height, video.pix_fmt = 112, 84, "yuv420p"
+        for place, pixels in enumerate(moving_frames(20)):
+            output.mux(video.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            samples = av.AudioFrame.from_ndarray(np.zeros((1, 4410), np.int16), format="s16", layout="mono")
+            samples.sample_rate, samples.pts = 44_100, 4410 * place
+            output.mux(sound.encode(samples))
+        output.mux(video.encode())
+        output.mux(sound.encode())
+    assert _decoded(file.getvalue())[0] == 20
 
 
 def test_frames_are_passed_on():

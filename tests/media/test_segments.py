@@ -1,0 +1,230 @@
+"""Real cameras' and programs' files of many segments are accepted; what a few bytes make of hours is not."""
+
+import io
+import struct
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.media.image import EncodedImage, open_image
+from mindie_mm.media.segments import MAX_PARTS, MAX_SCANS, check_parts, check_scans, jpeg_head
+from tests.attacks import pictures
+from tests.media_samples import encoded, jpeg_variants, photograph
+
+SOS = b"\xff\xda"
+
+
+def load_image(data: bytes) -> np.ndarray:
+    """As transformers.image_utils.load_image."""
+    from transformers.image_utils import load_image
+
+    with io.BytesIO(data) as file:
+        return np.asarray(load_image(Image.open(file)))
+
+
+def turned(data: bytes, *entries: bytes) -> bytes:
+    """A JPEG with an EXIF of orientation 6 behind other entries of 12 bytes, and 60 bytes that they may point to."""
+    orientation = struct.pack("<HHII", 0x0112, 3, 1, 6)
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 1 + len(entries)) + b"".join(entries) + orientation
+    return pictures.behind_start(data, pictures.segment(0xE1, exif + bytes(64)))
+
+
+def scans_in(noise: int, num_bytes: int) -> bytes:
+    """Bytes like those of a film or a raw picture: many of them look like a scan."""
+    random = np.random.default_rng(noise).integers(0, 256, num_bytes, np.uint8).tobytes()
+    return b"".join(random[at : at + 1000] + SOS for at in range(0, num_bytes, 1000))
+
+
+def chunked_png(image: Image.Image, num_bytes: int) -> bytes:
+    """A PNG whose pixels are cut into chunks of so many bytes."""
+    data = encoded(image, "PNG")
+    head, pixels, place = data[:33], b"", 33
+    while data[place + 4 : place + 8] != b"IEND":
+        size = int.from_bytes(data[place : place + 4])
+        pixels += data[place + 8 : place + 8 + size]
+        place += 12 + size
+    cut = [pictures.chunk(b"IDAT", pixels[at : at + num_bytes]) for at in range(0, len(pixels), num_bytes)]
+    assert len(cut) > 20_000
+    return head + b"".join(cut) + data[place:]
+
+
+@cache
+def good() -> dict[str, bytes]:
+    image = photograph("coffee.png", (1500, 1000))  # of which 161 scans would pass
+    jpeg, progressive = encoded(image, quality=92), encoded(image, progressive=True)
+    pages = [photograph("chelsea.png", (90, 60)), photograph("rocket.jpg", (90, 60))]
+    profile = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes()
+    thumbnail = b"Exif\0\0II*\0\x08\0\0\0\0\0" + bytes(4) + encoded(image.resize((64, 48)), progressive=True)
+    photoshop = pictures.segment(0xED, b"Photoshop 3.0\0" + b"8BIM\4\4\0\0\0\0\0\2hi" * 40)
+    return {
+        "several pictures": encoded(image, "MPO", save_all=True, append_images=pages),
+        "a film behind it": jpeg + scans_in(1, 400_000),
+        "a film behind a progressive one": progressive + scans_in(2, 400_000),
+        "a gain map behind it": jpeg + progressive * 30,
+        "a thumbnail": pictures.behind_start(jpeg, pictures.segment(0xE1, thumbnail)),
+        "thumbnails of other programs": pictures.behind_start(
+            progressive, pictures.segment(0xE2, scans_in(3, 50_000)) * 9
+        ),
+        "a profile of 3 MB": encoded(image, icc_profile=profile),
+        "many segments of Photoshop": pictures.behind_start(jpeg, photoshop * 200),
+        "thousands of comments": pictures.behind_start(jpeg, pictures.segment(0xFE, b"a comment") * 5000),
+        "restarts at every block": encoded(image, restart_marker_blocks=1),
+        "restarts in many scans": encoded(image, progressive=True, restart_marker_blocks=1),
+        "fill bytes": jpeg.replace(SOS, b"\xff\xff\xff" + SOS, 1),
+        "zeros between segments": pictures.behind_start(jpeg, b"\xff\xfe\0\4hi" + bytes(300)),
+        "exif in two segments": pictures.behind_start(
+            turned(jpeg), pictures.segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+        ),
+        "four colours": encoded(image.convert("CMYK"), progressive=True),
+        "chunks of 4 bytes": chunked_png(image.resize((301, 203)), 4),
+        "a gif of a long comment": pictures.gif_with(b"!\xfe" + (b"\xff" + bytes(255)) * 2000 + b"\0"),
+        "a tiff of many strips": encoded(image.resize((10, 20_000)), "TIFF", tiffinfo={278: 1}),
+        "a bigtiff": encoded(image, "TIFF", big_tiff=True),
+        "a tiff of jpegs": encoded(image, "TIFF", compression="jpeg"),
+    }
+
+
+@pytest.mark.parametrize("name", good())
+def test_good_files_of_many_parts_are_decoded_as_load_image_does(name):
+    data = good()[name]
+    assert np.array_equal(open_image(data).decode(), load_image(data))
+    assert np.array_equal(EncodedImage.open(data).decode(), load_image(data))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<HHII", 0x010F, 11, 2, 40),  # the maker as two float32
+        struct.pack("<HHII", 0x0110, 5, 1, 40),  # the model as a fraction
+        struct.pack("<HHII", 0x0106, 2, 30, 40),  # the colours as text
+    ],
+)
+def test_a_badly_typed_exif_entry_keeps_no_picture_from_being_turned(entry):
+    image = photograph("rocket.jpg", (50, 30))
+    plain, data = encoded(image), turned(encoded(image), entry)
+    opened = open_image(data)
+    assert (opened.width, opened.height) == (30, 50)
+    assert np.array_equal(opened.decode(), np.rot90(open_image(plain).decode(), -1))
+
+
+def test_a_turned_picture_of_good_exif_is_as_load_image_turns_it():
+    data = turned(encoded(photograph("rocket.jpg", (50, 30))), struct.pack("<HHII", 0x010F, 2, 4, 0x004D4D4D))
+    assert np.array_equal(open_image(data).decode(), load_image(data))
+
+
+@pytest.mark.parametrize("size", [(12000, 14900), (64, 48), (4000, 3000)])
+def test_progressive_photographs_of_any_size_pass(size):
+    """With the most scans that encoders write: 10 of libjpeg, up to 14 of others, 18 of four colours."""
+    check_scans((SOS + b"\0\x08") * 18, *size)
+
+
+def test_the_limit_of_scans_is_by_size_above_the_common_number():
+    for width, height, most in ((12000, 14900, MAX_SCANS), (2000, 2000, 63), (1000, 1000, 237), (64, 48, 18724)):
+        check_scans(SOS * most, width, height)
+        with pytest.raises(
+            LimitExceeded, match=f"of {width}x{height} pixels has {most + 1} scans; the limit is {most}"
+        ):
+            check_scans(b"odd" + SOS * (most + 1), width, height)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", SOS, b"x" + SOS, SOS * 3 + b"\xff", b"\xff" * 5 + b"\xda" * 5])
+def test_scan_markers_count_at_even_places_and_at_odd_ones(data):
+    with pytest.raises(LimitExceeded, match=f"has {20 + data.count(SOS) + 1} scans"):
+        check_scans(SOS * 21 + data, 10_000, 10_000)
+    with pytest.raises(LimitExceeded, match=f"has {20 + data.count(SOS) + 1} scans"):
+        check_scans(data + b"xx" + SOS * 21, 10_000, 10_000)
+
+
+def test_without_up_to_end_what_follows_the_end_counts():
+    data = encoded(photograph(size=(40, 20))) + SOS * MAX_SCANS
+    check_scans(data, 5000, 5000, up_to_end=True)
+    with pytest.raises(LimitExceeded, match=f"has {MAX_SCANS + 1} scans"):
+        check_scans(data, 5000, 5000)
+
+
+@pytest.mark.parametrize("odd", [b"\xff\2", b"\xff\xbf", b"\xff\xf0", b"\xff\xc8", b"\xff\xd8"])
+def test_behind_a_marker_that_libjpeg_does_not_take_every_scan_counts(odd):
+    data = encoded(photograph(size=(40, 20)))
+    with pytest.raises(LimitExceeded, match=f"has {MAX_SCANS + 1} scans"):
+        check_scans(data[:-2] + odd + data[-2:] + SOS * MAX_SCANS, 5000, 5000, up_to_end=True)
+
+
+@pytest.mark.parametrize("name", pictures.SCANS)
+def test_scans_are_refused_at_once(name):
+    data = pictures.SCANS[name]()
+    started = time.perf_counter()
+    with pytest.raises(LimitExceeded, match=r"has \d+ scans; the limit is \d+"):
+        open_image(data)
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize("size", [(16, 16), (200, 200), (2000, 2000)])
+def test_as_many_scans_as_pass_are_decoded_in_about_a_second(size):
+    most = 2**28 // ((size[0] + 64) * (size[1] + 64))
+    data = pictures.refined(*size, most - 20)
+    started = time.perf_counter()
+    open_image(data).decode()
+    assert time.perf_counter() - started < 4  # 0.2 to 0.8 s of an idle core
+
+
+@pytest.mark.parametrize("name", pictures.PARTS)
+def test_parts_are_refused_at_once(name):
+    data = pictures.PARTS[name]()
+    started = time.perf_counter()
+    with pytest.raises(LimitExceeded, match=rf"has \d+ or more .*; the limit is {MAX_PARTS}"):
+        open_image(data)
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pictures.behind_start(encoded(pictures.small()), b"\xff\xfe\0\2" * 11_000_000),
+        pictures.behind_start(encoded(pictures.small()), b"\xff\0" * 22_000_000),
+        pictures.behind_start(encoded(pictures.small()), b"\xff" * 44_000_000),
+        b"\xff\xd8\xff\xe0\0\2" + bytes(44_000_000),
+        pictures.within_png(pictures.chunk(b"abCd", b"") * 4_000_000),
+        pictures.gif_with(b"!\xff" + b"\1\1" * 22_000_000),
+    ],
+    ids=["segments", "stuffed", "fill", "nothing", "chunks", "sub-blocks"],
+)
+def test_megabytes_of_parts_are_not_walked_to_their_end(data):
+    started = time.perf_counter()
+    with pytest.raises(LimitExceeded, match="the limit is"):
+        check_parts(data)
+    assert time.perf_counter() - started < 2
+
+
+def test_the_head_of_a_jpeg_ends_at_its_first_scan():
+    for _, data in jpeg_variants():
+        assert data.startswith(SOS, jpeg_head(data))
+    assert jpeg_head(b"\xff\xd8\xff\xe0\0\4hi") == 8
+
+
+@pytest.mark.parametrize("at", range(4, 60))
+def test_cut_files_of_every_format_pass_the_count(at):
+    """What is broken is the decoder's to refuse."""
+    for file_format in ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"):
+        check_parts(encoded(pictures.small(), file_format)[:at])
+
+
+def test_a_photographs_check_is_a_small_part_of_its_decoding():
+    noise = np.random.default_rng(0).integers(-12, 12, (1500, 2000, 1))
+    image = Image.fromarray((np.asarray(photograph(size=(2000, 1500))) + noise).clip(0, 255).astype(np.uint8))
+    data = encoded(image, quality=93)
+    took = {}
+    for name, work in (
+        ("check", lambda: (jpeg_head(data), check_scans(data, 2000, 1500, up_to_end=True))),
+        ("decode", lambda: open_image(data).decode()),
+    ):
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started)
+        took[name] = min(times)
+    assert took["check"] < took["decode"] / 30
