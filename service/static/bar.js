@@ -22,7 +22,7 @@ export function barFigure(title, parts) {
     );
   return element(
     "figure",
-    {},
+    { "aria-live": "off" }, // in the log of answers, which would have it read out after each
     element("figcaption", {}, title),
     bar,
     element("ul", { class: "legend" }, ...rows),

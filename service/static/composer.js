@@ -11,7 +11,10 @@ export class Composer {
   #items = new Items(byId("items"), (text) => this.say(text));
   #busy = null;
 
-  /** `ask` gets the question and its items, and a signal that ends it; the form waits for it. */
+  /**
+   * `ask` gets the question and its items, and a signal that ends it. The form waits for it; where it comes to false,
+   * the form takes the question back.
+   */
   constructor(ask) {
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -32,8 +35,10 @@ export class Composer {
     for (const [kind, id] of [["audio", "record-sound"], ["video", "record-video"]]) {
       new Recorder(kind, byId(id), done, (text) => this.say(text));
     }
-    this.#takeFrom("paste", (event) => event.clipboardData);
-    this.#takeFrom("drop", (event) => event.dataTransfer);
+    document.addEventListener("paste", (event) => {
+      if (!pastesText(event)) this.#takeFrom(event, event.clipboardData);
+    });
+    document.addEventListener("drop", (event) => this.#takeFrom(event, event.dataTransfer));
     for (const name of ["dragover", "dragleave", "drop"]) {
       document.addEventListener(name, (event) => {
         if (!event.dataTransfer?.types.includes("Files")) return;
@@ -57,18 +62,15 @@ export class Composer {
     };
   }
 
-  #takeFrom(name, transfer) {
-    document.addEventListener(name, (event) => {
-      const { files } = transfer(event) ?? {};
-      if (!files?.length) return;
-      event.preventDefault();
-      this.#items.add(files);
-      this.#question.focus();
-    });
+  #takeFrom(event, transfer) {
+    if (!transfer?.files.length) return;
+    event.preventDefault();
+    this.#items.add(transfer.files);
+    this.#question.focus();
   }
 
   async #submit(ask) {
-    if (this.#busy) return;
+    if (this.#busy || !this.#check()) return;
     const question = this.#question.value.trim();
     const items = this.#items.take();
     if (!question && !items.length) {
@@ -78,9 +80,32 @@ export class Composer {
     this.#busy = new AbortController();
     this.#question.value = "";
     this.#showBusy(true);
-    await ask(question, items, this.#busy.signal);
+    const answered = await ask(question, items, this.#busy.signal);
     this.#busy = null;
     this.#showBusy(false);
+    if (!answered) this.#putBack(question, items);
+  }
+
+  /** A question that was not answered, to be asked again: a recording, for one, is nowhere else. */
+  #putBack(question, items) {
+    this.#items.putBack(items);
+    const since = this.#question.value;
+    if (!since) this.#question.value = question;
+    else if (question) this.#question.setRangeText(`${question}\n`, 0, 0, "preserve"); // leaves the caret in its place
+    this.say(`${this.#status.textContent} The question is back in the form.`.trim());
+  }
+
+  /** Whether the options can be sent; the browser would say what is wrong only where they are unfolded. */
+  #check() {
+    const wrong = this.#form.querySelector("input:invalid");
+    if (!wrong) return true;
+    wrong.closest("details").open = true;
+    wrong.focus();
+    const { min, max, step, value } = wrong;
+    const number = step === "any" ? "a number" : "a whole number";
+    const range = max ? `from ${min} to ${max}` : `of at least ${min}`;
+    this.say(`${wrong.labels[0].textContent}: ${number} ${range}${value && `, not ${value}`}.`);
+    return false;
   }
 
   #showBusy(busy) {
@@ -89,4 +114,14 @@ export class Composer {
     byId("ask").disabled = busy;
     if (hadFocus) (busy ? byId("stop") : this.#question).focus();
   }
+}
+
+/**
+ * Whether what is pasted is text for a text field. With text may come a picture of it, as with a spreadsheet's cells;
+ * with files may come their names, paths or URLs as text.
+ */
+function pastesText({ target, clipboardData }) {
+  const text = clipboardData?.getData("text/plain").trim();
+  if (!text || !target.matches?.(":read-write")) return false;
+  return ![...clipboardData.files].some(({ name }) => text.endsWith(name) || text.endsWith(encodeURIComponent(name)));
 }

@@ -48,7 +48,7 @@ export class Items {
     const before = this.#found.length;
     for (const file of files) {
       const kind = kindOf(file);
-      if (kind) this.#append(new Item(file, kind));
+      if (kind) this.#insert(new Item(file, kind), this.#found.length);
       else refused.push(file.name);
     }
     const added = this.#found.slice(before).map((item) => item.name);
@@ -65,8 +65,13 @@ export class Items {
     return taken;
   }
 
-  #append(item) {
-    this.#found.push(item);
+  /** Those of a question that was not answered, before what has come since; the conversation keeps its own. */
+  putBack(items) {
+    items.forEach(({ file, kind }, at) => this.#insert(new Item(file, kind), at));
+  }
+
+  #insert(item, at) {
+    this.#found.splice(at, 0, item);
     const remove = element("button", { type: "button", "aria-label": `Remove ${item.name}` }, "Remove");
     const row = element(
       "li",
@@ -83,7 +88,7 @@ export class Items {
       (next?.querySelector("button") ?? document.getElementById("files")).focus();
       this.#say(`Removed: ${item.name}.`);
     });
-    this.#list.append(row);
+    this.#list.insertBefore(row, this.#list.children[at] ?? null);
   }
 }
 

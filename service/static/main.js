@@ -39,11 +39,13 @@ async function introduce() {
   }
 }
 
+/** Asks, and shows the answer as it comes. False where that failed, or was stopped before the answer began. */
 async function ask(question, items, signal) {
   const { earlier, ...options } = composer.options;
   const before = earlier ? conversation.turns.filter((turn) => turn.whole) : [];
   const turn = conversation.add(question, items);
   const told = { reason: null, usage: null, spans: [], timings: null };
+  let answered = true;
   watch.asking = true;
   composer.say("Asking.");
   allow();
@@ -68,9 +70,11 @@ async function ask(question, items, signal) {
     composer.say(`Answered in ${seconds(told.timings.total_s)}.`);
   } catch (error) {
     if (error.name === "AbortError") {
+      answered = turn.answer !== "";
       turn.end({ ...told, reason: "stopped" });
       composer.say("Stopped.");
     } else {
+      answered = false;
       turn.fail(error.message);
       composer.say("");
       if (error.status === 401) keyForm.ask();
@@ -80,6 +84,7 @@ async function ask(question, items, signal) {
   watch.memory.own([]);
   turn.element.scrollIntoView({ block: "nearest" });
   allow();
+  return answered;
 }
 
 /** What can be done with the conversation, as it is. */
@@ -88,17 +93,20 @@ function allow() {
 }
 
 async function copy() {
+  let text;
   try {
-    const text = await historyText(conversation.turns);
-    if (navigator.clipboard) {
-      await navigator.clipboard.writeText(text);
-      composer.say(`The history is copied: ${short(text.length)} characters.`);
-      return;
-    }
+    text = await historyText(conversation.turns);
+  } catch (error) {
+    composer.say(`The history cannot be copied: ${error.message}`);
+    return;
+  }
+  try {
+    await navigator.clipboard.writeText(text);
+    composer.say(`The history is copied: ${short(text.length)} characters.`);
+  } catch {
+    // Pages of other machines without TLS have no clipboard; others refuse it, Safari long after the click.
     byId("copy-text").value = text;
     byId("copy-dialog").showModal();
     byId("copy-text").select();
-  } catch (error) {
-    composer.say(`The history cannot be copied: ${error.message}`);
   }
 }

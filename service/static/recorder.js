@@ -14,6 +14,7 @@ export class Recorder {
   #done;
   #say;
   #recorder = null;
+  #starting = false;
   #number = 0;
 
   /** `button` starts and ends a recording of `kind`; `done` gets it as a file, `say` what happens, in words. */
@@ -32,18 +33,32 @@ export class Recorder {
   }
 
   async #start() {
+    const device = this.#kind === "audio" ? "microphone" : "camera";
+    if (this.#starting) {
+      // A second recorder would be one that no button stops.
+      this.#say(`The browser asks whether this page may use the ${device}.`);
+      return;
+    }
+    this.#starting = true;
     let stream;
     try {
       stream = await navigator.mediaDevices.getUserMedia({ [this.#kind]: true });
+      this.#record(stream);
     } catch (error) {
-      const what = this.#kind === "audio" ? "microphone" : "camera";
-      this.#say(error.name === "NotFoundError" ? `There is no ${what}.` : `The ${what} cannot be used: ${error.message}`);
-      return;
+      stream?.getTracks().forEach((track) => track.stop());
+      this.#say(
+        error.name === "NotFoundError" ? `There is no ${device}.` : `The ${device} cannot be used: ${error.message}`,
+      );
+    } finally {
+      this.#starting = false;
     }
-    const type = TYPES[this.#kind].find((one) => MediaRecorder.isTypeSupported(one));
+  }
+
+  #record(stream) {
+    const mimeType = TYPES[this.#kind].find((one) => MediaRecorder.isTypeSupported(one)); // or what the browser takes
     const pieces = [];
     const started = performance.now();
-    const recorder = new MediaRecorder(stream, { mimeType: type });
+    const recorder = new MediaRecorder(stream, { mimeType });
     recorder.ondataavailable = ({ data }) => pieces.push(data);
     recorder.onstart = () => this.#say(`Recording ${this.#kind === "audio" ? "sound" : "video, without sound"}.`);
     recorder.onstop = () => {
@@ -53,9 +68,10 @@ export class Recorder {
       this.#button.textContent = this.#title;
       this.#button.classList.remove("recording");
       this.#number += 1;
-      const name = `recording ${this.#number}.${type.split("/")[1]}`;
-      this.#done(new File(pieces, name, { type })); // without codecs, whose comma would end a data: URL's head
+      const [type] = recorder.mimeType.split(";"); // without codecs, whose comma would end a data: URL's head
+      this.#done(new File(pieces, `recording ${this.#number}.${type.split("/")[1]}`, { type }));
     };
+    recorder.start();
     const show = () => {
       this.#button.textContent = `Stop recording, ${seconds(Math.round((performance.now() - started) / 1000))}`;
     };
@@ -63,6 +79,5 @@ export class Recorder {
     this.#recorder = recorder;
     this.#button.classList.add("recording");
     this.#button.textContent = "Stop recording";
-    recorder.start();
   }
 }

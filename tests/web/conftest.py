@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
 
 import mindie_mm
 from tests.warm import running_service
@@ -108,6 +108,19 @@ def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
     page.on("pageerror", lambda error: noted.complaints.append(str(error)))
     page.goto(url)
     return page
+
+
+def ask(page: Page, question: str) -> Locator:
+    """Types the question and asks; the turn, once it is answered."""
+    page.get_by_label("Question", exact=True).fill(question)
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator("#status")).to_contain_text("Answered in")
+    return page.locator("article").last
+
+
+def attach(page: Page, *paths: Path) -> None:
+    page.get_by_label("Attach files").set_input_files(paths)
+    expect(page.locator("#items li")).to_have_count(len(paths))
 
 
 @pytest.fixture

@@ -12,27 +12,14 @@ from typing import Any
 import httpx2
 import pytest
 from PIL import Image
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.web.conftest import Noted
+from tests.web.conftest import Noted, ask, attach
 from tools.questions import CHAT_ANSWERS
 from tools.serving import RunningService
 
 WHAT = "What is in the image?"
 TAG = re.compile(r'<img src="data:image/jpeg;base64,([A-Za-z0-9+/=]+)">')
-
-
-def ask(page: Page, question: str) -> Locator:
-    """Types the question and asks; the turn, once it is answered."""
-    page.get_by_label("Question", exact=True).fill(question)
-    page.get_by_role("button", name="Ask").click()
-    expect(page.locator("#status")).to_contain_text("Answered in")
-    return page.locator("article").last
-
-
-def attach(page: Page, *paths: Path) -> None:
-    page.get_by_label("Attach files").set_input_files(paths)
-    expect(page.locator("#items li")).to_have_count(len(paths))
 
 
 def hand(page: Page, path: Path, kind: str, way: str) -> None:
@@ -89,18 +76,38 @@ def test_chosen_files_of_each_kind_at_once(page: Page, files: Path) -> None:
     expect(turn.get_by_text("video right.mp4")).to_be_visible()
 
 
-@pytest.mark.parametrize(("button", "kind"), [("Record sound", "audio"), ("Record video", "video")])
-def test_what_is_recorded_is_taken(page: Page, button: str, kind: str) -> None:
-    """Chromium's own beeping microphone, and its camera."""
-    page.get_by_role("button", name=button).click()
-    expect(page.locator("#status")).to_contain_text("Recording")
-    stop = page.get_by_role("button", name="Stop recording")
-    expect(stop).to_contain_text("1 s")
-    stop.click()
-    expect(page.locator("#items li")).to_contain_text("recording 1.webm")
-    turn = ask(page, "How many beeps do you hear?" if kind == "audio" else "Which way does the shape move?")
-    expect(turn.locator(".answer")).not_to_be_empty()
-    expect(turn.get_by_text(f"{kind} recording 1.webm")).to_be_visible()
+# What the clipboard holds after a copy: of a spreadsheet's cells, of a picture on a page, of a file in a file manager.
+COPIES = {
+    "cells": {"text/plain": "a\tb", "text/html": "<table><tr><td>a</td><td>b</td></tr></table>"},
+    "picture": {"text/html": "<img src='scene.png'>"},
+    "file": {"text/plain": "image.png"},
+}
+
+
+@pytest.mark.parametrize("copied", sorted(COPIES))
+@pytest.mark.parametrize("field", ["Question", None])
+def test_text_with_a_picture_is_pasted_as_text(page: Page, files: Path, copied: str, field: str | None) -> None:
+    """Through the browser's own clipboard, by the key; where no text field has the focus, the picture is taken."""
+    page.evaluate(
+        """([texts, picture]) => {
+            const bytes = Uint8Array.from(atob(picture), (one) => one.charCodeAt(0));
+            const copied = {"image/png": new Blob([bytes], {type: "image/png"})};
+            for (const [type, text] of Object.entries(texts)) copied[type] = new Blob([text], {type});
+            return navigator.clipboard.write([new ClipboardItem(copied)]);
+        }""",
+        [COPIES[copied], base64.b64encode((files / "scene.png").read_bytes()).decode()],
+    )
+    question = page.get_by_label("Question", exact=True)
+    if field:
+        question.focus()
+    page.keyboard.press("Control+V")
+    if field and copied == "cells":
+        expect(question).to_have_value("a\tb")
+        expect(page.locator("#items li")).to_have_count(0)
+    else:
+        expect(page.locator("#items li")).to_contain_text("image.png")
+        expect(question).to_have_value("")
+        expect(question).to_be_focused()
 
 
 def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: RunningService, files: Path) -> None:
@@ -160,9 +167,25 @@ def test_the_history_comes_back_through_the_interface(page: Page, service: Runni
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 24
 
 
-def test_where_the_clipboard_is_barred_the_history_is_shown(page: Page) -> None:
-    """As on http:// pages of other machines."""
-    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+def test_the_figures_are_not_read_out(page: Page) -> None:
+    """They stand in the log, which screen readers read out as it grows; the answer is read, they are left out."""
+    turn = ask(page, "Hello!")
+    region = "(one) => one.closest('[aria-live], [role=log]').getAttribute('aria-live')"
+    assert [figure.evaluate(region) for figure in turn.locator("figure").all()] == ["off", "off"]
+    assert turn.locator(".answer").evaluate(region) is None  # the log itself
+
+
+POLICY = {"Content-Type": "text/html", "Permissions-Policy": "clipboard-write=()"}
+
+
+@pytest.mark.parametrize("barred", ["missing", "refused"])
+def test_where_the_clipboard_is_barred_the_history_is_shown(page: Page, noted: Noted, barred: str) -> None:
+    """As on http:// pages of other machines; as where a person, a policy or the browser refuses it."""
+    if barred == "missing":
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    else:
+        page.route(page.url, lambda route: route.fulfill(response=route.fetch(), headers=POLICY))
+        page.reload()
     ask(page, "Hello!")
     page.get_by_role("button", name="Copy history").click()
     expect(page.get_by_role("dialog", name="The history")).to_be_visible()
@@ -171,6 +194,8 @@ def test_where_the_clipboard_is_barred_the_history_is_shown(page: Page) -> None:
     expect(shown).to_be_focused()
     page.keyboard.press("Escape")
     expect(shown).to_be_hidden()
+    assert all("Clipboard API has been blocked" in text for text in noted.complaints)
+    noted.complaints.clear()
 
 
 def test_the_conversation_so_far_is_sent_where_asked(page: Page) -> None:
@@ -229,6 +254,7 @@ def test_errors_are_told_in_words(page: Page, files: Path) -> None:
     attach(page, files / "broken.jpg")
     page.get_by_role("button", name="Ask").click()
     expect(page.get_by_role("alert")).to_contain_text("media item 0 (image)")
+    page.get_by_role("button", name="Remove broken.jpg").click()
     page.context.set_offline(True)
     page.get_by_label("Question", exact=True).fill("Hello!")
     page.get_by_role("button", name="Ask").click()
@@ -238,6 +264,47 @@ def test_errors_are_told_in_words(page: Page, files: Path) -> None:
     expect(page.locator("#health")).to_have_text("Ready")
     turn = ask(page, "Hello!")
     expect(turn.locator(".answer")).to_have_text(CHAT_ANSWERS["hello"])
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "words"),
+    [
+        ("Temperature", "2.5", "Temperature: a number from 0 to 2, not 2.5."),
+        ("Temperature", "", None),
+        ("Most tokens of an answer", "0", "Most tokens of an answer: a whole number of at least 1, not 0."),
+        ("Most tokens of an answer", "1.5", "Most tokens of an answer: a whole number of at least 1, not 1.5."),
+    ],
+)
+def test_an_option_that_cannot_be_sent_is_said(page: Page, label: str, value: str, words: str | None) -> None:
+    """The options, folded, are unfolded at what is wrong. An `e` is no number, and to the browser no value either."""
+    page.get_by_text("Options").click()
+    field = page.get_by_label(label)
+    field.fill(value)
+    if words is None:
+        field.press("e")
+        words = "Temperature: a number from 0 to 2."
+    page.get_by_text("Options").click()
+    expect(field).to_be_hidden()
+    question = page.get_by_label("Question", exact=True)
+    question.fill("Hello!")
+    question.press("Enter")
+    expect(page.locator("#status")).to_have_text(words)
+    expect(field).to_be_visible()
+    expect(field).to_be_focused()
+    expect(page.locator("article")).to_have_count(0)
+    expect(question).to_have_value("Hello!")
+    field.fill("1")
+    field.press("Enter")
+    expect(page.locator("#status")).to_contain_text("Answered in")
+
+
+def test_a_temperature_may_have_any_digits(page: Page) -> None:
+    page.get_by_text("Options").click()
+    page.get_by_label("Temperature").fill("0.755")
+    page.get_by_text("Options").click()
+    with page.expect_request("**/v1/chat/completions") as caught:
+        ask(page, "Hello!")
+    assert caught.value.post_data_json["temperature"] == 0.755
 
 
 def test_markup_is_text(page: Page, noted: Noted) -> None:

@@ -1,0 +1,114 @@
+"""A question that was not answered comes back into the form, with what was attached."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.web.conftest import ask, attach
+
+COMPLETIONS = "**/v1/chat/completions"
+WHAT = "What do you see and hear?"
+BACK = "The question is back in the form."
+
+
+def submit(page: Page, question: str) -> None:
+    page.get_by_label("Question", exact=True).fill(question)
+    page.keyboard.press("Enter")
+
+
+def hold(page: Page) -> list[Route]:
+    """From now on questions get as far as this list."""
+    held: list[Route] = []
+
+    def take(route: Route) -> None:
+        held.append(route)
+
+    page.route(COMPLETIONS, take)
+    return held
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 503])
+def test_a_refused_question_comes_back(page: Page, files: Path, status: int) -> None:
+    refusal = {"error": {"message": f"refused with {status}", "code": status}}
+    page.route(COMPLETIONS, lambda route: route.fulfill(status=status, json=refusal), times=1)
+    attach(page, files / "scene.png", files / "beeps.wav")
+    submit(page, WHAT)
+    expect(page.get_by_role("alert")).to_have_text(f"refused with {status}")
+    expect(page.locator("#status")).to_have_text(BACK)
+    question = page.get_by_label("Question", exact=True)
+    expect(question).to_have_value(WHAT)
+    expect(page.locator("#items li")).to_contain_text(["scene.png", "beeps.wav"])
+    expect(page.get_by_label("API key", exact=True) if status == 401 else question).to_be_focused()
+    question.press("Enter")
+    expect(page.locator(".answer")).to_have_text("red square, 3 beeps")
+    expect(page.locator("#items li")).to_have_count(0)
+    expect(question).to_have_value("")
+
+
+def test_a_recording_outlives_a_lost_connection(page: Page) -> None:
+    """And the conversation that it failed in: what the form shows is its own."""
+    page.get_by_role("button", name="Record sound").click()
+    expect(page.locator("#status")).to_have_text("Recording sound.")
+    page.get_by_role("button", name="Stop recording").click()
+    expect(page.locator("#items li")).to_have_count(1)
+    page.context.set_offline(True)
+    submit(page, "")
+    expect(page.get_by_role("alert")).to_have_text("The service cannot be reached.")
+    page.get_by_role("button", name="Clear").click()
+    page.context.set_offline(False)
+    loaded = """(audio) => new Promise((resolve) => {
+        audio.onloadeddata = () => resolve(true);
+        audio.onerror = () => resolve(false);
+        audio.load();
+    })"""
+    assert page.locator("#items audio").evaluate(loaded)
+    turn = ask(page, "How many beeps do you hear?")
+    expect(turn.get_by_text("audio recording 1.webm")).to_be_visible()
+
+
+@pytest.mark.parametrize("question", [WHAT, ""])
+def test_it_comes_back_before_what_was_written_since(page: Page, files: Path, question: str) -> None:
+    held = hold(page)
+    attach(page, files / "scene.png")
+    with page.expect_request(COMPLETIONS):
+        submit(page, question)
+    attach(page, files / "star.jpg")
+    field = page.get_by_label("Question", exact=True)
+    field.fill("And then?")
+    field.press("ArrowLeft")
+    held[0].abort()
+    expect(page.locator("#status")).to_have_text(BACK)
+    expect(page.locator("#items li")).to_contain_text(["scene.png", "star.jpg"])
+    page.keyboard.type("!")  # the caret is where it was
+    expect(field).to_have_value(f"{question}\nAnd then!?".strip())
+    page.get_by_role("button", name="Remove scene.png").click()
+    expect(page.locator("#items li")).to_contain_text(["star.jpg"])
+    page.unroute(COMPLETIONS)
+    ask(page, "Which shape is it?")
+    expect(page.locator(".answer")).to_have_text("star")
+
+
+def test_a_broken_answer_brings_it_back(page: Page) -> None:
+    """A connection that is lost in the midst of the answer; the answer's beginning stays."""
+    chunk = {"choices": [{"index": 0, "delta": {"content": "red"}, "finish_reason": None}]}
+    body = f"data: {json.dumps(chunk)}\n\n"
+    page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    submit(page, WHAT)
+    expect(page.get_by_role("alert")).to_contain_text("ended before the answer was whole")
+    expect(page.locator(".answer")).to_have_text("red")
+    expect(page.get_by_label("Question", exact=True)).to_have_value(WHAT)
+
+
+def test_one_stopped_before_its_answer_comes_back(page: Page, files: Path) -> None:
+    hold(page)
+    attach(page, files / "scene.png")
+    with page.expect_request(COMPLETIONS):
+        submit(page, WHAT)
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator("#status")).to_have_text(f"Stopped. {BACK}")
+    expect(page.get_by_label("Question", exact=True)).to_have_value(WHAT)
+    expect(page.locator("#items li")).to_contain_text(["scene.png"])
