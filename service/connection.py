@@ -1,27 +1,75 @@
-"""A connection whose requests' heads must come in time."""
+"""A connection whose requests' heads must come in time, and be short."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from mindie_mm.errors import LimitExceeded
+from service.errors import error_body
+from service.json_response import JSONResponse
 
 HEAD_TIMEOUT_S = 10.0
 """Longest that a new connection, or one that has begun a request, may take for the request's head."""
+MAX_HEAD_BYTES = 64 * 2**10
+"""Longest head of a request, its URL included; so too what follows a chunked body (trailers)."""
+MAX_HEADERS = 256
+"""Most header lines of a head; so too trailers."""
+MAX_PIPELINED = 64
+"""Most requests that wait for the answer to an earlier one of their connection; further ones get none."""
+LINGER_S = 2.0
+"""How long a connection that ends with a refusal goes on reading, so that the client reads it before a reset."""
+MAX_DROPPED_BYTES = 2**20
+"""Most that it reads then."""
+
+
+@dataclass(slots=True)
+class _Lines:
+    """The lines of a head, or of trailers, while they come: both counts of bytes are at most their length so far."""
+
+    num_headers: int = 0
+    num_parsed_bytes: int = 0
+    """Of the URL, and of headers that are whole."""
+    num_read_bytes: int = 0
+    """Of the reads that brought nothing else, where a header that is not whole yet is counted, too."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, closed when a request's head does not come; the wait between two requests is uvicorn's own."""
+    """uvicorn's, closed when a request's head does not come; the wait between two requests is uvicorn's own.
+
+    A head that is too long is answered with 431, what is not HTTP with 400; then the connection ends. Where requests
+    before it wait for their answers, it ends behind the last of these instead.
+    """
 
     _waiting: asyncio.TimerHandle | None = None
+    _lines: _Lines | None = None
+    """None within a body and between requests."""
+    _in_body: bool = False
+    """From a head's end to its request's."""
+    _too_long: LimitExceeded | None = None
+    _refused: bool = False
+    """Nothing further is parsed."""
+    _num_dropped_bytes: int = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._num_dropped_bytes += len(data)
+            if self._num_dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.close()
+            return
+        lines = self._lines
         super().data_received(data)
+        if lines is not None and lines is self._lines and not self._refused:
+            lines.num_read_bytes += len(data)
+            if lines.num_read_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, str(_too_many_bytes()))
         # Any byte ends uvicorn's pause, also of a body whose request was answered before it came: it begins anew.
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._waiting is None and self.timeout_keep_alive_task is None:
@@ -30,17 +78,86 @@ class Connection(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise LimitExceeded(f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one")
         super().on_message_begin()
+        self._lines = _Lines()
         self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value), num_headers=1)
+        if not self._in_body:  # trailers are no headers of the request (RFC 9110, 6.5.1), and nobody asks for them
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head_is_here()
+        self._lines = None
+        self._in_body = True
         super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """Before a chunk's bytes, or before the trailers, which nothing else announces."""
+        self._lines = _Lines()
+
+    def on_body(self, body: bytes) -> None:
+        self._lines = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._lines = None
+        self._in_body = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls where the parser fails, be it that one of the above raised."""
+        if self._too_long is not None:
+            self._refuse(431, str(self._too_long))
+        else:
+            self._refuse(400, "the request is not valid HTTP")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
         self._unset_keepalive_if_required()  # where the client reset it, uvicorn leaves this, which holds what it has
         super().connection_lost(exc)
+
+    def _count(self, num_bytes: int, num_headers: int = 0) -> None:
+        """Counts what was parsed; LimitExceeded, which ends the parsing, above the limits."""
+        lines = self._lines
+        assert lines is not None, "the parser gives a line where there is none"
+        lines.num_parsed_bytes += num_bytes
+        lines.num_headers += num_headers
+        if lines.num_headers > MAX_HEADERS:
+            self._too_long = LimitExceeded(f"the request's head has more than the limit of {MAX_HEADERS} headers")
+        elif lines.num_parsed_bytes > MAX_HEAD_BYTES:
+            self._too_long = _too_many_bytes()
+        if self._too_long is not None:
+            raise self._too_long
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Ends the connection, with the refusal where one can be sent."""
+        self._refused = True
+        self._head_is_here()
+        cycle = self.cycle
+        waiting = cycle is not None and not cycle.response_complete
+        if waiting and not self._in_body:
+            cycle.keep_alive = False  # its answer, and those before it, come first; then the connection is closed
+            return
+        if self._in_body:  # of the request of `cycle`
+            if self.pipeline or cycle.response_started:
+                self.transport.close()  # what was sent now would be taken for another answer, or for part of one
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        answer = JSONResponse(error_body(message, status))
+        headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
+        lines = [b"%s: %s\r\n" % header for header in headers]
+        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", bytes(answer.body))))
+        self.transport.write_eof()
+        self._waiting = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:
         self._head_is_here()
@@ -50,3 +167,7 @@ class Connection(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+
+def _too_many_bytes() -> LimitExceeded:
+    return LimitExceeded(f"the request's head is longer than the limit of {MAX_HEAD_BYTES} bytes")

@@ -26,7 +26,7 @@ from mindie_mm.media.file_url import file_url_path
 
 T = TypeVar("T")
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # base64 that goes on without end is not searched for more
 _MAX_DATA_HEAD = 256
 """Characters of a data: URL in front of its data."""
 _MAX_PATH = 4096

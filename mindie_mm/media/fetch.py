@@ -17,6 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.fetch_connector import MAX_INTERIM, Connector, TooManyInterim
 from mindie_mm.media.lookups import Lookups
 
 MAX_URL_LENGTH = 4096
@@ -77,7 +78,7 @@ async def fetch(
     LimitExceeded for a body that is too long.
     """
     target = _checked(url, allowed_domains)
-    connector = aiohttp.TCPConnector(
+    connector = Connector(
         resolver=_Resolver(allow_private, request), socket_factory=_socket_factory(allow_private), force_close=True
     )
     try:
@@ -104,6 +105,8 @@ async def fetch(
         raise MediaError(f"{target.host} was silent for longer than the limit of {read_timeout_s:g} s") from error
     except TimeoutError as error:
         raise MediaError(f"fetching from {target.host} took longer than the limit of {timeout_s:g} s") from error
+    except TooManyInterim as error:
+        raise MediaError(f"{target.host} sends more than {MAX_INTERIM} interim answers, the limit") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise MediaError(f"could not fetch from {target.host}: {_reason(error)}") from error
 

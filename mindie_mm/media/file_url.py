@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from mindie_mm.errors import MediaError
+from mindie_mm.errors import LimitExceeded, MediaError
+
+MAX_URL_LENGTH = len("file://localhost") + 3 * 4096
+"""Characters: of a path as long as the system takes, with each byte written as %XX."""
 
 
 def file_url_path(url: str) -> str:
-    """The path that a `file:` URL names. MediaError for another machine's."""
+    """The path that a `file:` URL names. MediaError for another machine's; LimitExceeded for one that is too long."""
+    if len(url) > MAX_URL_LENGTH:
+        raise LimitExceeded(f"a file: URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
     try:
         parts = urlsplit(url)
         path = os.fsdecode(unquote_to_bytes(parts.path))

@@ -195,6 +195,11 @@ def test_files(attacked: Attacked, path: str) -> None:
     attacked.refused(asking("image", path.replace("{media}", str(attacked.media))), "media item 0 (image)")
 
 
+def test_a_file_url_without_end(attacked: Attacked) -> None:
+    """Its %XX would take a hundred times its length to decode."""
+    attacked.refused(asking("image", "file:///" + "%61" * 2_000_000), "a file: URL of 6000008 characters")
+
+
 @pytest.mark.parametrize(("url", "said"), DATA, ids=range(len(DATA)))
 def test_data_urls(attacked: Attacked, url: str, said: str) -> None:
     if len(url) > 10**7:  # above the limit of a request's body

@@ -1,6 +1,11 @@
-"""Heads of requests must come in time; what is being answered, and what waits for a next request, is left alone."""
+"""Heads of requests must come in time, and be short.
+
+What is being answered, and what waits for a next request, is left alone.
+"""
 
 import asyncio
+import contextlib
+import json
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -14,12 +19,20 @@ from starlette.types import Receive, Scope, Send
 from service import connection
 
 TIMEOUT_S, PAUSE_S = 0.3, 1
+CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the request's body; at /early before it comes."""
+    """Answers with the request's body; at /early before it comes, at /late some time after it.
+
+    At /lines with its headers' names.
+    """
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
+    if scope["path"] == "/late":
+        await asyncio.sleep(TIMEOUT_S)
+    if scope["path"] == "/lines":
+        content = b",".join(name for name, _ in scope["headers"])
     await PlainTextResponse(content)(scope, receive, send)
 
 
@@ -28,7 +41,14 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
-            uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None, timeout_keep_alive=PAUSE_S)
+            uvicorn.Config(
+                app,
+                http=connection.Connection,
+                lifespan="off",
+                log_config=None,
+                timeout_keep_alive=PAUSE_S,
+                timeout_graceful_shutdown=1,
+            )
         )
         serving = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()
@@ -103,3 +123,178 @@ async def test_a_body_and_a_pause_may_take_longer(address: tuple[str, int]) -> N
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reader.read(1), 2 * TIMEOUT_S)
     writer.close()
+
+
+LONG = b"a" * connection.MAX_HEAD_BYTES
+MANY = b"a:b\r\n" * connection.MAX_HEADERS
+HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
+OVERLONG = {
+    "headers": HEAD + MANY + b"\r\n",
+    "headers without end": HEAD + MANY + b"a:b\r\n",
+    "a value": HEAD + b"a: " + LONG + b"\r\n\r\n",
+    "values": HEAD + (b"a: " + LONG[:1000] + b"\r\n") * 70 + b"\r\n",
+    "a name": HEAD + LONG + b": a\r\n\r\n",
+    "a URL": b"GET /" + LONG + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+}
+UNENDED = {
+    "a value": HEAD + b"a: ",
+    "a name": HEAD,
+    "a URL": b"GET /",
+    "a trailer": CHUNKED + b"1\r\na\r\n0\r\na: ",
+    "a trailer's name": CHUNKED + b"0\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", OVERLONG.values(), ids=OVERLONG)
+async def test_a_head_that_is_too_long(address: tuple[str, int], sent: bytes) -> None:
+    assert_refused(await answers_to(address, sent), 431)
+
+
+@pytest.mark.parametrize("first", UNENDED.values(), ids=UNENDED)
+async def test_a_line_that_does_not_end(address: tuple[str, int], first: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(first)
+    async with asyncio.timeout(20):
+        while not reader.at_eof():
+            writer.write(LONG[: 1 << 14])  # a line that comes in pieces is no shorter
+            with contextlib.suppress(TimeoutError):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 0.01)
+                break
+        answer = head + await reader.read()
+    writer.close()
+    assert_refused(answer, 431)
+
+
+@pytest.mark.parametrize(
+    "trailers", [MANY + b"a:b\r\n", b"a: " + LONG + b"\r\n", (b"a: " + LONG[:1000] + b"\r\n") * 70]
+)
+async def test_trailers_that_are_too_long(address: tuple[str, int], trailers: bytes) -> None:
+    assert_refused(await answers_to(address, CHUNKED + b"1\r\na\r\n0\r\n" + trailers + b"a:b\r\n" * 2), 431)
+    behind_early = CHUNKED.replace(b"POST /", b"POST /early")
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(behind_early)
+        await reader.readuntil(b"\r\n\r\nno")
+        writer.write(b"0\r\n" + trailers + b"a:b\r\n" * 2)
+        assert await lost(reader) == b"", "a second answer to one request"
+    writer.close()
+
+
+async def test_what_is_not_http(address: tuple[str, int]) -> None:
+    assert_refused(await answers_to(address, b"hello\r\n\r\n"), 400)
+    assert_refused(await answers_to(address, CHUNKED + b"x\r\n"), 400)
+
+
+async def test_heads_as_long_as_they_may_be(address: tuple[str, int]) -> None:
+    """One after the other, each in many reads: what one takes is not counted for the next."""
+    reader, writer = await asyncio.open_connection(*address)
+    values = (b"a: " + b"b" * 200 + b"\r\n") * (connection.MAX_HEADERS - 2)
+    url = b"/" + b"c" * 12_000
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            head = WHOLE.replace(b"/ ", url + b" ").replace(b"\r\n\r\n", b"\r\n" + values + b"\r\n")
+            assert len(head) > 0.97 * connection.MAX_HEAD_BYTES
+            for start in range(0, len(head), 20_000):
+                writer.write(head[start : start + 20_000])
+                await asyncio.sleep(0.01)
+            writer.write(b"hi")
+            assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_chunks_and_few_trailers(address: tuple[str, int]) -> None:
+    """A chunk's bytes are no line, though its size may come alone; a trailer is no header."""
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            writer.write(CHUNKED)
+            for _ in range(2 * connection.MAX_HEADERS):
+                writer.write(b"400\r\n" + b"a" * 500)
+                await asyncio.sleep(0)
+                writer.write(b"a" * 524 + b"\r\n")
+            writer.write(b"0\r\nx-request-id: a\r\n\r\n")
+            answer = await reader.readuntil(b"\r\n\r\n" + b"a" * 1024 * 2 * connection.MAX_HEADERS)
+            assert answer.startswith(b"HTTP/1.1 200")
+        writer.write(CHUNKED.replace(b"/", b"/lines", 1) + b"0\r\nx-request-id: a\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\nhost,transfer-encoding")
+        long_chunk = LONG * 4
+        writer.write(CHUNKED + b"%x\r\n" % len(long_chunk))
+        for start in range(0, len(long_chunk), 10_000):
+            writer.write(long_chunk[start : start + 10_000])
+            await asyncio.sleep(0.001)
+        writer.write(b"\r\n0\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), "the trailer is among the headers"
+        assert await reader.readexactly(len(long_chunk)) == long_chunk
+    writer.close()
+
+
+@pytest.mark.parametrize("last", [*OVERLONG.values(), b"hello\r\n\r\n"], ids=[*OVERLONG, "no HTTP"])
+async def test_answers_that_are_due_come_before_the_end(address: tuple[str, int], last: bytes) -> None:
+    late = WHOLE.replace(b"/", b"/late", 1)
+    answer = await answers_to(address, late + b"hi" + late + b"ho" + last)
+    first, second = answer.split(b"HTTP/1.1 200 OK")[1:]
+    assert first.endswith(b"\r\n\r\nhi")
+    assert second.endswith(b"\r\n\r\nho")
+
+
+async def test_requests_without_end_in_front_of_an_answer(address: tuple[str, int]) -> None:
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi" + (WHOLE + b"ho") * 2 * connection.MAX_PIPELINED)
+        answer = await lost(reader)
+    writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK") == 1 + connection.MAX_PIPELINED
+    assert answer.endswith(b"\r\n\r\nho")
+
+
+async def test_many_requests_at_once(address: tuple[str, int]) -> None:
+    """Up to the limit they are answered, time after time."""
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            writer.write((WHOLE + b"hi") * connection.MAX_PIPELINED)
+            for _ in range(connection.MAX_PIPELINED):
+                assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_an_upgrade_is_not_served(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        for protocol in (b"websocket", b"h2c"):
+            upgrade = b"Host: a\r\nConnection: upgrade\r\nUpgrade: " + protocol
+            writer.write(b"GET /lines HTTP/1.1\r\n" + upgrade + b"\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\nhost,connection,upgrade")
+            writer.write(b"GET /lines HTTP/1.1\r\nHost: a\r\nb: c\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\nhost,b")
+    writer.close()
+
+
+async def answers_to(address: tuple[str, int], sent: bytes) -> bytes:
+    """All that comes until the connection ends."""
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(sent)
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def lost(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the connection ends or is reset."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await reader.read(1 << 16):
+            answer += piece
+    return answer
+
+
+def assert_refused(answer: bytes, status: int) -> None:
+    """One answer: the status, and the error object."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"connection: close" in head.split(b"\r\n")
+    error = json.loads(body)["error"]
+    assert error["code"] == status
+    assert ("limit" in error["message"]) == (status == 431)

@@ -1,0 +1,63 @@
+"""Media servers that answer with interim answers (1xx) without end, for which a client reads on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from mindie_mm.errors import MediaError
+from mindie_mm.media.fetch import fetch
+from mindie_mm.media.fetch_connector import MAX_INTERIM
+
+FINAL = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n"
+
+
+@pytest.mark.parametrize("interim", [HINTS, b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 199 \r\n\r\n"])
+@pytest.mark.parametrize("at_once", [1, 1000])
+async def test_without_end(interim: bytes, at_once: int) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            writer.write(interim * at_once)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    async with serving(answer) as url:
+        with pytest.raises(MediaError, match=f"more than {MAX_INTERIM} interim answers"):
+            await fetch(url, max_bytes=100, timeout_s=20, allow_private=True)
+
+
+async def test_as_many_as_may_be() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(HINTS * MAX_INTERIM + FINAL + b"media")
+
+    async with serving(answer) as url:
+        assert await fetch(url, max_bytes=100, timeout_s=20, allow_private=True) == b"media"
+
+
+async def test_one_more_in_front_of_the_answer() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(HINTS * (MAX_INTERIM + 1) + FINAL + b"media")
+
+    async with serving(answer) as url:
+        with pytest.raises(MediaError, match="interim"):
+            await fetch(url, max_bytes=100, timeout_s=20, allow_private=True)
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    """The URL of a server that does `answer` to each request."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            await answer(writer)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1")
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
