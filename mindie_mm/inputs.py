@@ -48,7 +48,7 @@ class MediaOptions:
     max_frames: int | None = None
     """Most frames that `fps` may come to."""
     detail: str | None = None
-    """OpenAI's `auto`, `low` or `high`; `low` bounds the image to 512 x 512 pixels."""
+    """OpenAI's `auto`, `low`, `high` or `original`; `low` bounds the image to 512 x 512 pixels."""
     sampling_rate: int | None = None
     """Samples a second of sound handed in as an array; None: as many as the model takes."""
 
@@ -116,10 +116,12 @@ _SOURCES: Mapping[str, Kind] = {
 }
 # Possessive, so that a long run without its end is given up at once.
 _WEBUI_IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,[A-Za-z0-9+/=]++)">')
+_TEXTS = ("text", "refusal")
+"""Keys of a text; the second is OpenAI's, in an assistant's earlier turns."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
 """What clients tell other servers' caches, and is passed over: here an item is known by its content."""
-_DETAILS = ("auto", "low", "high")
+_DETAILS = ("auto", "low", "high", "original")
 _MAX_PIXELS = 2**31
 _MAX_FRAMES = 2**20
 _MAX_FPS = 1000.0
@@ -222,15 +224,15 @@ def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {_type(declared)}; it must be a string")
-    keys = [key for key in part if key == "text" or key in _SOURCES]
+    keys = [key for key in part if key in _TEXTS or key in _SOURCES]
     if not keys and declared in KINDS:
         keys = [key for key in part if key in _BARE_SOURCES]
     if len(keys) != 1:
         found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
         raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
     key = keys[0]
-    if key == "text":
-        return _parse_text(part, where)
+    if key in _TEXTS:
+        return _parse_text(part, key, where)
     kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
@@ -241,14 +243,14 @@ def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     return Media(kind, source, _parse_options(kind, options | nested, where))
 
 
-def _parse_text(part: Mapping[str, Any], where: str) -> Text:
-    if part.get("type", "text") != "text":
-        raise InputError(f"{where}.type is {part['type']!r}, but the item holds 'text'")
-    if unknown := part.keys() - {"type", "text"}:
+def _parse_text(part: Mapping[str, Any], key: str, where: str) -> Text:
+    if part.get("type", key) != key:
+        raise InputError(f"{where}.type is {part['type']!r}, but the item holds {key!r}")
+    if unknown := part.keys() - {"type", key}:
         raise InputError(f"{where} has the unknown key {min(map(str, unknown))!r}; a text takes no options")
-    if not isinstance(part["text"], str):
-        raise InputError(f"{where}.text is {_type(part['text'])}; it must be a string")
-    return Text(_require_unicode(part["text"], f"{where}.text"))
+    if not isinstance(part[key], str):
+        raise InputError(f"{where}.{key} is {_type(part[key])}; it must be a string")
+    return Text(_require_unicode(part[key], f"{where}.{key}"))
 
 
 def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]]:

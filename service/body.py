@@ -1,10 +1,13 @@
-"""What all request bodies share. Numbers are strict; unknown fields are ignored, as others do."""
+"""What all request bodies share. Numbers are strict; unknown fields are ignored, as others do, but for `not_served`."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import MAX_LOGPROBS
 
@@ -24,10 +27,42 @@ Array = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
 
 
-class Body(BaseModel):
-    """A request body: no number out of a string, no integer out of `true` or 1.5, nothing infinite."""
+NotServed = Mapping[str, tuple[Any, ...]]
+"""Others' fields that would make another answer than the one that comes without them, and the values of each that would
+not, which alone are taken."""
+
+OFF: tuple[Any, ...] = (None, False, "", [], {})
+"""Values of a field that are as good as none."""
+
+
+class Fields(BaseModel):
+    """Fields of a request: no number out of a string, no integer out of `true` or 1.5, nothing infinite."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    not_served: ClassVar[NotServed] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        if isinstance(given, bytes):  # FastAPI leaves a body of another type as it is
+            raise PydanticCustomError("no_json", "the request needs the header Content-Type: application/json")
+        for name in [one for one in given if one in cls.not_served] if isinstance(given, dict) else ():
+            harmless = cls.not_served[name]
+            if not any(type(given[name]) is type(one) and given[name] == one for one in harmless):
+                others = " or ".join(json.dumps(one) for one in harmless if one not in OFF)
+                said = "{name} is not served, but for {others}" if others else "{name} is not served"
+                raise PydanticCustomError("not_served", said, {"name": name, "others": others})
+        return given
+
+
+class Body(Fields):
+    """A request body."""
+
     model: str | None = None
-    """The served model's name; may be left out."""
+    """The served model's name; may be left out, or empty."""
+
+    @field_validator("model")
+    @classmethod
+    def _or_none(cls, given: str | None) -> str | None:
+        return given or None

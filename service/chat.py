@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,7 +12,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mindie_mm import faults
-from mindie_mm.engine.grammar import check_schema
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
@@ -21,7 +19,7 @@ from mindie_mm.tokenize.prompt import Prompt
 from service.choices import Choice, Clock, collect, media_spans, timings, usage
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
-from service.openai_types import ChatBody
+from service.openai_types import ChatBody, check_format
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import chat_logprobs
@@ -63,8 +61,7 @@ class _Chat:
 
     async def request(self) -> TokenizeRequest:
         """For the tokenizers. InputError, also for a schema that cannot be served."""
-        if self.params.json_schema is not None:
-            await asyncio.to_thread(check_schema, self.params.json_schema)
+        await check_format(self.params)
         request = TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,

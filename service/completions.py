@@ -21,10 +21,10 @@ from mindie_mm.tokenize.prompt import Prompt
 from service.choices import Choice, Clock, collect, timings, usage
 from service.json_response import JSONResponse
 from service.line import all_tokenized, generate, prompt_of_ids
-from service.openai_types import MAX_CHOICES, CompletionBody
+from service.openai_types import MAX_CHOICES, CompletionBody, check_format
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
-from service.token_text import completion_logprobs
+from service.token_text import TextOffsets, completion_logprobs
 
 router = APIRouter()
 
@@ -60,7 +60,8 @@ class _Completion:
 
     @asynccontextmanager
     async def sources(self) -> AsyncIterator[list[PromptSource]]:
-        """The prompts' ids; leaving frees the shared memory of pictures in texts."""
+        """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
+        await check_format(self.params)
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty")
@@ -94,15 +95,14 @@ class _Completion:
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
             choices = [Choice(index) for index in range(len(prompts) * self.n)]
-            lengths = [0] * len(choices)
+            offsets = [TextOffsets(self.service.worker.tokenizer) for _ in choices]
             async with aclosing(self._generate(sources)) as deltas:
                 async for index, delta in deltas:
                     part = Choice(index)
                     part.add(delta)
                     first = not choices[index].texts
-                    chunk = self._choice(part, prompts[index // self.n] if first else None, lengths[index])
+                    chunk = self._choice(part, prompts[index // self.n] if first else None, offsets[index])
                     choices[index].add(delta)
-                    lengths[index] += len(chunk["text"])
                     if chunk["text"] or delta.logprobs or delta.finish_reason:
                         yield {**self._head(), "choices": [chunk]}
         tail = self._timings(choices)
@@ -120,15 +120,17 @@ class _Completion:
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.model_name}
 
-    def _choice(self, choice: Choice, prompt: Prompt | None, text_offset: int = 0) -> dict[str, Any]:
-        """A choice, or a part of one that starts at `text_offset`; `prompt` is echoed if that was asked for."""
+    def _choice(self, choice: Choice, prompt: Prompt | None, offsets: TextOffsets | None = None) -> dict[str, Any]:
+        """A choice, or the next part of one with its `offsets`; `prompt` is echoed if that was asked for."""
         tokenizer = self.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs = None
         if self.body.logprobs is not None:
+            offsets = offsets or TextOffsets(tokenizer)
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
             positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *choice.logprobs)]
-            logprobs = completion_logprobs(tokenizer, positions, text_offset=text_offset)
+            starts = offsets.echoed(echoed) + offsets.answered([p.token_id for p in choice.logprobs])
+            logprobs = completion_logprobs(tokenizer, positions, starts)
         return {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from secrets import randbits
 from typing import Annotated, Any
 
 import msgspec
@@ -26,7 +25,6 @@ from service.token_text import token_text
 
 router = APIRouter()
 
-_SEED_BITS = 63
 _NO_ADAPTER = "None"
 
 
@@ -76,8 +74,6 @@ def _call(body: GenerateBody, service: Service, request_id: str, arrived: float)
     if parameters.return_full_text and not isinstance(body.inputs, str):
         raise InputError("return_full_text is true, which needs inputs to be a text")
     params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    if parameters.draws and params.seed is None:  # the answer names the seed, whoever chose it
-        params = msgspec.structs.replace(params, seed=randbits(_SEED_BITS))
     return _Generate(service, body, parameters, params, request_id, Clock(arrived))
 
 

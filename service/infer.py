@@ -6,31 +6,40 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any
+from secrets import randbits
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.body import INT32_MAX, Array, Body, MaxTokens, RepetitionPenalty, TopP
+from service.body import INT32_MAX, OFF, Array, Body, Fields, MaxTokens, NotServed, RepetitionPenalty, TopP
 from service.choices import Choice, Clock, collect, timings
 from service.json_response import JSONResponse
 from service.line import generate, tokenized
+from service.openai_types import NOT_SERVED
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 
 router = APIRouter()
 
 DEFAULT_NEW_TOKENS = 20
+_SEED_BITS = 63
 
 
-class InferParameters(BaseModel):
+class InferParameters(Fields):
     """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are taken and do nothing, as in MindIE."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    not_served: ClassVar[NotServed] = {
+        **NOT_SERVED,
+        **dict.fromkeys(("grammar", "ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (None, 0, 0.0)),
+        **dict.fromkeys(("min_tokens", "top_n_tokens"), (None, 0)),
+        **dict.fromkeys(("best_of", "n"), (None, 1)),
+    }
 
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
@@ -61,7 +70,8 @@ class InferParameters(BaseModel):
             "temperature": self.temperature if self.draws else 0.0,
             "top_k": self.top_k,
             "top_p": self.top_p,
-            "seed": self.seed,
+            # the answer names the seed, whoever chose it
+            "seed": randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
             "repetition_penalty": self.repetition_penalty,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
         }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from mindie_mm.engine.grammar import check_schema
 from mindie_mm.engine.sampling_params import MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import template_variables
-from service.body import INT32_MAX, Array, Body, Logprobs, MaxTokens, Penalty, RepetitionPenalty, TopP
+from service.body import INT32_MAX, OFF, Array, Body, Logprobs, MaxTokens, NotServed, Penalty, RepetitionPenalty, TopP
 
 MAX_CHOICES = 64
 
@@ -28,95 +30,21 @@ class StreamOptions(BaseModel):
     """One more chunk at the end, with the usage and no choice."""
 
 
-NOT_SERVED = frozenset(
-    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"}
-    | {"allowed_token_ids", "bad_words", "logits_processors", "use_beam_search", "truncate_prompt_tokens"}
-    | {"continue_final_message", "include_stop_str_in_output", "return_token_ids", "mm_processor_kwargs"}
-    | {"functions", "prompt_logprobs"}
-)
-"""vLLM's and OpenAI's fields that would make another answer than the one that comes without them."""
-
-_TO_THE_CONTEXT = -1
-"""vLLM's truncate_prompt_tokens: cut to what the context holds. No prompt that is taken here changes by it."""
-
-
-class GenerationBody(Body):
-    """What chat and text completions share."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, given: Any) -> Any:
-        """A field that is off is as good as none."""
-        for name in NOT_SERVED.intersection(given) if isinstance(given, dict) else ():
-            if name == "truncate_prompt_tokens" and given[name] == _TO_THE_CONTEXT:
-                continue
-            if not any(given[name] is off for off in (None, False)) and given[name] not in ([], {}):
-                raise PydanticCustomError("not_served", "{name} is not served", {"name": name})
-        return given
-
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    """Of a stream alone."""
-    max_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """0, or vLLM's word for it, -1: all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: dict[str, float] | None = None
-    """By token id, written as a string."""
-    # FastAPI describes limits as floats, and 2**63 - 1 is none.
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Array[str] | None = None
-    stop_token_ids: Array[int] | None = None
-    ignore_eos: bool | None = None
-    timings: bool | None = None
-    """Say where the request's time went, in the answer's `timings`."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
-    """Caches are shared with requests of the same one alone; None: with all that have none."""
-    user: str | None = None
-    """Ignored."""
-    metadata: dict[str, Any] | None = None
-    """Ignored."""
-
-    @field_validator("stream_options", mode="before")
-    @classmethod
-    def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
-        """OpenAI and vLLM refuse them, too: who asks for them expects a stream. Empty ones are as good as none."""
-        if given and not info.data.get("stream"):
-            raise PydanticCustomError("no_stream", "needs stream to be true")
-        return given
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def sampling_params(self, **changes: Any) -> SamplingParams:
-        """The settings given here, under `changes`; what is absent or null keeps its default."""
-        given = {
-            "max_tokens": self.max_tokens,
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
-            "seed": self.seed,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
-            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
-            "ignore_eos": self.ignore_eos,
-            "cache_salt": self.cache_salt,
-        } | changes
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+NOT_SERVED: NotServed = {
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
+    **dict.fromkeys(("structural_tag", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF),
+    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output", "return_token_ids"), OFF),
+    **dict.fromkeys(("return_tokens_as_token_ids", "logprob_token_ids", "prompt_logprobs"), OFF),
+    **dict.fromkeys(("chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"), OFF),
+    **dict.fromkeys(("thinking_token_budget", "functions", "audio"), OFF),
+    "function_call": (None, "none", "auto"),
+    "modalities": (*OFF, ["text"]),
+    "skip_special_tokens": (None, True),
+    # vLLM's word for what the context holds: no prompt that is taken here changes by it.
+    "truncate_prompt_tokens": (*OFF, -1),
+    "web_search_options": (None,),  # OpenAI searches with empty ones, too
+}
+"""Of vLLM's and OpenAI's fields, those of all requests."""
 
 
 class NamedSchema(BaseModel):
@@ -150,8 +78,93 @@ class ResponseFormat(BaseModel):
             raise InputError("response_format.json_schema nests too deeply") from error
 
 
+class GenerationBody(Body):
+    """What chat and text completions share."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    """1 or `n`: no more are drawn than are answered."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    """Of a stream alone."""
+    max_tokens: MaxTokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """0, or vLLM's word for it, -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id, written as a string."""
+    # FastAPI describes limits as floats, and 2**63 - 1 is none.
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Array[str] | None = None
+    stop_token_ids: Array[int] | None = None
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    timings: bool | None = None
+    """Say where the request's time went, in the answer's `timings`."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    """Caches are shared with requests of the same one alone; None: with all that have none."""
+    user: str | None = None
+    """Ignored."""
+    metadata: dict[str, Any] | None = None
+    """Ignored."""
+
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
+        """OpenAI and vLLM refuse them, too: who asks for them expects a stream. Empty ones are as good as none."""
+        if given and not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "needs stream to be true")
+        return given
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """The settings given here, under `changes`; what is absent or null keeps its default.
+
+        InputError for what is not served.
+        """
+        if self.best_of not in (None, 1, self.n):
+            raise InputError(f"best_of is {self.best_of}; it is not served")
+        given = {
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
+            "seed": self.seed,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+            "cache_salt": self.cache_salt,
+            "json_schema": self.response_format.schema_text() if self.response_format else None,
+        } | changes
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+async def check_format(params: SamplingParams) -> None:
+    """InputError for a schema that cannot be served; on a thread, for it takes milliseconds."""
+    if params.json_schema is not None:
+        await asyncio.to_thread(check_schema, params.json_schema)
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
+
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, "add_special_tokens": OFF, "echo": OFF}
 
     messages: Array[dict[str, Any]]
     """Chat messages, checked by mindie_mm.inputs."""
@@ -164,7 +177,6 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """None: true."""
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     tools: Array[dict[str, Any]] | None = None
     """Handed to the chat template, where it has them; the answer is text as the model writes it."""
     tool_choice: Any = None
@@ -180,7 +192,6 @@ class ChatBody(GenerationBody):
         return self.sampling_params(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            json_schema=self.response_format.schema_text() if self.response_format else None,
         )
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -191,14 +202,16 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    not_served: ClassVar[NotServed] = {
+        **NOT_SERVED,
+        **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
+        "add_special_tokens": (None, True),
+    }
+
     prompt: str | Array[str] | Array[int] | Array[Array[int]]
     """Texts or token ids, one prompt or several."""
     echo: bool | None = None
     logprobs: Logprobs | None = None
-    suffix: str | None = None
-    """Not served."""
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    """1 or `n`: no more are drawn than are answered."""
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
@@ -209,10 +222,6 @@ class CompletionBody(GenerationBody):
 
     def completion_sampling_params(self) -> SamplingParams:
         """The sampling settings; InputError for what is not served."""
-        if self.suffix:
-            raise InputError("suffix is not served")
-        if self.best_of not in (None, 1, self.n):
-            raise InputError(f"best_of is {self.best_of}; it is not served")
         return self.sampling_params(
             max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
             logprobs=self.logprobs,

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.tokenize.prompt import Prompt
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
+
+_BEFORE = "a"
+"""A token that every vocabulary has: sentencepiece's take a blank off the first one of a text."""
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+_UNFINISHED = 64
+"""Tokens without text after which none is waited for any longer; a character has 4 bytes."""
 
 _INLINE_MEDIA = re.compile(r"(data:[^,\s]*;base64,)[A-Za-z0-9+/=_-]+")
 
@@ -32,8 +40,91 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one token by itself; U+FFFD where it is no whole character."""
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+    """The text of one token in the midst of others; U+FFFD where it is no whole character."""
+    before = tokenizer.token_to_id(_BEFORE)
+    if before is None:
+        return tokenizer.decode([token_id], skip_special_tokens=False)
+    return tokenizer.decode([before, token_id], skip_special_tokens=False).removeprefix(_BEFORE)
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes of one token in the midst of others, which may be a part of a character."""
+    text, piece = token_text(tokenizer, token_id), tokenizer.id_to_token(token_id)
+    if "\ufffd" not in text or piece is None:
+        return text.encode()
+    if byte := _BYTE_PIECE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    try:
+        return bytes(_BYTES[character] for character in piece)
+    except KeyError:  # no byte-level vocabulary: the piece has U+FFFD itself
+        return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """Byte-level vocabularies' characters: Latin-1's visible ones as they are, the rest from U+0100 on (GPT-2)."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, in characters.
+
+    A token begins where the text of those before it ends: special tokens of an answer have none, a part of a character
+    none before the character's end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._answer = _Spelling(tokenizer, skip_special_tokens=True)
+        self._answer_start = 0
+
+    def echoed(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the prompt in front of the answer, special tokens spelled out."""
+        self._answer_start += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        spelling = _Spelling(self._tokenizer, skip_special_tokens=False)
+        return [spelling.add(token_id) for token_id in token_ids]
+
+    def answered(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the answer's next tokens."""
+        return [self._answer_start + self._answer.add(token_id) for token_id in token_ids]
+
+
+class _Spelling:
+    """Token ids as text that grows, of which only the length is kept. As Detokenizer, without its stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._behind: list[int] = []  # ids that have given no text yet
+        self._length = 0
+
+    def add(self, token_id: int) -> int:
+        """Takes a token; the text's length before it."""
+        start = self._length
+        self._behind.append(token_id)
+        if (piece := self._step(token_id)) is not None:
+            self._length += len(piece)
+            self._behind.clear()
+        return start
+
+    def _step(self, token_id: int) -> str | None:
+        if len(self._behind) > _UNFINISHED:  # the stream would decode all of them anew with each that follows
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return self._tokenizer.decode(self._behind, skip_special_tokens=self._skip)
+        try:
+            return self._stream.step(self._tokenizer, token_id)
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+        # A byte spoils the character that those before it made; what is behind that begins anew.
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        pieces = [self._stream.step(self._tokenizer, one) for one in self._behind]
+        return "".join(piece for piece in pieces if piece)
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -50,26 +141,37 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, positions: Sequence[tuple[int, TokenLogprob | None]], *, text_offset: int = 0
+    tokenizer: Tokenizer, positions: Sequence[tuple[int, TokenLogprob | None]], text_offsets: list[int]
 ) -> dict[str, Any]:
     """The `logprobs` object of a text choice, from its token ids; the first token of an echoed prompt has none."""
-    texts = [token_text(tokenizer, token_id) for token_id, _ in positions]
+    texts = [_name(tokenizer, token_id) for token_id, _ in positions]
     found = [logprob for _, logprob in positions]
     return {
         "tokens": texts,
         "token_logprobs": [logprob and _finite(logprob.logprob) for logprob in found],
         "top_logprobs": [logprob and _by_text(tokenizer, logprob) for logprob in found],
-        "text_offset": [text_offset + start for start in accumulate(map(len, texts[:-1]), initial=0)] if texts else [],
+        "text_offset": text_offsets,
     }
 
 
 def _by_text(tokenizer: Tokenizer, position: TokenLogprob) -> dict[str, float]:
-    return {token_text(tokenizer, token): _finite(logprob) for token, logprob in position.top}
+    return {_name(tokenizer, token): _finite(logprob) for token, logprob in position.top}
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    r"""A token's text, or, where it is no whole character, its bytes in OpenAI's form: `bytes:\xe4\xbd`."""
+    text = token_text(tokenizer, token_id)
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes(tokenizer, token_id))
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    text = token_text(tokenizer, token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+    return {
+        "token": token_text(tokenizer, token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(token_bytes(tokenizer, token_id)),
+    }
 
 
 def _finite(logprob: float) -> float:

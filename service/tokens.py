@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.body import Array, Body
+from service.body import Array, Body, NotServed
 from service.choices import Clock
 from service.json_response import JSONResponse
 from service.line import prompt_of_ids, tokenized
+from service.openai_types import NOT_SERVED
 from service.state import Arrived, ServiceDep
 from service.token_text import token_text
 
@@ -22,12 +24,19 @@ router = APIRouter()
 class TokenizeBody(Body):
     """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
 
+    not_served: ClassVar[NotServed] = NOT_SERVED
+
     prompt: str | None = None
     messages: Array[dict[str, Any]] | None = None
     inputs: Array[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     """None: true."""
+    add_special_tokens: bool | None = None
+    """None, or what vLLM's default is: true for a prompt, false for a chat."""
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Array[dict[str, Any]] | None = None
+    """As in a chat completion, and so is `tool_choice`."""
+    tool_choice: Any = None
     return_token_strs: bool | None = None
 
 
@@ -43,12 +52,14 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, ar
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
+    if body.add_special_tokens not in (None, body.prompt is not None):
+        raise InputError(f"add_special_tokens is {body.add_special_tokens}; it is not served")
     wanted = TokenizeRequest(
         text=body.prompt,
         messages=body.messages,
         items=body.inputs,
         add_generation_prompt=body.add_generation_prompt is not False,
-        chat_template_kwargs=body.chat_template_kwargs or {},
+        chat_template_kwargs=template_variables(body.chat_template_kwargs, body.tools, body.tool_choice),
         max_tokens=service.worker.engine.info.max_model_len,
     )
     async with service.admission.admit(request.receive), tokenized(service, wanted, Clock(arrived)) as source:

@@ -13,6 +13,7 @@ from tools.questions import CHAT_ANSWERS
 from tools.serving import RunningService
 
 WHAT = "What is in the image?"
+HELLO: Any = {"role": "user", "content": "Hello!"}
 
 
 def ask(client: openai.OpenAI, content: Any, **changes: Any) -> ChatCompletion:
@@ -168,8 +169,20 @@ def test_logprobs(client: openai.OpenAI, red_square: str) -> None:
         assert position.token == position.top_logprobs[0].token, "greedy draws the likeliest"
         assert position.logprob <= 0
     for position in found:
-        assert position.bytes == (None if "\ufffd" in position.token else list(position.token.encode()))
+        assert position.bytes == list(position.token.encode())
     assert ask(client, "Hello!", max_tokens=1).choices[0].logprobs is None
+
+
+def test_the_bytes_of_logprobs_are_the_text(client: openai.OpenAI) -> None:
+    """Of parts of characters, too."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 🎉"]}}}
+    answer = ask(client, "Hello!", logprobs=True, response_format=form)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert any("\ufffd" in position.token for position in found.content or [])
+    spelled = b"".join(bytes(position.bytes or []) for position in found.content or [])
+    assert text(answer) == '"日本 🎉"'
+    assert spelled.decode() == text(answer) + "<|im_end|>"
 
 
 def test_logprobs_of_a_stream(client: openai.OpenAI, red_square: str) -> None:
@@ -234,6 +247,35 @@ def test_roles_reach_the_template(client: openai.OpenAI, http: Any, role: str) -
     answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=2)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(tokens)
+
+
+def test_an_earlier_refusal_is_text(client: openai.OpenAI, http: Any) -> None:
+    def turns(answered: Any) -> list[Any]:
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answered}, HELLO]
+
+    refused = turns([{"type": "refusal", "refusal": "No."}])
+    tokens, same = (
+        http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        for messages in (refused, turns([{"type": "text", "text": "No."}]))
+    )
+    assert tokens == same
+    answer = client.chat.completions.create(model="tiny", messages=refused, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens)
+
+
+def test_original_detail_is_the_checkpoints_own(client: openai.OpenAI, red_square: str) -> None:
+    answer, plain = (
+        ask(client, [image(red_square, **detail), {"type": "text", "text": WHAT}])
+        for detail in ({"detail": "original"}, {})
+    )
+    assert answer.usage == plain.usage
+    assert text(answer) == text(plain)
+
+
+def test_an_empty_model_is_left_out(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="", messages=[HELLO], max_tokens=1)
+    assert answer.model == "tiny"
 
 
 def test_user_and_metadata_change_nothing(client: openai.OpenAI) -> None:

@@ -1,5 +1,6 @@
 """/v1/completions as the openai client sees it."""
 
+import json
 from typing import Any
 
 import openai
@@ -74,6 +75,43 @@ def test_echo_with_logprobs(client: openai.OpenAI) -> None:
     assert found.text_offset is not None
     assert found.text_offset[0] == 0
     assert found.text_offset == sorted(found.text_offset)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_lie_in_the_text_and_a_stream_has_the_same(client: openai.OpenAI, echo: bool) -> None:
+    """Though a stop string holds text back, and special tokens and parts of characters add none of their own."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 und 🎉"]}}}
+    settings: dict[str, Any] = {"max_tokens": 64, "logprobs": 2, "stop": ["zzzzzzzz"], "echo": echo}
+    settings["extra_body"] = {"response_format": form}
+    whole = complete(client, "What 日 colour", **settings).choices[0]
+    parts = [chunk.choices[0] for chunk in complete(client, "What 日 colour", stream=True, **settings)]  # type: ignore[misc, attr-defined]
+    assert whole.logprobs is not None
+    tokens, offsets = whole.logprobs.tokens or [], whole.logprobs.text_offset or []
+    assert [offset for part in parts if part.logprobs for offset in part.logprobs.text_offset] == offsets
+    assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == tokens
+    assert whole.text == ("What 日 colour" if echo else "") + '"日本 und 🎉"'
+    assert len(offsets) == len(tokens)
+    assert any(token.startswith("bytes:\\x") for token in tokens)
+    assert tokens[-1] == "<|im_end|>"
+    for token, start, stop in zip(tokens, offsets, [*offsets[1:], len(whole.text)], strict=True):
+        if not token.startswith("bytes:"):
+            assert whole.text[start:stop] in (token, "")
+        else:
+            assert stop - start <= 1
+
+
+def test_a_form_of_the_answer(client: openai.OpenAI, http: Any) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = complete(client, ["What colour", "Hello"], max_tokens=64, extra_body={"response_format": form})
+    for choice in answer.choices:
+        assert all(type(entry) is bool for entry in json.loads(choice.text))
+    form["json_schema"] = {"name": "answer", "schema": {"type": "wat"}}
+    for stream in (False, True):
+        body = {"prompt": "What colour", "response_format": form, "stream": stream}
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 400
+        assert "Invalid type" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("bad", [-1, 10**9, -(2**62)])

@@ -82,6 +82,13 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
         {"prompt_logprobs": 0},
         {"allowed_token_ids": [5]},
         {"truncate_prompt_tokens": 5},
+        {"chat_template": "{{ messages }}"},
+        {"documents": [{"title": "x", "text": "y"}]},
+        {"media_io_kwargs": {"video": {"num_frames": 4}}},
+        {"return_tokens_as_token_ids": True},
+        {"logprob_token_ids": [5]},
+        {"thinking_token_budget": 10},
+        {"audio": {"voice": "alloy", "format": "wav"}},
     ],
 )
 def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str, field: Any) -> None:
@@ -92,12 +99,46 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         assert http.post(path, json=body | {name: off}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "harmless"),
+    [
+        (CHAT, {"echo": True}, "not served"),
+        (CHAT, {"add_special_tokens": True}, "not served"),
+        (CHAT, {"best_of": 3}, "not served"),
+        (CHAT, {"skip_special_tokens": False}, "not served, but for true"),
+        (CHAT, {"modalities": ["text", "audio"]}, 'not served, but for ["text"]'),
+        (CHAT, {"function_call": {"name": "weigh"}}, 'not served, but for "none" or "auto"'),
+        (CHAT, {"web_search_options": {}}, "not served"),
+        ("/v1/completions", {"add_special_tokens": False}, "not served, but for true"),
+        ("/v1/completions", {"prompt_embeds": "AAAA"}, "not served"),
+        ("/v1/completions", {"suffix": "x"}, "not served"),
+        ("/v1/completions", {"tools": [{"type": "function"}]}, "not served"),
+    ],
+)
+def test_what_is_refused_says_what_is_taken(http: Any, path: str, field: Any, harmless: str) -> None:
+    body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
+    (name,) = field
+    message = check(http.post(path, json=body), 400)["message"]
+    assert name in message
+    assert message.endswith(harmless)
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-@pytest.mark.parametrize("field", [{"truncate_prompt_tokens": -1}, {"stream_options": None}, {"stream_options": {}}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"truncate_prompt_tokens": -1},
+        {"stream_options": None},
+        {"stream_options": {}},
+        {"skip_special_tokens": True, "modalities": ["text"], "function_call": "auto", "best_of": 1, "audio": None},
+        {"n": 2, "best_of": 2},
+        {"model": ""},
+    ],
+)
 def test_what_changes_nothing_is_taken(http: Any, path: str, field: Any) -> None:
     body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 8, "temperature": 0}
     plain, given = (http.post(path, json=one).json() for one in (body, body | field))
-    assert given["choices"] == plain["choices"]
+    assert given["choices"][0] == plain["choices"][0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -148,6 +189,14 @@ def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: b
 def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: str) -> None:
     assert said in check(http.post(CHAT, json={"messages": HELLO} | change), 400)["message"]
     assert said in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infer", "/generate", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_said_to_be_json(http: Any, path: str, kind: str | None) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    error = check(http.post(path, content=json.dumps({"messages": HELLO}).encode(), headers=headers), 400)
+    assert error["message"] == "body: the request needs the header Content-Type: application/json"
 
 
 def test_not_a_number(http: Any) -> None:

@@ -69,6 +69,34 @@ def test_sampling_is_decided_by_do_sample(http: Any) -> None:
     assert len(drawn) > 1
 
 
+def test_a_seed_is_drawn_and_named(http: Any) -> None:
+    drawn = infer(http, "What colour", do_sample=True, temperature=50.0, details=True).json()
+    seed = drawn["details"]["seed"]
+    assert infer(http, "What colour", do_sample=True, temperature=50.0, details=True, seed=seed).json() == drawn
+    assert infer(http, "What colour", do_sample=True, details=True).json()["details"]["seed"] not in (seed, None)
+    assert infer(http, "What colour", details=True).json()["details"]["seed"] is None
+
+
+@pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
+def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str) -> None:
+    def ask(**parameters: Any) -> Any:
+        return http.post(path, json={"inputs": "What colour", "parameters": {"max_new_tokens": 2} | parameters})
+
+    for name, value in (
+        ("grammar", {"type": "regex", "value": "a"}),
+        ("best_of", 2),
+        ("top_n_tokens", 3),
+        ("frequency_penalty", 0.5),
+        ("skip_special_tokens", False),
+    ):
+        answer = ask(**{name: value})
+        assert answer.status_code == 400
+        assert f"{name} is not served" in answer.json()["error"]["message"]
+    harmless = {"grammar": None, "best_of": 1, "top_n_tokens": 0, "frequency_penalty": 0.0, "skip_special_tokens": True}
+    ignored = {"typical_p": 0.5, "watermark": True, "priority": 3}
+    assert ask(**harmless, **ignored).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

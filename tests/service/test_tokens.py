@@ -49,6 +49,33 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
     assert "token_strs" not in nulls
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools are not served"),
+        ({"continue_final_message": True}, "continue_final_message is not served"),
+        ({"chat_template": "{{ messages }}"}, "chat_template is not served"),
+        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),
+        ({"add_special_tokens": True}, "add_special_tokens is True; it is not served"),
+    ],
+)
+def test_another_prompt_than_a_chats_is_refused(http: Any, change: dict[str, Any], said: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello!"}]} | change
+    for path in ("/tokenize", "/v1/chat/completions"):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400
+        assert said.partition(" is ")[0] in answer.json()["error"]["message"]
+    assert said in http.post("/tokenize", json=body).json()["error"]["message"]
+
+
+def test_what_changes_no_prompt_is_taken(http: Any) -> None:
+    messages = [{"role": "user", "content": "Hello!"}]
+    off = {"tools": [], "tool_choice": "auto", "continue_final_message": False, "add_special_tokens": False}
+    assert tokenize(http, messages=messages, **off) == tokenize(http, messages=messages)
+    assert tokenize(http, prompt="Hello!", add_special_tokens=True) == tokenize(http, prompt="Hello!")
+    assert http.post("/tokenize", json={"prompt": "Hello!", "add_special_tokens": False}).status_code == 400
+
+
 def test_inputs(http: Any, media_dir: Path) -> None:
     found = tokenize(http, inputs=[{"image": str(media_dir / "green_star.jpg")}, {"text": "What?"}])
     assert found["count"] > 10

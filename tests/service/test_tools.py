@@ -52,16 +52,21 @@ def test_they_reach_the_prompt(handy: RunningService, handy_http: httpx2.Client,
     prompt = handy_http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
     assert prompt.startswith("weigh: Weighs a thing.\n")
     assert prompt_tokens(handy, tools=TOOLS, **choice) == len(tokens)
+    counted = handy_http.post("/tokenize", json={"messages": MESSAGES, "tools": TOOLS} | choice).json()
+    assert counted["tokens"] == tokens
 
 
 @pytest.mark.parametrize("given", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": []}])
-def test_they_are_left_out(handy: RunningService, given: Any) -> None:
+def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, given: Any) -> None:
     assert prompt_tokens(handy, **given) == prompt_tokens(handy)
+    counted = handy_http.post("/tokenize", json={"messages": MESSAGES} | given).json()["count"]
+    assert counted == prompt_tokens(handy)
 
 
 def test_no_call_is_enforced(handy_http: httpx2.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weigh"}}):
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
-        answer = handy_http.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 400
-        assert "tool_choice must be 'auto' or 'none'" in answer.json()["error"]["message"]
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = handy_http.post(path, json=body)
+            assert answer.status_code == 400
+            assert "tool_choice must be 'auto' or 'none'" in answer.json()["error"]["message"]
