@@ -7,8 +7,9 @@ TOML file; the first of these that is given counts (`sources.py`).
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +22,16 @@ GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
 _MAX_SEND_TIMEOUT_S = 86_400.0
+_MAX_PORT = 65_535
+_PREFIX = "MINDIE_MM_"
+_NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
+"""Variables that are read and set no field."""
+_SERVICE_LINK = re.compile(
+    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
+)
+"""What Kubernetes sets in every pod for a Service that is called mindie-mm, or mindie-mm-and-so-on."""
+_LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
+"""What such a Service's variable holds that ends with PORT alone."""
 TOWER_PARALLEL = ("replicate", "items")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -244,11 +255,11 @@ class ServiceConfig:
             "max_media_bytes",
         )
         counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
-        _require(self, dict.fromkeys(at_least_one, 1) | {"port": 0} | dict.fromkeys(counts, 0))
+        _require(self, dict.fromkeys(at_least_one, 1) | dict.fromkeys(counts, 0))
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
-        if not 0.001 <= self.send_timeout_s <= _MAX_SEND_TIMEOUT_S:
-            raise InputError(f"send_timeout_s is {self.send_timeout_s}, it must be from 0.001 to {_MAX_SEND_TIMEOUT_S}")
+        _require_within(self, "port", 0, _MAX_PORT)  # the system takes one beyond modulo 65536
+        _require_within(self, "send_timeout_s", 0.001, _MAX_SEND_TIMEOUT_S)
         positive = ("request_timeout_s", "fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s")
         for name in (*positive, "reclaim_interval_s"):
             if not getattr(self, name) > 0:
@@ -283,6 +294,12 @@ def _require(settings: Any, least: dict[str, int]) -> None:
             raise InputError(f"{name} is {getattr(settings, name)}, it must be at least {value}")
 
 
+def _require_within(settings: Any, name: str, least: float, most: float) -> None:
+    """InputError for a setting outside [least, most], NaN included."""
+    if not least <= getattr(settings, name) <= most:
+        raise InputError(f"{name} is {getattr(settings, name)}, it must be from {least} to {most}")
+
+
 def foreign(names: Iterable[str]) -> dict[str, str]:
     """Variables of other programs that are set, by their names: for `doctor`, which says what is wrong with them."""
     return {name: os.environ[name] for name in names if name in os.environ}
@@ -302,6 +319,17 @@ def default_spool() -> Path:
     if folder := os.environ.get("MINDIE_MM_SPOOL"):
         return Path(folder)
     return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
+
+
+def require_media_dir(config: ServiceConfig) -> None:
+    """InputError unless `allowed_media_dir`, where one is set, is a folder whose files this user may open."""
+    folder = config.allowed_media_dir
+    if folder is None:
+        return
+    if not os.path.isdir(folder):  # noqa: PTH112 - False where it cannot be looked at, too
+        raise InputError(f"allowed_media_dir is {folder}, which is no folder")
+    if not os.access(folder, os.X_OK):
+        raise InputError(f"allowed_media_dir is {folder}, which user {os.geteuid()} may not enter")
 
 
 def fault_folder() -> Path | None:
@@ -324,7 +352,20 @@ def config_file() -> Path | None:
 
 def variable(name: str) -> str:
     """The variable that sets the field `name`."""
-    return f"MINDIE_MM_{name.upper()}"
+    return f"{_PREFIX}{name.upper()}"
+
+
+def unknown_variables(settings: Collection[str]) -> list[str]:
+    """Variables named like a setting's that set none of the fields `settings`: misspelt, or of another version."""
+    known = _NO_SETTINGS | set(map(variable, settings))
+    return sorted(
+        name
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIX)
+        and name not in known
+        and not _SERVICE_LINK.fullmatch(name.removeprefix(_PREFIX))
+        and not _LINKED_ADDRESS.match(value)
+    )
 
 
 def environment(cls: type[Any]) -> dict[str, Any]:

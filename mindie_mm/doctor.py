@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,28 +13,36 @@ from pathlib import Path
 
 import torch
 
-from mindie_mm.config import GiB, MiB, WorkerConfig
+from mindie_mm.config import GiB, MiB, ServiceConfig, WorkerConfig, default_spool, require_media_dir
 from mindie_mm.device import KINDS, open_device
 from mindie_mm.device.finding import Finding
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.shm import require_spool
 from mindie_mm.shm.arena_info import Room
 from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.sources import Configuration, misspelt_variables
 
 MIN_OPEN_FILES = 1024
 
 
-def examine(config: WorkerConfig, root: Path = Path("/")) -> Iterator[Finding]:
-    """Looks at everything that serving `config` needs, one finding at a time.
+def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Finding]:
+    """Looks at everything that serving `configuration` needs, one finding at a time.
 
     `root` is where the files of accelerators' drivers and libraries are looked for.
     """
+    config, service = configuration.worker, configuration.service
+    for said in misspelt_variables():
+        yield Finding("settings", "warning", said, "`mindie-mm serve --help` lists all of them; unset what is none")
     yield _libraries()
     yield from _devices(config.engine.device, config.engine.tensor_parallel, root)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
+    yield _spool(service)
+    if service.allowed_media_dir is not None:
+        yield _media_folder(service)
 
 
 def _libraries() -> Finding:
@@ -120,3 +129,26 @@ def _open_files(_: WorkerConfig) -> Finding:
     if hard < MIN_OPEN_FILES:  # which the service takes, whatever the soft limit is
         return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
     return Finding("open files", "ok", f"{soft} of at most {hard}")
+
+
+def _spool(config: ServiceConfig) -> Finding:
+    """Of one that is not there yet, whether it can be made; it is not made here."""
+    spool = (config.spool or default_spool()).absolute()
+    advice = "--spool: a folder of the service's user, that nobody else may write"
+    try:
+        require_spool(spool)
+        folder = next(one for one in (spool, *spool.parents) if os.path.lexists(one))
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+    except MindieMMError as error:
+        return Finding("spool", "error", str(error), advice)
+    except OSError as error:
+        return Finding("spool", "error", f"{spool} cannot be written: {error.strerror}", advice)
+    return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'made'}")
+
+
+def _media_folder(config: ServiceConfig) -> Finding:
+    try:
+        require_media_dir(config)
+    except MindieMMError as error:
+        return Finding("media folder", "error", str(error), "--allowed-media-dir: a folder that is there")
+    return Finding("media folder", "ok", f"files under {config.allowed_media_dir} may be asked for")

@@ -20,6 +20,7 @@ from mindie_mm.config import (
     config_file,
     environment,
     kind_of,
+    unknown_variables,
     variable,
 )
 from mindie_mm.errors import InputError
@@ -92,6 +93,19 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
 
     worker = made(WorkerConfig, engine=made(EngineConfig), media=made(MediaCaps))
     return Configuration(worker, made(ServiceConfig), origins)
+
+
+def misspelt_variables() -> list[str]:
+    """What is to be said of each MINDIE_MM_ variable that sets nothing. Its value is not: it may be a secret.
+
+    They stop no start, as an unknown key of the file does: not all of an environment is of its user's making.
+    """
+    hints = _hints()
+    said = []
+    for name in unknown_variables(hints):
+        near = difflib.get_close_matches(name.removeprefix(variable("")).lower(), hints, n=1)
+        said.append(f"{name} sets nothing{f'; {variable(near[0])} would' if near else ''}")
+    return said
 
 
 def read_file(file: Path) -> dict[str, Any]:

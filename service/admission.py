@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
@@ -43,6 +44,7 @@ class Admission:
             raise QueueFull(f"{len(self._live)} requests are being answered, the limit is {self._limit}")
         limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
         request = _Endable()
+        _current.set(request)
         deadline = asyncio.get_running_loop().call_later(
             limit_s, request.end, RequestTimeout(f"the request took longer than the limit of {limit_s:g} s")
         )
@@ -83,6 +85,11 @@ class _Endable:
         self._cancelling = 0
         self._cause: MindieMMError | None = None
 
+    @property
+    def cause(self) -> MindieMMError | None:
+        """What it was ended with, if it was."""
+        return self._cause
+
     def end(self, cause: MindieMMError) -> None:
         """Raises `cause` from the block; the first call counts, and none after the block has been left."""
         if self._task is not None and self._cause is None:
@@ -105,6 +112,18 @@ class _Endable:
         # Someone else's cancellation, of the server perhaps, goes first.
         if task.uncancel() <= self._cancelling and (kind is None or issubclass(kind, asyncio.CancelledError)):
             raise self._cause from error
+
+
+_current: ContextVar[_Endable | None] = ContextVar("request", default=None)
+
+
+def cause_of_end() -> MindieMMError | None:
+    """What ends the admitted request that the current task works for, which sees a cancellation alone.
+
+    RequestAborted, RequestTimeout or ServiceStopping; None while nothing ends it.
+    """
+    request = _current.get()
+    return None if request is None else request.cause
 
 
 async def _watch(receive: Receive, request: _Endable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,8 +11,9 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from mindie_mm.config import ServiceConfig, default_spool
+from mindie_mm.config import ServiceConfig, default_spool, require_media_dir
 from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
 from service.access import OPEN_PATHS, Access
@@ -25,7 +27,10 @@ from service.tracing import Tracer
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
-    """The application; worker and tracer stay the caller's, who starts and closes them."""
+    """The application; worker and tracer stay the caller's, who starts and closes them.
+
+    The folders that it needs are there: `require_folders`.
+    """
     model_name = config.served_model_name or (worker.config.model.name if worker.config.model else "tiny")
     metrics = Metrics(model_name)
     metrics.watch(lambda: worker.engine.stats)
@@ -35,8 +40,6 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
-        make_spool(spool)
-        require_spool(spool)
         async with reclaiming(spool, config.reclaim_interval_s):
             app.state.service = service = Service(
                 worker=worker,
@@ -77,6 +80,21 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         app.include_router(page.router)
     _describe(app, keys=bool(config.api_key))
     return app
+
+
+def require_folders(config: ServiceConfig) -> None:
+    """Makes the spool if it is missing; an error unless it and the folder of media will do.
+
+    SharedMemoryError, InputError.
+    """
+    spool = config.spool or default_spool()
+    make_spool(spool)
+    require_spool(spool)
+    try:
+        tempfile.TemporaryDirectory(dir=spool).cleanup()
+    except OSError as error:
+        raise SharedMemoryError(f"spool {spool} cannot be written: {error.strerror}") from error
+    require_media_dir(config)
 
 
 def _describe(app: FastAPI, *, keys: bool) -> None:

@@ -32,7 +32,8 @@ class Border:
     """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
 
     A client's own X-Request-Id goes back in its place, and into the log beside ours.
-    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter. HEAD goes on as GET: a server
+    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter. What breaks an answer off once
+    it has begun leaves the name of its class in `scope["state"]["error"]`, for the log. HEAD goes on as GET: a server
     sends the head of its answer alone, and balancers ask in that way how the service is.
     """
 
@@ -88,11 +89,13 @@ class Border:
             self._metrics.count_http(path, method, status)
             duration_s = time.perf_counter() - started
             fields = {"method": method, "route": path, "status": status, "duration_s": round(duration_s, 6)}
-            named = f" as {given}" if given else ""
-            extra = {"fields": fields | ({"client_request_id": given} if given else {})}
+            error_name = scope["state"].get("error")
+            fields |= {"client_request_id": given} if given else {}
+            fields |= {"error": error_name} if error_name else {}
+            named = (f" as {given}" if given else "") + (f", broken off: {error_name}" if error_name else "")
             # Probes, scrapers and the page ask how the service is, several times a second.
             level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
-            _log.log(level, "%s %s %d %.3f s%s", method, path, status, duration_s, named, extra=extra)
+            _log.log(level, "%s %s %d %.3f s%s", method, path, status, duration_s, named, extra={"fields": fields})
             if trace is not None and self._tracer is not None:
                 self._tracer.record(trace, self._metrics.model_name, method, path, status)
 

@@ -17,12 +17,13 @@ from mindie_mm import faults
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
-from mindie_mm.errors import InputError, MindieMMError, TokenOutOfRange
+from mindie_mm.errors import InputError, RequestAborted, TokenOutOfRange
 from mindie_mm.inputs import Media, from_webui_prompt, media_of, media_of_messages, parse_inputs, parse_messages
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 from service import tracing
+from service.admission import cause_of_end
 from service.choices import Clock
 from service.media import gather, messages_with_paths, remove_media, with_paths
 from service.state import Service
@@ -123,14 +124,16 @@ async def generate(
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
 
-    Choices of a seeded request draw from seeds that follow one another. Latencies count from the clock's `arrived`.
+    Choices of a seeded request draw from seeds that follow one another, the least int64 behind the greatest. Latencies
+    count from the clock's `arrived`.
     """
     choices = []
+    failed: list[str] = []
     for index in range(len(sources) * n):
         seeded = params
         if params.seed is not None and index % n:
-            seeded = msgspec.structs.replace(params, seed=params.seed + index % n)
-        choices.append(_measured(service, sources[index // n], seeded, request_id, index, clock.arrived))
+            seeded = msgspec.structs.replace(params, seed=_wrapped(params.seed + index % n))
+        choices.append(_measured(service, sources[index // n], seeded, request_id, index, clock.arrived, failed))
     for source in sources:
         service.metrics.count_prompt(len(source.prompt), n, params.max_tokens)
         if service.config.log_prompts:
@@ -152,10 +155,25 @@ async def generate(
             yield index, delta
 
 
+def _wrapped(seed: int) -> int:
+    """`seed` as an int64 that overflows."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 async def _measured(
-    service: Service, source: PromptSource, params: SamplingParams, request_id: str, index: int, arrived: float
+    service: Service,
+    source: PromptSource,
+    params: SamplingParams,
+    request_id: str,
+    index: int,
+    arrived: float,
+    failed: list[str],
 ) -> AsyncGenerator[Delta, None]:
-    """One choice, counted, timed and traced."""
+    """One choice, counted, timed and traced. `failed` has the reasons of the request's choices that failed.
+
+    One that ends unfinished counts as an `error`, unless its client gave it up (`abort`) or it cannot be answered
+    (`refused`); one that is ended because another failed counts as that one.
+    """
     metrics, trace = service.metrics, tracing.current.get()
     asked = time.perf_counter()
     first = last = arrived
@@ -168,17 +186,23 @@ async def _measured(
                 (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
                 first, last = first if num_tokens else now, now
                 num_tokens += len(delta.token_ids)
+                metrics.count_tokens(len(delta.token_ids))
                 reason = delta.finish_reason or reason
                 ended = delta.finish_reason is not None
                 timings = delta.timings
                 yield delta
-    except MindieMMError as error:
-        reason = "error"
+    except Exception as error:
+        reason = "refused" if isinstance(error, InputError) else "error"
+        failed.append(reason)
         metrics.count_error(error)
         if trace is not None:
             trace.error = type(error).__name__
         raise
     finally:
+        if reason == "abort" and failed:
+            reason = failed[0]
+        elif reason == "abort" and not isinstance(cause_of_end(), RequestAborted | None):
+            reason = "error"  # its deadline, or the service's stop
         metrics.count_choice(reason, num_tokens, timings if ended else None)
         metrics.e2e_s.observe(time.perf_counter() - arrived)
         if trace is not None and timings is not None:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from mindie_mm.engine.messages import Stats, Timings
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import BadReference, CorruptReference, MindieMMError, SegmentMissing, StaleReference
+from mindie_mm.errors import BadReference, CorruptReference, SegmentMissing, StaleReference
 from mindie_mm.shm import ArenaInfo
 from mindie_mm.shm.arena_info import Room
 from mindie_mm.shm.reclaim import totals
@@ -24,6 +24,7 @@ _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TOKENS = tuple(float(2**power) for power in range(16))
+_REASONS = ("stop", "length", "abort", "refused", "error")
 _BAD_REFERENCES: Mapping[type[BadReference], str] = {
     StaleReference: "stale",
     CorruptReference: "corrupt",
@@ -52,7 +53,9 @@ class Metrics:
         self._rejections = counter("admission_rejections", "HTTP requests refused for want of room: 429.").labels(
             model_name
         )
-        self._finished = counter("request_success", "Choices finished, by reason.", "finished_reason")
+        finished = counter("request_success", "Choices ended, by reason.", "finished_reason")
+        # Each series is there from the start, so that a rate sees the first event.
+        self._finished = {reason: finished.labels(model_name, reason) for reason in _REASONS}
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
         self._generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
         self.first_token_s = histogram(
@@ -70,7 +73,6 @@ class Metrics:
         )
         self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
         bad_references = counter("shm_bad_references", "Choices that failed for want of their media, by kind.", "kind")
-        # Each series is there from the start, so that a rate sees the first event.
         self._bad_references = {
             error: bad_references.labels(model_name, kind) for error, kind in _BAD_REFERENCES.items()
         }
@@ -93,10 +95,17 @@ class Metrics:
         if max_tokens is not None:
             self._params_max_tokens.observe(max_tokens)
 
+    def count_tokens(self, number: int) -> None:
+        """So many tokens were generated."""
+        self._generation_tokens.inc(number)
+
     def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
-        """A choice ended for `reason` (`stop`, `length`, `abort`, `error`) with `num_tokens` tokens."""
-        self._finished.labels(self.model_name, reason).inc()
-        self._generation_tokens.inc(num_tokens)
+        """A choice ended with `num_tokens` tokens, which `count_tokens` has counted.
+
+        `reason` is `stop` or `length` for one that is finished; `abort` where its client gave it up, `refused` for what
+        cannot be answered, `error` for all else.
+        """
+        self._finished[reason].inc()
         self._request_generation_tokens.observe(num_tokens)
         if timings is not None:
             self._queue_s.observe(timings.queue_s)
@@ -107,7 +116,7 @@ class Metrics:
             if num_tokens > 1:
                 self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
 
-    def count_error(self, error: MindieMMError) -> None:
+    def count_error(self, error: Exception) -> None:
         """A choice failed with `error`; counts references that no longer led to their data."""
         for kind, counter in self._bad_references.items():
             if isinstance(error, kind):

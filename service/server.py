@@ -21,7 +21,7 @@ from mindie_mm import faults, logs
 from mindie_mm.config import ServiceConfig, WorkerConfig, fault_folder
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import WorldError
-from service.app import create_app
+from service.app import create_app, require_folders
 from service.connection import Connection
 from service.state import Service
 from service.tracing import Tracer
@@ -73,6 +73,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     for number in _SIGNALS:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
+        require_folders(config)  # loading takes minutes
         async with _started(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
             for number in _SIGNALS:

@@ -70,24 +70,29 @@ class EventStream(Response):
                             }
                         )
                     await _send(send, data)
-        except RequestAborted:
+        except Exception as error:
             if not started:
                 raise
-            return
-        except Exception as error:  # a started answer has no other way to tell its client
-            if not started:
-                raise
-            if not isinstance(error, MindieMMError):
-                _log.exception("an answer broke off")
-            if (trace := tracing.current.get()) is not None:
-                trace.error = type(error).__name__
-            try:
-                async with asyncio.timeout(_LAST_WORDS_S):
-                    await _send(send, _encode(error_object(error)) + self._last, more=False)
-            except TimeoutError:  # left unfinished, the connection is closed
-                _log.warning("an answer broke off (%s), and its client reads nothing", error)
+            scope.setdefault("state", {})["error"] = type(error).__name__  # the status said that all is well
+            if isinstance(error, RequestAborted):
+                return
+            await self._break_off(error, send)
             return
         await _send(send, self._last, more=False)
+
+    async def _break_off(self, error: Exception, send: Send) -> None:
+        """Tells the client of a started answer, in its last event, and the operator what ended it."""
+        if isinstance(error, MindieMMError):
+            _log.warning("the answer broke off: %s: %s", type(error).__name__, error)
+        else:
+            _log.exception("the answer broke off: %s", type(error).__name__, exc_info=error)
+        if (trace := tracing.current.get()) is not None:
+            trace.error = type(error).__name__
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await _send(send, _encode(error_object(error)) + self._last, more=False)
+        except TimeoutError:  # left unfinished, the connection is closed
+            _log.info("the client reads nothing, and is not told")
 
     @asynccontextmanager
     async def _made(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "faults"},
-    {"inputs", "config", "logs"},
+    {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},
     {"device", "shm", "child"},
     {"media", "nn"},

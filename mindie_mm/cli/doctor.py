@@ -27,7 +27,7 @@ def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> No
     """
     from mindie_mm.doctor import examine  # late: torch
 
-    findings = list(examine(configured(path, flags).worker, root))
+    findings = list(examine(configured(path, flags), root))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:

@@ -10,6 +10,7 @@ import click
 
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+from mindie_mm.sources import misspelt_variables
 
 _log = logging.getLogger("mindie_mm.settings")
 
@@ -30,6 +31,8 @@ def command(path: Path | None, **flags: Any) -> None:
     for one in found.settings():
         fields = {"setting": one.name, "value": one.value, "origin": one.origin}
         _log.info("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
+    for said in misspelt_variables():
+        _log.warning("%s", said)
     from service.server import serve  # late: a web framework
 
     serve(found.worker, found.service)

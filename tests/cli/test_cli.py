@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.cli.shell import run, run_warm
 
-LOOKED_AT = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files")
+LOOKED_AT = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "spool")
 """By doctor, on every machine."""
 
 

@@ -79,6 +79,32 @@ def test_a_client_that_leaves_stops_the_engine(service: RunningService, http: An
     assert service.wait_until_free()["blocks"] == 0
 
 
+def test_tokens_are_counted_as_they_are_generated_each_once(
+    service: RunningService, http: Any, red_square: str
+) -> None:
+    wait_until(lambda: metric(http, "num_requests_running") == 0)
+    names = ("generation_tokens_total", "request_generation_tokens_sum", "request_success_total")
+    before = {name: metric(http, name) for name in names}
+    with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
+        wait_until(lambda: metric(http, "generation_tokens_total") > before["generation_tokens_total"] + 2)
+        assert metric(http, "request_success_total") == before["request_success_total"], "none has ended"
+    wait_until(lambda: metric(http, "request_success_total") == before["request_success_total"] + 2)
+    counted, of_choices = (metric(http, name) - before[name] for name in names[:2])
+    assert counted == of_choices > 2
+
+
+def test_what_cannot_be_answered_is_no_error_of_the_service(service: RunningService, http: Any) -> None:
+    """One prompt is too long, and the other is given up with it."""
+    wait_until(lambda: metric(http, "num_requests_running") == 0)
+    limit = service.get("/v1/models")["data"][0]["max_model_len"]
+    ends = ("refused", "error", "abort")
+    before = {end: metric(http, "request_success_total", finished_reason=end) for end in ends}
+    body = {"prompt": [[5, 6], [5] * (limit + 1)], "max_tokens": limit // 2, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 400
+    grown = {end: metric(http, "request_success_total", finished_reason=end) - before[end] for end in ends}
+    assert grown == {"refused": 2, "error": 0, "abort": 0}
+
+
 def test_clients_that_leave_at_once_free_everything(service: RunningService, red_square: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize") * 10:
         post(service, path, endless_chat(service, red_square)).close()

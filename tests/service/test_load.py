@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -108,6 +109,13 @@ def answer_of(connection: socket.socket) -> tuple[int, list[dict[str, Any]]]:
     return response.status, [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
+def id_of(response: http.client.HTTPResponse) -> str:
+    """As it stands in the log."""
+    found = response.headers["X-Request-Id"]
+    assert found
+    return found
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
@@ -153,6 +161,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService,
 
 def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_square: str) -> None:
     body = {"messages": content(red_square), **ENDLESS, "n": 8, "stream": True}
+    failed = metric(hasty, "request_success_total", finished_reason="error")
     with post(hasty, CHAT, body) as connection:
         response = http.client.HTTPResponse(connection)
         response.begin()
@@ -162,14 +171,24 @@ def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_s
     assert "the limit of 2 s" in text
     if response.status == 200:
         assert text.endswith("data: [DONE]\n\n")
+        why = "RequestTimeout: the request took longer than the limit of 2 s"
+        assert f"the answer broke off: {why} [{id_of(response)}]" in hasty.log.read_text()
+        line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, broken off: RequestTimeout \[{id_of(response)}\]")
+        wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has it
+        assert metric(hasty, "request_success_total", finished_reason="error") == failed + 8
+    assert metric(hasty, "request_success_total", finished_reason="abort") == 0, "its client did not leave"
     assert hasty.wait_until_free()["blocks"] == 0
     wait_until(lambda: metric(hasty, "num_requests_running") == 0)
 
 
 def test_the_deadline_of_an_answer_is_its_status(hasty: RunningService, red_square: str) -> None:
     body = {"messages": content(red_square), **ENDLESS, "n": 8}
+    failed = metric(hasty, "request_success_total", finished_reason="error")
     late = httpx2.post(hasty.url + CHAT, json=body, timeout=WAIT_S)
     assert late.status_code == 504
+    ended = metric(hasty, "request_success_total", finished_reason="error") - failed
+    assert ended in (0, 8), "none, if it was late before the engine was asked"
+    assert metric(hasty, "request_success_total", finished_reason="abort") == 0, "its client did not leave"
     assert late.json()["error"]["type"] == "TimeoutError"
     assert hasty.wait_until_free()["blocks"] == 0
     wait_until(lambda: metric(hasty, "num_requests_running") == 0)

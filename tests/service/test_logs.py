@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from tests.warm import running_service
@@ -126,3 +130,59 @@ def test_each_request_has_its_line(talk: Talk) -> None:
     assert lines[0]["client_request_id"] == "mine-1"
     assert len({line["request_id"] for line in lines}) == len(lines) == 15
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)
+
+
+@contextmanager
+def streaming(service: RunningService, n: int) -> Iterator[Any]:
+    """An answer of `n` choices that has begun, as its response."""
+    limit = service.get("/v1/models")["data"][0]["max_model_len"]
+    body = {"prompt": PROMPT, "n": n, "max_tokens": limit // 2, "ignore_eos": True, "stream": True}
+    with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        yield response
+
+
+def counted(service: RunningService, name: str, label: str = "") -> float:
+    """The sum over the series of a metric that have `label`."""
+    lines = httpx2.get(f"{service.url}/metrics", timeout=60).text.splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"mindie_mm:{name}{{") and label in line
+    )
+
+
+def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object], tmp_path: Path) -> None:
+    """Their status said that all is well: one whose client leaves, one whose engine dies, one that a stop ends."""
+    log = tmp_path / "log"
+    with running_service(settings | {"log_format": "json", "spool": tmp_path / "spool"}, log) as service:
+        with streaming(service, 2) as left:
+            next(left.iter_raw())
+        while counted(service, "request_success_total", "abort") < 2:
+            pass
+        with streaming(service, 3) as died:
+            events = died.iter_lines()
+            next(events)
+            for child in psutil.Process(service.process.pid).children():
+                if "mindie_mm.engine.process" in child.cmdline():
+                    child.kill()
+            assert '"code":503' in [line for line in events if line][-2]
+        assert counted(service, "request_success_total", "error") == 3
+        assert counted(service, "request_success_total") == 5
+        assert counted(service, "generation_tokens_total") == counted(service, "request_generation_tokens_sum") > 0
+        with streaming(service, 1) as stopped:
+            events = stopped.iter_lines()
+            next(events)
+            service.process.send_signal(signal.SIGTERM)
+            assert '"code":503' in [line for line in events if line][-2]
+        assert service.process.wait(30) == 0
+    found = records(log.read_text())
+    ids = [response.headers["x-request-id"] for response in (left, died, stopped)]
+    names = ["RequestAborted", "ProcessDied", "ServiceStopping"]
+    lines = [line for line in found if line["logger"] == "service.access" and line["level"] == "info"]
+    assert [(line["request_id"], line["status"], line["error"]) for line in lines] == [
+        (one, 200, name) for one, name in zip(ids, names, strict=True)
+    ]
+    assert [line["message"].rpartition(", ")[2] for line in lines] == [f"broken off: {name}" for name in names]
+    told = [(line["level"], line["request_id"], line["message"]) for line in found if line["logger"] == "service.sse"]
+    assert [one[:2] for one in told] == [("warning", ids[1]), ("warning", ids[2])], "one line each; clients may leave"
+    assert re.search(r"broke off: ProcessDied: the engine process \d+ died", told[0][2])
+    assert "broke off: ServiceStopping: the service stopped before the request was finished" in told[1][2]

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.cli import main
 from mindie_mm.sources import CLASSES, PARTS, configuration
+from service.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
@@ -133,6 +134,25 @@ def test_the_alerts_are_of_metrics_that_exist(http: Any) -> None:
         assert set(named) <= exist, rule
         assert rule["annotations"]["summary"]
         assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+def test_the_alert_of_errors_is_about_requests_that_are_answered(service: RunningService) -> None:
+    """Probes, scrapes and the page come every second, and would hide what fails."""
+    (expr,) = re.findall(r"alert: MindieMmErrors\n +expr: (.*)", PAGE)
+    left_out, again = re.findall(r'handler!~"([^"]*)"', expr)
+    assert left_out == again
+    page = {path.replace(path.rpartition("/")[2], "{name}") for path in page_paths if path != "/"} | {"/"}
+    paths = service.get("/openapi.json")["paths"]
+    assert {path for path in {*paths, *page} if re.fullmatch(left_out, path)} == {
+        *("/health", "/health/live", "/metrics", "/shm"),
+        *page,
+    }
+
+
+def test_the_reasons_of_an_ending_are_those_of_the_page(http: Any) -> None:
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| `request_success_total`")]
+    told = set(re.findall(r"`(\w+)`", row)) - {"request_success_total", "finished_reason"}
+    assert told == set(re.findall(r'request_success_total\{finished_reason="(\w+)"', http.get("/metrics").text))
 
 
 def test_the_dashboards_of_vllm_find_its_names(http: Any) -> None:

@@ -1,0 +1,17 @@
+"""Choices of a seeded request draw from the seeds that follow the request's, which go round."""
+
+from typing import Any
+
+LEAST, MOST = -(2**63), 2**63 - 1
+
+
+def test_the_seed_behind_the_greatest_is_the_least(http: Any) -> None:
+    def texts(seed: int, n: int) -> list[str]:
+        body = {"prompt": "What?", "temperature": 5, "max_tokens": 8, "ignore_eos": True, "seed": seed, "n": n}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return [choice["text"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
+
+    together = texts(MOST, 3)
+    assert len(set(together)) == 3
+    assert together == texts(MOST, 1) + texts(LEAST, 2)

@@ -1,0 +1,66 @@
+"""Settings with which no request could be answered: told in a line before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.config import ServiceConfig
+from mindie_mm.errors import InputError
+from tests import warm
+
+
+def refused(*flags: object) -> str:
+    """What a service says that does not start for a setting that is to be mended."""
+    command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--port", 0, *flags]
+    ended = warm.run(command, timeout=60, env=os.environ | {"MINDIE_MM_LOG_FORMAT": "text"})
+    assert ended.returncode == 2, ended.stderr
+    said = [line for line in ended.stderr.splitlines() if "mindie_mm.settings: " not in line]
+    assert len(said) == 1, "neither a trace nor a word of loading"
+    return said[0]
+
+
+def test_a_spool_that_cannot_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert re.fullmatch(r"Error: spool /proc/x cannot be made: .*", refused("--spool", "/proc/x"))
+    assert re.fullmatch(rf"Error: spool {file} cannot be made: .*", refused("--spool", file))
+    assert re.fullmatch(rf"Error: spool {file}/x cannot be made: .*", refused("--spool", file / "x"))
+    assert file.is_file()
+
+
+def test_a_spool_that_cannot_be_written() -> None:
+    """Nobody makes a folder in it, whatever the modes say."""
+    if os.geteuid() or not Path("/sys/kernel").is_dir():
+        pytest.skip("not the owner of /sys/kernel")
+    assert re.fullmatch("Error: spool /sys/kernel cannot be written: .*", refused("--spool", "/sys/kernel"))
+
+
+def test_a_folder_of_media_that_is_none(tmp_path: Path) -> None:
+    spool, file = tmp_path / "spool", tmp_path / "file"
+    file.touch()
+    for folder in (tmp_path / "nothing", file):
+        said = refused("--spool", spool, "--allowed-media-dir", folder)
+        assert said == f"Error: allowed_media_dir is {folder}, which is no folder"
+    assert list(spool.iterdir()) == []
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(InputError, match=f"port is {port}, it must be from 0 to 65535"):
+        ServiceConfig(port=port)
+    assert ServiceConfig(port=65535).port == 65535
+
+
+def test_a_misspelt_variable_is_in_the_log(tmp_path: Path) -> None:
+    """And the start goes on: here to a mistake that ends it."""
+    command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
+    ended = warm.run([*command, "--port", 0], timeout=60, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
+    assert " WARNING api[" in ended.stderr
+    assert "MINDIE_MM_MAX_IMAGE sets nothing; MINDIE_MM_MAX_IMAGES would" in ended.stderr
+    assert "a-value" not in ended.stderr
+    assert "allowed_media_dir is /no" in ended.stderr
