@@ -6,7 +6,7 @@ import faulthandler
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -80,16 +80,24 @@ def run_guided(name: str, inputs: int, seed: int) -> None:
     accepted = counted = 0
     started = time.monotonic()
     draw = Random(f"{name} {seed}")
-    with TARGETS[name]() as target, tempfile.TemporaryDirectory() as corpus:
+    with ExitStack() as stack:  # atheris ends the process without leaving it
+        target, corpus = stack.enter_context(TARGETS[name]()), stack.enter_context(tempfile.TemporaryDirectory())
         for number, data in enumerate(target.seeds):
             Path(corpus, str(number)).write_bytes(data)
 
         def check(data: bytes) -> None:
             nonlocal accepted, counted
-            accepted += _accepts(target, data)
+            if counted == inputs:
+                return
+            try:
+                accepted += _accepts(target, data)
+            except Finding:
+                stack.close()
+                raise
             counted += 1
             if counted == inputs:
                 say(name, Result(counted, accepted, time.monotonic() - started), "atheris")
+                stack.close()
 
         def mutate(data: bytes, max_size: int, _: int) -> bytes:
             if draw.random() < 0.5:
