@@ -2,7 +2,6 @@
 
 import io
 import struct
-import time
 from functools import cache
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.image import EncodedImage, open_image
-from mindie_mm.media.segments import MAX_PARTS, MAX_SCANS, check_parts, check_scans, jpeg_head
+from mindie_mm.media.segments import MAX_PARTS, MAX_SCAN_PIXELS, MAX_SCANS, check_parts, check_scans, jpeg_head
 from tests.attacks import pictures
 from tests.media_samples import encoded, jpeg_variants, photograph
 
@@ -153,31 +152,19 @@ def test_behind_a_marker_that_libjpeg_does_not_take_every_scan_counts(odd):
         check_scans(data[:-2] + odd + data[-2:] + SOS * MAX_SCANS, 5000, 5000, up_to_end=True)
 
 
-@pytest.mark.parametrize("name", pictures.SCANS)
-def test_scans_are_refused_at_once(name):
-    data = pictures.SCANS[name]()
-    started = time.perf_counter()
-    with pytest.raises(LimitExceeded, match=r"has \d+ scans; the limit is \d+"):
+@pytest.mark.parametrize("name", [*pictures.SCANS, *pictures.PARTS])
+def test_too_many_are_refused_before_anything_is_decoded(name):
+    """How soon, and with how much memory, tests/attacks says."""
+    data = (pictures.SCANS | pictures.PARTS)[name]()
+    said = r"has \d+ scans; the limit is \d+" if name in pictures.SCANS else rf"or more .*; the limit is {MAX_PARTS}"
+    with pytest.raises(LimitExceeded, match=said):
         open_image(data)
-    assert time.perf_counter() - started < 2
 
 
 @pytest.mark.parametrize("size", [(16, 16), (200, 200), (2000, 2000)])
-def test_as_many_scans_as_pass_are_decoded_in_about_a_second(size):
-    most = 2**28 // ((size[0] + 64) * (size[1] + 64))
-    data = pictures.refined(*size, most - 20)
-    started = time.perf_counter()
-    open_image(data).decode()
-    assert time.perf_counter() - started < 4  # 0.2 to 0.8 s of an idle core
-
-
-@pytest.mark.parametrize("name", pictures.PARTS)
-def test_parts_are_refused_at_once(name):
-    data = pictures.PARTS[name]()
-    started = time.perf_counter()
-    with pytest.raises(LimitExceeded, match=rf"has \d+ or more .*; the limit is {MAX_PARTS}"):
-        open_image(data)
-    assert time.perf_counter() - started < 2
+def test_as_many_scans_as_the_limit_are_taken(size):
+    most = MAX_SCAN_PIXELS // ((size[0] + 64) * (size[1] + 64))
+    assert open_image(pictures.refined(*size, most - 20)).decode().shape == (size[1], size[0], 3)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +179,9 @@ def test_parts_are_refused_at_once(name):
     ],
     ids=["segments", "stuffed", "fill", "nothing", "chunks", "sub-blocks"],
 )
-def test_megabytes_of_parts_are_not_walked_to_their_end(data):
-    started = time.perf_counter()
+def test_megabytes_of_parts_are_refused(data):
     with pytest.raises(LimitExceeded, match="the limit is"):
         check_parts(data)
-    assert time.perf_counter() - started < 2
 
 
 def test_the_head_of_a_jpeg_ends_at_its_first_scan():
@@ -210,21 +195,3 @@ def test_cut_files_of_every_format_pass_the_count(at):
     """What is broken is the decoder's to refuse."""
     for file_format in ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"):
         check_parts(encoded(pictures.small(), file_format)[:at])
-
-
-def test_a_photographs_check_is_a_small_part_of_its_decoding():
-    noise = np.random.default_rng(0).integers(-12, 12, (1500, 2000, 1))
-    image = Image.fromarray((np.asarray(photograph(size=(2000, 1500))) + noise).clip(0, 255).astype(np.uint8))
-    data = encoded(image, quality=93)
-    took = {}
-    for name, work in (
-        ("check", lambda: (jpeg_head(data), check_scans(data, 2000, 1500, up_to_end=True))),
-        ("decode", lambda: open_image(data).decode()),
-    ):
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - started)
-        took[name] = min(times)
-    assert took["check"] < took["decode"] / 30
