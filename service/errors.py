@@ -120,9 +120,13 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
     details = "; ".join(_detail(detail) for detail in found[:_MAX_DETAILS])
     if len(found) > _MAX_DETAILS:
         details += f"; and {len(found) - _MAX_DETAILS} more"
-    location = found[0]["loc"][1:] if found else ()
-    param = str(location[0]) if location and isinstance(location[0], str) else None
-    return JSONResponse(error_body(details, 400, param), status_code=400)
+    return JSONResponse(error_body(details, 400, _param(found[0]) if found else None), status_code=400)
+
+
+def _param(detail: Mapping[str, Any]) -> str | None:
+    """The field of the body that a mistake is in; None of a body that is wrong as a whole."""
+    first = next(iter(detail["loc"][1:]), detail.get("ctx", {}).get("name"))
+    return first if isinstance(first, str) else None
 
 
 def _detail(detail: Mapping[str, Any]) -> str:

@@ -94,7 +94,9 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
 def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str, field: Any) -> None:
     body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
     (name,) = field
-    assert f"{name} is not served" in check(http.post(path, json=body), 400)["message"]
+    error = check(http.post(path, json=body), 400)
+    assert f"{name} is not served" in error["message"]
+    assert error["param"] == name
     for off in (None, False, [], {}):
         assert http.post(path, json=body | {name: off}).status_code == 200
 
