@@ -21,8 +21,14 @@ class CUDA(Device):
     @classmethod
     def missing(cls) -> str | None:
         if torch.version.cuda is None:
-            return "this torch is built without CUDA"
-        return None if torch.cuda.is_available() else "no CUDA device is visible, see nvidia-smi"
+            return f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started names the one with it"
+        if torch.cuda.is_available():
+            return None
+        try:
+            torch.cuda.init()  # says why: an old driver, or none
+        except RuntimeError as error:
+            return f"{error}; see nvidia-smi, and in a container whether it was given the GPUs (--gpus all)"
+        return "no CUDA device is visible, see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
     @property
     def torch_device(self) -> torch.device:

@@ -62,7 +62,8 @@ class PagedCache:
         if blocks:
             which = upload(torch.tensor(blocks, dtype=torch.int64), self.keys[0].device)
             for pages in (*self.keys, *self.values):
-                pages.index_fill_(0, which, 0)
+                # Not index_fill_: CANN's writes a copy of the whole tensor, and that back into it.
+                pages.index_copy_(0, which, pages.new_zeros(len(blocks), *pages.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

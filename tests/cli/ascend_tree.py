@@ -32,8 +32,11 @@ path={home}/{arch}-linux
 TCP_HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 
 
-def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=()):
-    """What `npu-smi info` of the driver 24.1 prints for 910B2 (vllm-project/vllm-ascend#1767, #2534)."""
+def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=(), first=0):
+    """What `npu-smi info` of the driver 24.1 prints for 910B2 (vllm-project/vllm-ascend#1767, #2534).
+
+    `first` is the first card's number: in a container that has some of a host's.
+    """
     lines = [
         "+------------------------------------------------------------------------------------------------+",
         "| npu-smi 25.5.1                   Version: 25.5.1                                               |",
@@ -42,7 +45,7 @@ def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=()):
         "| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |",
         RULE,
     ]
-    for npu, (state, mib) in enumerate(zip(health, used, strict=True)):
+    for npu, (state, mib) in enumerate(zip(health, used, strict=True), first):
         lines += [
             f"| {npu}     910B2               | {state:<13} | 96.4        37                0    / 0             |",
             f"| 0                         | 0000:C{npu}:00.0  | 0           0    / 0          {mib} / 65536         |",
@@ -51,7 +54,7 @@ def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=()):
     lines.append("+---------------------------+---------------+----------------------------------------------------+")
     lines.append("| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |")
     lines.append(RULE)
-    for npu in range(len(health)):
+    for npu in range(first, first + len(health)):
         rows = [one for one in processes if one[0] == npu]
         for _, pid, name, mib in rows:
             lines.append(f"| {npu}       0                 | {pid:<13} | {name:<24} | {mib:<23} |")

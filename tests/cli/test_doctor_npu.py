@@ -318,7 +318,10 @@ def test_an_npu_that_others_use(tree):
     assert only(tree).found == (
         "NPU 0 chip 0: 24.0 of 64.0 GiB free, process 1333928 has 37709 MiB, process 1333929 python has 132 MiB"
     )
-    assert "1 idle, NPU 1 (ASCEND_RT_VISIBLE_DEVICES)" in only(tree).advice
+    assert "1 idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice
+    tree.npu_smi(smi_table(used=(41000, 3395), first=4))
+    assert only(tree).found.startswith("NPU 4 chip 0")
+    assert "1 idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice, "a place, and no card's number"
 
 
 def test_memory_that_nobody_seems_to_have(tree):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mindie_mm.device.finding import Finding
@@ -85,14 +85,14 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
         yield Finding("npu health", "error", found, "the driver hangs: see dmesg; reboot")
         return
     said = f"{ended.stdout}\n{ended.stderr}"
-    npus = [one for place, one in enumerate(parse(said)) if visible is None or place in visible]
+    npus = {place: one for place, one in enumerate(parse(said)) if visible is None or place in visible}
     if not npus:
         symptom = explain(said)
         text = " ".join(said.split())[:200] or f"nothing, and ends with {ended.status}"
         meaning, advice = (symptom.meaning, symptom.advice) if symptom else ("", "see dmesg; install the driver anew")
         yield Finding("npu health", "error", f"npu-smi info says: {text}{meaning and f' ({meaning})'}", advice)
         return
-    yield _health(npus)
+    yield _health([*npus.values()])
     yield _use(npus)
 
 
@@ -111,17 +111,18 @@ def _health(npus: list[NPU]) -> Finding:
     return Finding("npu health", "error" if grave else "warning", found, advice)
 
 
-def _use(npus: list[NPU]) -> Finding:
-    busy = [one for one in npus if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
+def _use(npus: Mapping[int, NPU]) -> Finding:
+    """By place, which is what ASCEND_RT_VISIBLE_DEVICES takes: cards of two chips have two, a container counts anew."""
+    busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
     if not busy:
-        free = min(one.total_mib - one.used_mib for one in npus) / 1024
+        free = min(one.total_mib - one.used_mib for one in npus.values()) / 1024
         return Finding("npu use", "ok", f"no other process, {free:.1f} GiB free on each")
     found = "; ".join(_occupied(one) for one in busy)
-    idle = [str(one.npu) for one in npus if one not in busy]
+    idle = [str(place) for place, one in npus.items() if one not in busy]
     advice = (
         "stop them" if any(one.processes for one in busy) else "a process of another container has it, or a dead one"
     )
-    advice += f", or use others: {len(idle)} idle, NPU {', '.join(idle)} (ASCEND_RT_VISIBLE_DEVICES)" if idle else ""
+    advice += f", or use others: {len(idle)} idle, ASCEND_RT_VISIBLE_DEVICES={','.join(idle)}" if idle else ""
     return Finding("npu use", "warning", found, f"{advice}; else the KV cache gets what is left")
 
 

@@ -1,0 +1,29 @@
+"""What is said of CUDA where there is none."""
+
+import pytest
+import torch
+
+from mindie_mm.device.cuda import CUDA
+
+OLD = "The NVIDIA driver on your system is too old (found version 12020)."
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_torch_without_cuda_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert f"this torch ({torch.__version__}) is built without CUDA" in CUDA.missing()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_driver_s_own_words_are_handed_on(monkeypatch):
+    def init():
+        raise RuntimeError(OLD)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert CUDA.missing().startswith(f"{OLD}; see nvidia-smi")
