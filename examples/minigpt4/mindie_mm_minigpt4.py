@@ -20,7 +20,7 @@ from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import normalize_patches
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_patches
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -50,8 +50,8 @@ class MiniGPT4Processor(Processor):
         if size["height"] != size["width"]:
             raise UnsupportedCheckpoint(f"{checkpoint.path}: images of {size['width']}x{size['height']}, not square")
         self.side: int = size["height"]
-        self.mean: Sequence[float] = pixels.get("image_mean", (0.48145466, 0.4578275, 0.40821073))
-        self.std: Sequence[float] = pixels.get("image_std", (0.26862954, 0.26130258, 0.27577711))
+        self.mean: Sequence[float] = pixels.get("image_mean", CLIP_MEAN)
+        self.std: Sequence[float] = pixels.get("image_std", CLIP_STD)
         self.feature_width = text_width("Blip2Config", checkpoint)
         self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
         self.placeholders = {"image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Self
@@ -13,6 +14,76 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.media.image import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Squares of patches, and the windows of them that are pooled to one feature each."""
+
+    side: int
+    """Pixels of a square's side, and of a patch's."""
+    patch: int
+    pooling: tuple[int, int]
+    """Rows and columns of patches of a window."""
+    margins: tuple[int, int] = (0, 0)
+    """Patches at a crop's start and end, on each axis, that are its neighbour's to give."""
+
+    @property
+    def patches(self) -> int:
+        """Of a side."""
+        return self.side // self.patch
+
+    @property
+    def step(self) -> int:
+        """Pixels from one crop to the next."""
+        return (self.patches - sum(self.margins)) * self.patch
+
+    @property
+    def shared(self) -> int:
+        """Pixels of a side that are not its own."""
+        return sum(self.margins) * self.patch
+
+    @property
+    def square_cells(self) -> tuple[int, int]:
+        """Rows and columns of windows of one square."""
+        return self._cells(self.patches, self.patches)
+
+    def canvas(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width in pixels of what rows x columns crops are cut from."""
+        return rows * self.step + self.shared, columns * self.step + self.shared
+
+    def cells(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of windows of that canvas."""
+        height, width = self.canvas(rows, columns)
+        return self._cells(height // self.patch, width // self.patch)
+
+    def _cells(self, height: int, width: int) -> tuple[int, int]:
+        return math.ceil(height / self.pooling[0]), math.ceil(width / self.pooling[1])
+
+    def square_windows(self) -> Tensor:
+        """int64 [cells, patches of a window] of one square: the patches of each, -1 for none."""
+        return self._windows(torch.arange(self.patches**2).view(self.patches, self.patches))
+
+    def canvas_windows(self, rows: int, columns: int) -> Tensor:
+        """The same of the canvas of rows x columns crops, whose patches come one crop after another."""
+        (row, y), (column, x) = self._owners(rows), self._owners(columns)
+        crop = row.unsqueeze(1) * columns + column
+        return self._windows(crop * self.patches**2 + y.unsqueeze(1) * self.patches + x)
+
+    def _owners(self, crops: int) -> tuple[Tensor, Tensor]:
+        """Of each patch along one axis of a canvas: the crop that gives it, and its place there."""
+        window, before = self.step // self.patch, self.margins[0]
+        patches = torch.arange(crops * window + sum(self.margins))
+        crop = ((patches - before) // window).clamp(0, crops - 1)
+        return crop, patches - crop * window
+
+    def _windows(self, patches: Tensor) -> Tensor:
+        high, wide = self.pooling
+        rows, columns = self._cells(*patches.shape)
+        below, right = rows * high - patches.shape[0], columns * wide - patches.shape[1]
+        edges = (right // 2, (right + 1) // 2, below // 2, (below + 1) // 2)
+        padded = F.pad(patches, edges, value=-1).view(rows, high, columns, wide)
+        return padded.transpose(1, 2).reshape(rows * columns, high * wide)
 
 
 @dataclass(frozen=True, slots=True)

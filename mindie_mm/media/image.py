@@ -77,7 +77,8 @@ class EncodedImage:
             raise
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
             raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
-        if orientation in {5, 6, 7, 8} and file.format != "TIFF":  # of a TIFF Pillow gives the upright size
+        # Where a TIFF's own tag says it, Pillow gives the upright size; not where its XMP does.
+        if orientation in {5, 6, 7, 8} and _ORIENTATION_TAG not in getattr(file, "tag_v2", ()):
             width, height = height, width
         return cls(height, width, file)
 

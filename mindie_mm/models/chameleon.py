@@ -12,21 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.config import MAX_IMAGE_PIXELS
-from mindie_mm.device import Device
-from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.device import Device, upload
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import RESAMPLES, Data, open_image, resize
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pixels import Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
-_LANCZOS = 1
-_NEEDED = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
+_DEFAULTS: Mapping[str, Any] = {
+    "resample": 1,
+    "size": {"shortest_edge": 512},
+    "crop_size": {"height": 512, "width": 512},
+    "image_mean": (1.0, 1.0, 1.0),
+    "image_std": (1.0, 1.0, 1.0),
+    "rescale_factor": 0.0078,
+}
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}"
@@ -37,34 +44,30 @@ _CHAT_TEMPLATE = (
 
 
 class ChameleonProcessor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [height, width, 3], of the size that all images get."""
+    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, height, width, 3], of all images' size."""
 
     chat_template: ClassVar[str | None] = _CHAT_TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        where = checkpoint.path
+        where = str(checkpoint.path)
+        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
+        check_type(settings, "image_processor_type", ["ChameleonImageProcessor"], where)
+        check_settings(settings, {"do_resize": True, "do_center_crop": True}, where)
+        size, crop = Size.read(settings["size"], where), Size.read(settings["crop_size"], where, square=True).fixed
+        edge = size.shortest_edge or 0
+        height, width = size.fixed or (edge, edge)
+        if crop is None or size.longest_edge is not None or height < crop[0] or width < crop[1]:
+            raise UnsupportedCheckpoint(
+                f"{where}: of images resized to {settings['size']} not all can be cut to {settings['crop_size']}"
+            )
+        self._made = crop
+        self._steps = Preprocess(size, resample_of(settings, where), crop)
+        self.normalization = Normalization.read(settings)
         joint = checkpoint.json("processor_config.json")
-        config = joint.get("image_processor") or checkpoint.json("preprocessor_config.json")
-        for name in _NEEDED:
-            if not config.get(name, True):
-                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only True is served")
-        if (number := config.get("resample", _LANCZOS)) not in RESAMPLES:
-            raise UnsupportedCheckpoint(f"{where}: resample is {number!r}, only {[*RESAMPLES]} are served")
-        self._resample = RESAMPLES[number]
-        self._size: Mapping[str, int] = config.get("size") or {"shortest_edge": 512}
-        crop = config.get("crop_size") or {"height": 512, "width": 512}
-        self.height, self.width = int(crop["height"]), int(crop["width"])
-        height, width = (self._size.get(name, self._size.get("shortest_edge", 0)) for name in ("height", "width"))
-        square = "shortest_edge" in self._size
-        if min(height, width) < max(crop.values()) if square else height < self.height or width < self.width:
-            raise UnsupportedCheckpoint(f"{where}: of images resized to {self._size} none can be cut to {crop}")
-        self.mean: tuple[float, ...] = tuple(config.get("image_mean", (1.0, 1.0, 1.0)))
-        self.std: tuple[float, ...] = tuple(config.get("image_std", (1.0, 1.0, 1.0)))
-        self.rescale_factor: float = config.get("rescale_factor", 0.0078)
         self._num_features = int(joint.get("image_seq_length", 1024))
         quantizer = checkpoint.config.get("vq_config") or {}
         shrink = 2 ** (len(quantizer.get("channel_multiplier") or (1, 1, 2, 2, 4)) - 1)
-        if (made := self.height // shrink * (self.width // shrink)) != self._num_features:
+        if (made := crop[0] // shrink * (crop[1] // shrink)) != self._num_features:
             raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self._num_features}, images make {made} tokens")
         self.feature_width = text_width("ChameleonConfig", checkpoint)
         token, start, end = (
@@ -90,7 +93,7 @@ class ChameleonProcessor(Processor):
 
     def worst_case(self, kind: Kind) -> Data:
         del kind
-        return np.zeros((self.height, self.width, 3), np.uint8)
+        return np.zeros((*self._made, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         del kind, num_features, grid
@@ -104,31 +107,13 @@ class ChameleonProcessor(Processor):
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del media, counts
         image = open_image(data)
-        height, width = self._resized(image.height, image.width)
-        if height * width > MAX_IMAGE_PIXELS:
-            raise LimitExceeded(
-                f"{image.width}x{image.height} pixels would be resized to {width}x{height}; "
-                f"the limit is {MAX_IMAGE_PIXELS} pixels"
-            )
-        top, left = (height - self.height) // 2, (width - self.width) // 2
+        self._steps.check(image.height, image.width)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            resized = resize(image.decode(), height, width, self._resample)
-            arrays["pixel_values"][...] = resized[top : top + self.height, left : left + self.width]
+            arrays["pixel_values"][0] = self._steps.apply(image.decode())
 
-        return Plan(
-            num_features=self._num_features,
-            specs={"pixel_values": ArraySpec((self.height, self.width, 3), "uint8")},
-            settings=f"chameleon {height}x{width}, {self._resample}, crop {self.height}x{self.width}",
-            write=write,
-        )
-
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        if "shortest_edge" not in self._size:
-            return self._size["height"], self._size["width"]
-        short = self._size["shortest_edge"]
-        long = int(short * max(height, width) / min(height, width))
-        return (long, short) if width <= height else (short, long)
+        spec = ArraySpec((1, *self._made, 3), "uint8")
+        return Plan(self._num_features, {"pixel_values": spec}, f"chameleon {self._steps}", write)
 
 
 class ChameleonModel(PretrainedModel):
@@ -142,27 +127,24 @@ class ChameleonModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: ChameleonProcessor) -> None:
         super().__init__(module, spec, module.model, module.lm_head)
-        self._scaled_mean, self._scaled_std = (
-            (torch.tensor(values, device=spec.device) * (1.0 / processor.rescale_factor)).view(-1, 1, 1)
-            for values in (processor.mean, processor.std)
-        )
-        self._barred = torch.tensor(module.model.vocabulary_mapping.image_tokens, device=spec.device)
+        self._normalization = processor.normalization
+        barred = torch.zeros(spec.vocab_size, dtype=torch.bool)
+        barred[module.model.vocabulary_mapping.image_tokens] = True
+        self._barred = upload(barred, spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = torch.stack([self.normalized(item) for item in items])
+        pixels = joined([self.normalized(item) for item in items])
         features: Tensor = self.module.model.get_image_features(pixels, return_dict=True).pooler_output
         return list(features)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [3, height, width], on the device."""
-        pixels = to_device(item.view, "pixel_values", self.spec.device)
-        planes = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        return planes.sub_(self._scaled_mean).div_(self._scaled_std)
+        """float32 [1, 3, height, width], on the device, laid out as the reference's: a code is the nearest one."""
+        return self._normalization(to_device(item.view, "pixel_values", self.spec.device)).contiguous()
 
     def head(self, hidden: Tensor) -> Tensor:
         """No token of an image is ever given out."""
         logits = super().head(hidden)
-        return logits.index_fill_(1, self._barred, torch.finfo(logits.dtype).min)
+        return logits.masked_fill_(self._barred, torch.finfo(logits.dtype).min)
 
 
 class Chameleon(Family):

@@ -83,6 +83,7 @@ class FuyuProcessor(Processor):
         except KeyError as error:
             raise UnsupportedCheckpoint(f"{where}: tokenizer.json has no token {error}") from error
         self._newline, self._answer = newline, answer
+        self._blank = [vocabulary[piece] for piece in _prepended(checkpoint) if piece in vocabulary]
         self._token = token
         self.placeholders = {"image": Placeholder((), token, ())}
 
@@ -114,7 +115,9 @@ class FuyuProcessor(Processor):
         """Where there is an image, a BOS stands behind it, and the answer begins with a token of its own."""
         if not num_items:
             return ids
-        return [*([] if ids[:1] == [self._bos] else [self._bos]), *ids, self._answer]
+        text = ids[1:] if ids[:1] == [self._bos] else ids
+        # The reference encodes the answer's token with the text: what stands before a text stands before it alone, too.
+        return [self._bos, *(text or self._blank), self._answer]
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del media, counts
@@ -189,6 +192,13 @@ class Fuyu(Family):
 
         module, spec = load_pretrained(FuyuForCausalLM, checkpoint, device, dtype)
         return FuyuModel(module, spec, FuyuProcessor(checkpoint))
+
+
+def _prepended(checkpoint: Checkpoint) -> list[str]:
+    """What the tokenizer puts before every text."""
+    normalizer = checkpoint.json("tokenizer.json").get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    return [step["prepend"] for step in steps if step.get("type") == "Prepend"]
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:

@@ -55,7 +55,7 @@ class InternVLProcessor(Processor):
                 f"{where}: image_seq_length is {stated}, a tile has {self._tile_features} features"
             )
         spelled = {name: _spelled(checkpoint, name) for name in _TOKENS}
-        context, start, end, _ = (checkpoint.token_id(token) for token in spelled.values())
+        context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
             raise UnsupportedCheckpoint(
                 f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {context}"

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.crops import Canvas, choose_tiling, cut_crops, cut_patches
+from mindie_mm.media.crops import Canvas, Geometry, choose_tiling, cut_crops, cut_patches
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -28,6 +28,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
@@ -36,10 +37,10 @@ from mindie_mm.shm import ArraySpec
 
 CROP, PATCH = 336, 14
 """Pixels of a crop's side, and of a patch's."""
-STEP = 224
-"""Pixels from one crop to the next; neighbours share the other 112."""
-CELLS = CROP // PATCH // 2
-"""Cells of a crop's side; a cell is 2 x 2 patches, pooled to one feature."""
+CROPS = Geometry(CROP, 2 * PATCH, pooling=(1, 1), margins=(2, 2))
+"""Their cells: 2 x 2 patches each, which are pooled to one feature before the crops are put together."""
+CELLS = CROPS.patches
+"""Cells of a crop's side."""
 
 _GLOBAL, _DETAIL = "global_pixels", "pixels"
 # What the original wrapper has in its code; config.json has it only where it differs.
@@ -71,7 +72,6 @@ _PREPROCESSING: Mapping[str, Any] = {
     "image_padding_mask": True,
     "do_normalize": True,
 }
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 CHAT_TEMPLATE = """
 {%- for message in messages -%}
@@ -89,28 +89,13 @@ CHAT_TEMPLATE = """
 """
 
 
-def detail_size(grid: tuple[int, ...]) -> tuple[int, int]:
-    """Height and width in pixels of what crops (rows, columns) are cut from."""
-    rows, columns = grid
-    return STEP * rows + CROP - STEP, STEP * columns + CROP - STEP
-
-
 def slot_order(rows: int, columns: int) -> Tensor:
     """int64 [num_features]: the cell, of all crops' cells one after another, of each slot of an item.
 
     First the global crop's; then those of rows x columns crops as one picture, each cell from the crop in which it
     lies further from the edge.
     """
-
-    def owners(crops: int) -> tuple[Tensor, Tensor]:
-        cells = torch.arange(8 * crops + 4)  # crops lie 8 cells apart and are 12 wide
-        crop = ((cells - 2) // 8).clamp(0, crops - 1)
-        return crop, cells - 8 * crop
-
-    (row, y), (column, x) = owners(rows), owners(columns)
-    crop = 1 + row.unsqueeze(1) * columns + column
-    cells = crop * CELLS**2 + y.unsqueeze(1) * CELLS + x
-    return torch.cat([torch.arange(CELLS**2), cells.flatten()])
+    return torch.cat([torch.arange(CELLS**2), CELLS**2 + CROPS.canvas_windows(rows, columns).flatten()])
 
 
 class MolmoProcessor(Processor):
@@ -132,8 +117,8 @@ class MolmoProcessor(Processor):
         _refuse_others(checkpoint, config, _PREPROCESSING)
         self.feature_width: int = checkpoint.config["hidden_size"]
         self.max_crops: int = config.get("max_crops", 12)
-        self.mean: tuple[float, ...] = tuple(config.get("image_mean", _CLIP_MEAN))
-        self.std: tuple[float, ...] = tuple(config.get("image_std", _CLIP_STD))
+        self.mean: tuple[float, ...] = tuple(config.get("image_mean", CLIP_MEAN))
+        self.std: tuple[float, ...] = tuple(config.get("image_std", CLIP_STD))
         special = checkpoint.json("tokenizer_config.json")
         self._bos = checkpoint.token_id(_content(special.get("bos_token") or special.get("eos_token")))
         names = ("<im_start>", "<im_patch>", "<im_col>", "<im_end>")
@@ -142,20 +127,20 @@ class MolmoProcessor(Processor):
 
     def max_tokens(self, kind: Kind) -> int:
         del kind
-        return CELLS**2 + 12 * (8 * self.max_crops + 4)  # in one row: there the fewest cells overlap
+        return _num_features((1, self.max_crops))  # in one row: there the fewest cells overlap
 
     def worst_case(self, kind: Kind) -> Data:
         del kind
-        return np.zeros((CROP, STEP * self.max_crops + CROP - STEP, 3), np.uint8)
+        return np.zeros((*CROPS.canvas(1, self.max_crops), 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         del media, counts
         image = open_image(data)
-        margin = CROP - STEP
-        rows, columns = choose_tiling(image.height - margin, image.width - margin, STEP, self.max_crops)
+        height, width = image.height - CROPS.shared, image.width - CROPS.shared
+        rows, columns = choose_tiling(height, width, CROPS.step, self.max_crops)
         canvases = {
             _GLOBAL: Canvas.fitting(image.height, image.width, CROP, CROP),
-            _DETAIL: Canvas.fitting(image.height, image.width, *detail_size((rows, columns))),
+            _DETAIL: Canvas.fitting(image.height, image.width, *CROPS.canvas(rows, columns)),
         }
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -165,7 +150,7 @@ class MolmoProcessor(Processor):
 
         specs = {name: ArraySpec((canvas.rows, canvas.columns, 3), "float32") for name, canvas in canvases.items()}
         return Plan(
-            num_features=CELLS**2 + (8 * rows + 4) * (8 * columns + 4),
+            num_features=_num_features((rows, columns)),
             specs=specs,
             settings=f"image {rows}x{columns} crops, {[spec.shape for spec in specs.values()]}",
             write=write,
@@ -174,13 +159,13 @@ class MolmoProcessor(Processor):
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
         del kind
-        return len(grid) == 2 and min(grid) > 0 and sum(map(math.prod, _cells(grid))) == num_features
+        return len(grid) == 2 and min(grid) > 0 and _num_features(grid) == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         del num_features
         token = self.placeholder(kind).token
         run: list[int] = []
-        for rows, columns in _cells(grid):
+        for rows, columns in (CROPS.square_cells, CROPS.cells(*grid)):
             run += [self._start, *([token] * columns + [self._column]) * rows, self._end]
         return Spelling(runs=(run,))
 
@@ -193,10 +178,9 @@ class MolmoProcessor(Processor):
         return 1
 
 
-def _cells(grid: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Rows and columns of features of the whole image, and of its crops (rows, columns)."""
-    rows, columns = (8 * crops + 4 for crops in grid)
-    return [(CELLS, CELLS), (rows, columns)]
+def _num_features(grid: tuple[int, ...]) -> int:
+    """Of an image in crops (rows, columns)."""
+    return CELLS**2 + math.prod(CROPS.cells(*grid))
 
 
 class Attention(nn.Module):
@@ -440,7 +424,7 @@ class MolmoModel(Model):
         crops = []
         for name, canvas in canvases(item).items():
             picture = canvas.draw(to_device(item.view, name, self.spec.device))
-            crops.append(cut_crops((picture - self._mean) / self._std, CROP, STEP))
+            crops.append(cut_crops((picture - self._mean) / self._std, CROP, CROPS.step))
         return cut_patches(torch.cat(crops), PATCH)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -473,7 +457,7 @@ def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
 
 def canvases(item: MediaItem) -> dict[str, Canvas]:
     """The canvas of each of its pictures."""
-    sizes = {_GLOBAL: (CROP, CROP), _DETAIL: detail_size(item.shape.grid)}
+    sizes = {_GLOBAL: (CROP, CROP), _DETAIL: CROPS.canvas(*item.shape.grid)}
     return {name: Canvas(*size, *item.view[name].shape[:2]) for name, size in sizes.items()}
 
 
@@ -483,7 +467,7 @@ def paddings(item: MediaItem) -> Tensor:
     As the original has it, and so as the weights were trained: each crop is given the padding of the next one, and
     the last one that of pictures which leave something of every patch empty.
     """
-    filled = cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, STEP), PATCH).sum(-1)
+    filled = cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, CROPS.step), PATCH).sum(-1)
     padding = torch.where(filled == 0, 1, torch.where(filled < PATCH**2, 2, 0))
     return torch.cat([padding, torch.full_like(padding[:1], 2)])
 

@@ -5,7 +5,7 @@ Source: arXiv 2407.10759; transformers' qwen2_audio, whose ids and spectrograms 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -97,6 +97,11 @@ class Qwen2AudioProcessor(Processor):
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
         self.feature_width = text_width("Qwen2AudioConfig", checkpoint)
         self.placeholders = {"audio": Placeholder((before,), token, (after,))}
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        """Never the tokenizer's: that of a base model knows of text alone."""
+        del tokenizers, kinds
+        return own or self.chat_template
 
     def max_tokens(self, kind: Kind) -> int:
         self.placeholder(kind)

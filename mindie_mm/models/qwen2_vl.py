@@ -26,7 +26,7 @@ from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
-from mindie_mm.nn.pixels import joined, normalize_patches, normalize_planes, repeat_frames
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, joined, normalize_patches, normalize_planes, repeat_frames
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
@@ -92,8 +92,8 @@ class PixelSettings:
             patch_size=config.get("patch_size", 14),
             temporal_patch_size=config.get("temporal_patch_size", 2),
             merge_size=config.get("merge_size", 2),
-            mean=tuple(config.get("image_mean", (0.48145466, 0.4578275, 0.40821073))),
-            std=tuple(config.get("image_std", (0.26862954, 0.26130258, 0.27577711))),
+            mean=tuple(config.get("image_mean", CLIP_MEAN)),
+            std=tuple(config.get("image_std", CLIP_STD)),
             rescale_factor=config.get("rescale_factor", 1 / 255),
             fps=config.get("fps"),
             num_frames=config.get("num_frames"),

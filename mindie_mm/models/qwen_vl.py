@@ -28,6 +28,7 @@ from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
@@ -38,8 +39,6 @@ from mindie_mm.shm.mindie import SegmentsView
 _BYTES = "image"
 _PIXELS = "pixel_values"
 _MINDIE: Mapping[Kind, Layout] = {"image": Layout((InSegment(_PIXELS, "float32"),))}
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 _HEAD_WIDTH = 128  # of the resampler, in every checkpoint
 _TOWER_EPS = 1e-6
 _PATTERN = (
@@ -122,7 +121,7 @@ class QwenVLProcessor(Processor):
 
 def normalize(images: Tensor) -> Tensor:
     """uint8 [n, size, size, 3] -> float32 [n, 3, size, size], to the last bit as the reference."""
-    mean, std = (upload(values, images.device).view(1, 3, 1, 1) for values in (_MEAN, _STD))
+    mean, std = (upload(values, images.device).view(1, 3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
     return images.permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 
@@ -286,9 +285,16 @@ class QwenVLModel(Model):
         self._size = processor.size
         self._shape = MediaShape("image", processor.placeholder("image").token, processor.num_queries)
         self._trained_length: int = config["seq_length"]
-        self._rotary_base: float = config.get("rotary_emb_base", 10000)
         self._dynamic_ntk: bool = config.get("use_dynamic_ntk", True)
-        self._logn: bool = config.get("use_logn_attn", True)
+        logn: bool = config.get("use_logn_attn", True)
+        # Made by the host, as the reference's are: an NPU has no float64.
+        exponent, most = spec.head_dim / (spec.head_dim - 2), self._factor(spec.max_model_len)
+        base: float = config.get("rotary_emb_base", 10000)
+        # float32 [most + 1], by the factor.
+        self._rotary_bases = upload([base * factor**exponent for factor in range(most + 1)], spec.device)
+        # float32 [max_model_len], by the index: queries behind the length trained on grow with its logarithm.
+        scales = [max(math.log(i + 1, self._trained_length), 1.0) if logn else 1.0 for i in range(spec.max_model_len)]
+        self._query_scales = upload(scales, spec.device)
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
         if _PIXELS not in view:
@@ -299,10 +305,7 @@ class QwenVLModel(Model):
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         del items
-        factor = 1
-        if self._dynamic_ntk and length:
-            factor = max(2 ** math.ceil(math.log2(length / self._trained_length) + 1) - 1, 1)
-        return Positions(torch.stack([torch.arange(length), torch.full((length,), factor)]), held_axes=1)
+        return Positions(torch.stack([torch.arange(length), torch.full((length,), self._factor(length))]), held_axes=1)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items])
@@ -321,9 +324,8 @@ class QwenVLModel(Model):
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         del extra
         index, factor = positions
-        width = self.spec.head_dim
-        angles = rotary_angles(index, width, self._rotary_base * factor.double() ** (width / (width - 2)))
-        scale = self._query_scale(index)
+        angles = rotary_angles(index, self.spec.head_dim, self._rotary_bases.index_select(0, factor))
+        scale = self._query_scales.index_select(0, index).unsqueeze(1)
         for block in self.module.transformer["h"].children():
             hidden = block(hidden, angles, scale, paged)
         normed: Tensor = self.module.transformer["ln_f"](hidden)
@@ -333,11 +335,11 @@ class QwenVLModel(Model):
         logits: Tensor = self.module.lm_head(hidden)
         return logits.float()
 
-    def _query_scale(self, index: Tensor) -> Tensor:
-        """float32 [T, 1]: queries behind the length trained on grow with the logarithm of their position."""
-        if not self._logn:
-            return torch.ones(len(index), 1, device=index.device)
-        return ((index + 1).double().log() / math.log(self._trained_length)).clamp(min=1).float().unsqueeze(1)
+    def _factor(self, length: int) -> int:
+        """By how much a prompt of `length` tokens stretches the rotary base."""
+        if not self._dynamic_ntk or not length:
+            return 1
+        return max(2 ** math.ceil(math.log2(length / self._trained_length) + 1) - 1, 1)
 
 
 class QwenVL(Family):

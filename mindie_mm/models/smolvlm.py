@@ -5,7 +5,7 @@ Source: arXiv 2504.05299; transformers' smolvlm, whose ids, pixels and logits th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -25,6 +25,14 @@ from mindie_mm.nn.pixels import Normalization
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
 
+# The reference's for every conversation with a video: the published templates pass over it.
+_VIDEO_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}"
+    "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 _FPS_OF_FRAMES = 24
 """What the reference takes the rate of frames to be that are handed in without one."""
 _SKIPPED_S = 1
@@ -51,7 +59,6 @@ class SmolVLMProcessor(Idefics3Processor):
         super().__init__(checkpoint)
         where = str(checkpoint.path)
         token, video = self.config.image_token_id, checkpoint.special_token("video_token") or "<video>"
-        checkpoint.token_id(video)
         self.placeholders = {"image": Placeholder((), token, ()), "video": Placeholder((), token, (), video)}
         settings = checkpoint.preprocessor(
             "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
@@ -71,6 +78,9 @@ class SmolVLMProcessor(Idefics3Processor):
         # Each frame takes the three tokens around its features, too.
         positions: int = self.config.get_text_config().max_position_embeddings
         self._limit = positions // (self.tile_features + 3)
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        return _VIDEO_TEMPLATE if "video" in kinds else super().template(own, tokenizers, kinds)
 
     def max_tokens(self, kind: Kind) -> int:
         return super().max_tokens(kind) if kind == "image" else self._limit * self.tile_features

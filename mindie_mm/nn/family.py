@@ -37,7 +37,7 @@ class Placeholder:
     after: tuple[int, ...]
     """Ids behind the item."""
     marker: str | None = None
-    """What spells one item in a rendered prompt; None: the spelling of `token`."""
+    """What spells one item in a rendered prompt, a control token or plain text; None: the spelling of `token`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,15 @@ class Processor(ABC):
         if kind not in self.placeholders:
             raise InputError(f"this model takes no {kind}; it takes {', '.join(self.placeholders) or 'text alone'}")
         return self.placeholders[kind]
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        """Jinja for a conversation with items of `kinds`, where the checkpoint's processor has the template `own`.
+
+        `tokenizers` is its tokenizer's; None: the conversation has no template. Of both a family takes what the
+        reference takes.
+        """
+        del kinds
+        return own or tokenizers or self.chat_template
 
     @abstractmethod
     def plan(self, media: Media, data: bytes | NDArray[Any], counts: Mapping[Kind, int]) -> Plan:

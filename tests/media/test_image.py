@@ -77,12 +77,14 @@ def test_exif_orientation_is_applied_to_size_and_pixels(orientation, file_format
     assert np.array_equal(image.decode(), load_image(data))
 
 
-def test_an_orientation_in_xmp_is_applied():
+@pytest.mark.parametrize("file_format", ["JPEG", "WEBP", "TIFF"])
+def test_an_orientation_in_xmp_is_applied(file_format):
     xmp = (
         b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
         b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
     )
-    data = encoded(photograph("rocket.jpg", (50, 30)), xmp=xmp)
+    settings = {"tiffinfo": {700: xmp}} if file_format == "TIFF" else {"xmp": xmp}
+    data = encoded(photograph("rocket.jpg", (50, 30)), file_format, **settings)
     image = open_image(data)
     assert (image.height, image.width) == (50, 30)
     assert np.array_equal(image.decode(), load_image(data))

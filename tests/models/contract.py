@@ -26,6 +26,7 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange
 from mindie_mm.inputs import KINDS, Embeddings, Media, media_of, parse_inputs
+from mindie_mm.ipc import Failure
 from mindie_mm.media.source import read_source
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -59,7 +60,7 @@ def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
     """The output tokens of each prompt, all of them running at once; and the errors."""
     outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
-    errors: dict[int, tuple[str, str]] = {}
+    errors: dict[int, Failure] = {}
     params = SamplingParams(temperature=0, **settings)
     news = [engine.add(Add(str(i), ids.numpy().tobytes(), params)) for i, ids in enumerate(prompts)]
     while news or engine.has_work():

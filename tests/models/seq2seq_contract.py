@@ -92,7 +92,7 @@ class Seq2SeqContract(FamilyContract):
         for i in range(len(tokenized)):
             engine.abort(Abort(str(i)))
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
-        assert {name for name, _ in errors.values()} == {"ContextLengthExceeded"}
+        assert {error.name for error in errors.values()} == {"ContextLengthExceeded"}
 
     def test_room_is_given_back_on_every_way_out(self, model, tokenized):
         engine = self.engine(model, max_num_seqs=2)
@@ -134,7 +134,7 @@ class Seq2SeqContract(FamilyContract):
             assert engine.add(Add(name, ids.numpy().tobytes(), params)) is None
         release(tmp_path / "lost")
         errors = {progress.request_id: progress.error for progress in engine.step().progress}
-        assert errors["lost"][0] == "StaleReference"
+        assert errors["lost"].name == "StaleReference"
         assert errors["kept"] is None
         assert engine.add(Add("same", prompts["kept"].numpy().tobytes(), params)) is None
         assert engine.stats.encoder_cache_hits == 1
@@ -156,7 +156,7 @@ class Seq2SeqContract(FamilyContract):
             for sequence, decoding in engine._decodings.items():
                 if sequence.request_id == "spoilt":
                     decoding.cache.self_attention_cache.layers[0].keys = None
-        assert errors["spoilt"][0] == "DeviceError"
+        assert errors["spoilt"].name == "DeviceError"
         assert errors["sound"] is None
         alone, _ = run(self.engine(model), [tokenized["text"]], max_tokens=4)
         assert outputs["sound"] == alone[0]
@@ -164,5 +164,5 @@ class Seq2SeqContract(FamilyContract):
     def test_a_prompt_has_no_logprobs(self, model, tokenized):
         _, errors = run(self.engine(model), [tokenized["text"]], max_tokens=2, prompt_logprobs=0)
         (error,) = errors.values()
-        assert error[0] == "InputError"
-        assert "encoder-decoder" in error[1]
+        assert error.name == "InputError"
+        assert "encoder-decoder" in error.message

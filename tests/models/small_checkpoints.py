@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,17 @@ def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
     fast.save_pretrained(out)
     return fast
+
+
+def without_token(path: Path, out: Path, token: str) -> Path:
+    """A copy of the checkpoint `path` whose tokenizer.json has another token in the place of `token`."""
+    shutil.copytree(path, out)
+    described = json.loads((out / "tokenizer.json").read_text())
+    (added,) = (added for added in described["added_tokens"] if added["content"] == token)
+    added["content"] = "<unused>"
+    described["model"]["vocab"].pop(token, None)
+    (out / "tokenizer.json").write_text(json.dumps(described))
+    return out
 
 
 def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0) -> None:

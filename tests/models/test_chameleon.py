@@ -91,14 +91,14 @@ class TestChameleon(FamilyContract):
         return Reference(path)
 
     def assert_arrays(self, expected, items, model):
-        assert torch.equal(torch.stack([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
+        assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
 
     def test_pictures_are_tokens_of_their_own(self, reference, model, tokenizer, path_file):
         """The same ones for a picture alone and among others, and many of them: a test that could not fail is none."""
         pictures = [picture(50, 40), picture(33, 64)]
         ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pictures]
         items = [item for each in ids for item in model.read(each.numpy())]
-        pixels = torch.stack([model.normalized(item).cpu() for item in items])
+        pixels = torch.cat([model.normalized(item).cpu() for item in items])
         tokens = reference.model.get_image_tokens(pixels)
         embedding = model.module.model.embed_tokens
         for alone, together, own in zip(items, model.encode(items), tokens, strict=True):
@@ -134,7 +134,8 @@ class TestChameleon(FamilyContract):
         [
             ("preprocessor_config", {"do_center_crop": False}, "do_center_crop is False"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
-            ("preprocessor_config", {"crop_size": {"height": 64, "width": 64}}, "none can be cut"),
+            ("preprocessor_config", {"crop_size": {"height": 64, "width": 64}}, "not all can be cut"),
+            ("preprocessor_config", {"size": {"shortest_edge": 32, "longest_edge": 64}}, "not all can be cut"),
             ("preprocessor_config", {"crop_size": {"height": 16, "width": 32}}, "images make 32 tokens"),
             ("processor_config", {"image_seq_length": 65}, "image_seq_length is 65"),
             ("config", {"vocabulary_map": None}, "None to its vocabulary_map"),

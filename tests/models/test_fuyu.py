@@ -69,6 +69,7 @@ class TestFuyu(FamilyContract):
         "a large image": [{"image": picture(190, 140)}, {"text": "Describe it."}],
         "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
         "a high picture": [{"image": picture(700, 15)}, {"text": "Where?"}],
+        "no question": [{"image": picture(30, 44)}, {"text": ""}],
     }
 
     @classmethod

@@ -28,7 +28,7 @@ from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer, without_token
 from tests.models.test_llava import VISION
 from tests.transformers_reference import AutoTokenizer
 
@@ -124,6 +124,14 @@ class TestInternVL(FamilyContract):
                 for bounds in ((1, 6), (2, 12), (1, 1)):
                     rows, columns = closest_grid(height, width, 28, *bounds)
                     assert (columns, rows) == get_optimal_tiled_canvas((height, width), (28, 28), *bounds)
+
+    def test_a_marker_that_is_no_token(self, path, reference, model, tmp_path, path_file):
+        other = without_token(path, tmp_path / "other", "<video>")
+        with Tokenizer.from_pretrained(other) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file).numpy()
+                expected = reference.inputs(items)["input_ids"][0].tolist()
+                assert plain_ids(ids, model.read(ids)).tolist() == expected, name
 
     @pytest.mark.parametrize(
         ("settings", "vision", "pixels", "frames"),

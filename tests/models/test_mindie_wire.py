@@ -321,7 +321,7 @@ def test_a_lost_segment_fails_its_own_request_alone(model, mindie, path_file, mo
         news += engine.step().progress
     news = [progress for progress in news if progress]
     lost = moment == "before it is added" or harm == "cut short"  # a segment that was attached outlives its file
-    errors = {progress.request_id: progress.error[0] for progress in news if progress.error}
+    errors = {progress.request_id: progress.error.name for progress in news if progress.error}
     assert errors == ({"bad": "SegmentMissing"} if lost else {})
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]
     assert tokens == expected[0]

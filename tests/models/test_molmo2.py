@@ -24,7 +24,7 @@ from tests.engine.test_prefix_cache import cached
 from tests.media_samples import decode_all, encode_video, moving_frames, photograph
 from tests.models.contract import FamilyContract, clip, picture, run
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = (
@@ -182,6 +182,14 @@ class TestMolmo2(FamilyContract):
             assert not errors
             assert outputs[0] == reference.generate(items, 16)
 
+    def test_a_marker_that_is_no_token(self, path, reference, model, tmp_path, path_file):
+        other = without_token(path, tmp_path / "other", "<|video|>")
+        with Tokenizer.from_pretrained(other) as tokenizer:
+            for name, items in self.prompts.items():
+                ids = tokenizer.tokenize(items, path_file).numpy()
+                expected = reference.inputs(items)["input_ids"][0].tolist()
+                assert plain_ids(ids, model.read(ids)).tolist() == expected, name
+
     @pytest.mark.parametrize(
         "written",
         [
@@ -328,7 +336,6 @@ class TestMolmo2(FamilyContract):
             ("video_preprocessor_config", {"fps": 2}, "fps is 2"),
             ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
             ("tokenizer_config", {"eos_token": None}, "no bos_token and no eos_token"),
-            ("tokenizer_config", {"image_token": "<img>"}, "no added token <img>"),
         ],
         ids=str,
     )

@@ -1,5 +1,7 @@
 """Qwen2-Audio beside transformers' own, on random weights."""
 
+import json
+import shutil
 from typing import ClassVar
 
 import numpy as np
@@ -131,6 +133,23 @@ class TestQwen2Audio(FamilyContract):
         expected = reference.processor(text=text, audio=[tone(0.4), tone(0.7)], sampling_rate=16_000)
         ids = tokenizer.tokenize_chat(messages, path_file).numpy()
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0]
+
+    def test_the_tokenizers_own_template_is_of_texts(self, path, reference, model, tmp_path, path_file):
+        """And not read, as the reference's processor does not."""
+        other = shutil.copytree(path, tmp_path / "other")
+        (other / "chat_template.jinja").unlink()
+        described = json.loads((other / "tokenizer_config.json").read_text())
+        template = "{% for message in messages %}{{ '<|im_start|>' + message['content'] }}{% endfor %}"
+        (other / "tokenizer_config.json").write_text(json.dumps({**described, "chat_template": template}))
+        messages = [
+            {"role": "user", "content": [{"type": "audio", "audio": tone(0.4)}, {"type": "text", "text": "What?"}]}
+        ]
+        read = Qwen2AudioProcessor.from_pretrained(other)
+        text = read.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        expected = reference.processor(text=text, audio=[tone(0.4)], sampling_rate=16_000)
+        with Tokenizer.from_pretrained(other) as tokenizer:
+            ids = tokenizer.tokenize_chat(messages, path_file).numpy()
+            assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0]
 
 
 def test_weights_in_the_names_of_the_first_checkpoints(tmp_path):

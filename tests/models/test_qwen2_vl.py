@@ -18,6 +18,7 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
+from mindie_mm.ipc import Failure
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
@@ -151,7 +152,7 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
     # the owner takes the block back when it next allocates
     tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
     news = [progress for _ in range(20) for progress in engine.step().progress]
-    assert [progress.error[0] for progress in news if progress.request_id == "bad"] == ["StaleReference"]
+    assert [progress.error.name for progress in news if progress.request_id == "bad"] == ["StaleReference"]
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]
     assert tokens == reference.generate(TWO_IMAGES, 12)
 
@@ -169,7 +170,7 @@ def test_a_tower_that_breaks_on_one_picture_fails_its_own_request_alone(referenc
             words = block.publish().to_words()
         bad = torch.tensor([10, *words, *[pad] * 14, 11])
         outputs, errors = run(Engine(model, EngineConfig()), [bad, good], max_tokens=12)
-    assert errors == {0: ("DeviceError", "the tower failed: RuntimeError")}
+    assert errors == {0: Failure("DeviceError", "the tower failed: RuntimeError")}
     assert outputs[1] == reference.generate(TWO_IMAGES, 12)
 
 
@@ -181,7 +182,7 @@ def test_another_number_of_slots_than_features_fails_with_both_numbers(model, to
     with pytest.raises(FeatureCountMismatch, match=rf"{slots} slots.*{features}"):
         model.read(shorter.numpy())
     progress = Engine(model, EngineConfig()).add(Add("r", shorter.numpy().tobytes(), SamplingParams()))
-    assert progress.error[0] == "FeatureCountMismatch"
+    assert progress.error.name == "FeatureCountMismatch"
 
 
 def test_a_damaged_word_is_refused(model, tokenizer, path_file):

@@ -31,6 +31,14 @@ from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
 from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
+# As the hub's: it knows no videos, and its tokenizer has no token for them.
+TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 FRAMES = {
     "max_image_size": {"longest_edge": 28},
     "video_sampling": {"video_size": {"longest_edge": 56}, "max_frames": 5, "fps": 2},
@@ -39,10 +47,10 @@ FRAMES = {
 
 
 def write(out):
-    tokens = {"image_token": "<image>", "video_token": "<video>", "fake_image_token": "<fake_token_around_image>"}
+    tokens = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
     tokenizer = save_tokenizer(
         out,
-        (*SPECIAL, "<video>"),
+        (*SPECIAL, "<|im_start|>"),
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
@@ -56,6 +64,7 @@ def write(out):
         preprocessor_config=PIXELS,
         video_preprocessor_config=FRAMES,
         processor_config={"image_seq_len": FEATURES},
+        chat_template={"chat_template": TEMPLATE},
     )
 
 
@@ -70,6 +79,7 @@ class Reference(BaseReference):
                 AutoTokenizer.from_pretrained(path),
                 SmolVLMVideoProcessor.from_pretrained(path),
                 image_seq_len=FEATURES,
+                chat_template=TEMPLATE,
             ),
         )
 
@@ -131,6 +141,41 @@ class TestSmolVLM(FamilyContract):
         items = model.read(ids)
         assert plain_ids(ids, items).tolist() == expected["input_ids"][0].tolist()
         self.assert_arrays(expected, items, model)
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
+            [{"image": picture(61, 83)}, {"text": "Or "}, {"video": clip(3, 28, 90)}],
+            [{"image": picture(61, 83)}, {"text": "What?"}],
+        ],
+        ids=["a video", "both", "a picture"],
+    )
+    def test_a_chat_is_rendered_as_the_reference_does(self, content, reference, model, tokenizer, path_file):
+        parts = [{"type": kind, kind: value} for item in content for kind, value in item.items()]
+        messages = [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": parts},
+        ]
+        text = reference.processor.apply_chat_template(messages, add_generation_prompt=True)
+        images = [Image.fromarray(item["image"]) for item in content if "image" in item]
+        videos = [item["video"] for item in content if "video" in item]
+        expected = reference.processor(text=[text], images=images or None, videos=videos or None, return_tensors="pt")
+        ids = tokenizer.tokenize_chat(messages, path_file).numpy()
+        assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
+
+    def test_a_text_makes_no_video(self, reference, model, tokenizer, path_file):
+        """Although the marker is no token."""
+        said = "a <video> and <video"
+        ids = tokenizer.tokenize([{"text": said}]).tolist()
+        assert ids == reference.processor.tokenizer(said)["input_ids"]
+        parts = [{"type": "text", "text": said}, {"type": "video", "video": clip(5, 50, 40)}]
+        for found in (
+            tokenizer.tokenize_chat([{"role": "user", "content": parts}], path_file).numpy(),
+            tokenizer.tokenize([{"text": said}, {"video": clip(5, 50, 40)}], path_file).numpy(),
+        ):
+            (item,) = model.read(found)
+            assert "a <video> and <video" in reference.processor.tokenizer.decode(found[: item.start].tolist())
 
     @pytest.mark.parametrize(
         ("frames", "options", "error", "named"),
