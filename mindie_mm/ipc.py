@@ -24,6 +24,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from mindie_mm import faults, logs
+from mindie_mm.errors import MindieMMError, error_name, error_named
 
 T = TypeVar("T")
 
@@ -37,6 +38,23 @@ PATIENCE_S = 2.0
 """How long a worker may take to end by itself, and then on SIGTERM, before it is killed."""
 
 _LENGTH = struct.Struct("!i")
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failed"):
+    """An error on its way to another process."""
+
+    name: str
+    """Of the nearest class that mindie_mm.errors defines."""
+    message: str
+
+    @classmethod
+    def of(cls, error: MindieMMError) -> Self:
+        """What tells of `error`."""
+        return cls(error_name(error), str(error))
+
+    def exception(self) -> MindieMMError:
+        """The error again, on the other side."""
+        return error_named(self.name, self.message)
 
 
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:

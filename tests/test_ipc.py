@@ -5,16 +5,30 @@ import struct
 import sys
 import threading
 
+import msgspec
 import psutil
 import pytest
 
-from mindie_mm.ipc import Channel, Child, ChildChannel, open_channel
+from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError
+from mindie_mm.ipc import Channel, Child, ChildChannel, Failure, open_channel
 from tools.random_checkpoint import write_checkpoint
 
 
 async def connected() -> tuple[Channel, ChildChannel]:
     ours, theirs = socket.socketpair()
     return await open_channel(ours), ChildChannel(theirs.detach())
+
+
+class NoRoom(ArenaFull):
+    """Of a module that the other side need not have."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(LimitExceeded("3 of 2"), LimitExceeded), (NoRoom("none"), ArenaFull), (MindieMMError(), None)]
+)
+def test_an_error_crosses_as_the_nearest_class_of_the_tree(error: MindieMMError, kind: type | None) -> None:
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(error)), type=Failure).exception()
+    assert (type(crossed), str(crossed)) == (kind or MindieMMError, str(error))
 
 
 async def test_messages_both_ways():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +18,6 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import (
     Abort,
     Add,
-    Failed,
     FromEngine,
     Mount,
     Progress,
@@ -29,8 +29,8 @@ from mindie_mm.engine.messages import (
     Unmount,
 )
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_named
-from mindie_mm.ipc import Child
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied
+from mindie_mm.ipc import Child, Failure
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class AsyncEngine:
         self._up = asyncio.Event()
         self._closed = False
         self._why_down = "is not started"
+        self._num_steps = 0
         self.info: Ready
         self.stats = Stats()
 
@@ -95,7 +96,7 @@ class AsyncEngine:
         """
         assert request_id not in self._requests, request_id
         params = _typed(params).check(self.info.vocab_size)
-        await self._wait_until_up()
+        await self.wait_until_up()
         queue: asyncio.Queue[Progress | MindieMMError] = asyncio.Queue()
         self._requests[request_id] = queue
         finished = False
@@ -108,7 +109,7 @@ class AsyncEngine:
                 if isinstance(progress, MindieMMError):
                     raise progress
                 if progress.error is not None:
-                    raise error_named(*progress.error)
+                    raise progress.error.exception()
                 finished = progress.finish_reason is not None
                 yield progress
         finally:
@@ -144,12 +145,13 @@ class AsyncEngine:
     def _alive(self) -> bool:
         return self._up.is_set() and not self._closed
 
-    async def _wait_until_up(self) -> None:
+    async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
+        """Until requests are taken. ProcessDied if they are not in so many seconds, or it is closed."""
         try:
-            async with asyncio.timeout(RESTART_WAIT_S):
+            async with asyncio.timeout(wait_s):
                 await self._up.wait()
         except TimeoutError:
-            raise ProcessDied(f"the engine {self._why_down}; it is not back after {RESTART_WAIT_S:g} s") from None
+            raise ProcessDied(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
         if self._closed:
             raise ProcessDied("the engine is closed")
 
@@ -168,6 +170,9 @@ class AsyncEngine:
             raise
         for mount in self._mounts.values():
             self._send(mount)
+        # The next process gets what this one had, without a trial: by then neighbours may have taken what was measured.
+        config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
+        self._start = msgspec.structs.replace(self._start, config=config)
         self._up.set()
 
     async def _started(self) -> Ready:
@@ -176,8 +181,8 @@ class AsyncEngine:
         except EOFError:
             await self._child.end()
             raise ProcessDied(f"its process exited with {self._child.status} before it was ready") from None
-        if isinstance(reply, Failed):
-            raise error_named(*reply.error)
+        if isinstance(reply, Failure):
+            raise reply.exception()
         assert isinstance(reply, Ready), reply
         return reply
 
@@ -185,11 +190,26 @@ class AsyncEngine:
         """Serves the process, and its successors, until cancelled."""
         while True:
             with logged(f"engine process {self.pid} cannot be served"):
-                await self._dispatch()
+                await self._serve()
             with logged(f"engine process {self.pid} cannot be ended"):
                 await self._bury("process died, another is being started")
             _log.warning("engine process %d died with status %s", self.pid, self._child.status)
             await self._starter.again(self._launch)
+
+    async def _serve(self) -> None:
+        """Until the process is gone, or hangs: it makes no step for so long, though a request waits all the while."""
+        patience_s = self._start.config.step_timeout_s
+        dispatching = asyncio.create_task(self._dispatch())
+        try:
+            while not dispatching.done():
+                num_steps, waiting = self._num_steps, {*self._requests}
+                await asyncio.wait({dispatching}, timeout=patience_s)
+                if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
+                    _log.error("engine process %d has made no step for %g s, and is ended", self.pid, patience_s)
+                    return
+            dispatching.result()
+        finally:
+            dispatching.cancel()
 
     async def _dispatch(self) -> None:
         """Hands each request its progress, until the process is gone."""
@@ -199,6 +219,7 @@ class AsyncEngine:
             except EOFError:
                 return
             assert isinstance(stepped, Stepped), stepped
+            self._num_steps += 1
             self.stats = stepped.stats
             if stepped.progress:
                 self._starter.proved()

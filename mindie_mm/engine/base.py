@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import abc, deque
+from collections import abc
 from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Steppe
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.sampler import logprobs_of, sample, score
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.scheduler import Scheduled
+from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
-from mindie_mm.errors import DeviceError, InputError, MindieMMError, TokenOutOfRange, WorldError, error_name
+from mindie_mm.errors import DeviceError, InputError, MindieMMError, TokenOutOfRange, WorldError
+from mindie_mm.ipc import Failure
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.splice import MediaItem
 
@@ -37,29 +37,16 @@ Draw = tuple[int, list[TokenLogprob] | None]
 """A token, and its log-probabilities where they are asked for."""
 
 
-class Queue(Protocol):
-    """Who decides which sequences a step computes."""
-
-    waiting: deque[Sequence]
-    running: list[Sequence]
-
-    def has_work(self) -> bool: ...
-
-    def add(self, sequence: Sequence) -> None: ...
-
-    def remove(self, sequence: Sequence) -> None: ...
-
-    def schedule(self) -> list[Scheduled]: ...
-
-
 class BaseEngine(ABC):
     """Requests in, progress out. A request that fails, fails alone."""
 
-    _scheduler: Queue
+    _scheduler: BaseScheduler
 
     def __init__(self, model: MediaModel, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         """`ranks` are the processes that all do what this one does, each with its share of the weights."""
         self._spec = model.spec
+        # The towers may be on another.
+        self._devices = {model.spec.device, *(parameter.device for parameter in model.module.parameters())}
         self._ranks = ranks
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
@@ -75,9 +62,19 @@ class BaseEngine(ABC):
         """What the clients must know."""
 
     @property
-    @abstractmethod
     def stats(self) -> Stats:
         """Gauges of this moment."""
+        scheduler, encoder_cache = self._scheduler, self._encoder_cache
+        return Stats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.usage,
+            encoder_cache_queries=encoder_cache.queries,
+            encoder_cache_hits=encoder_cache.hits,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+        )
 
     @abstractmethod
     def _sequence(self, message: Add) -> Sequence:
@@ -131,10 +128,10 @@ class BaseEngine(ABC):
             if self._ranks.count > 1:
                 raise  # the others may be waiting for this rank inside an operation: none of them can go on
             # Whatever a device or a kernel raises must not end the other requests, unless the device is gone for good.
-            _require_alive(self._spec.device)
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
-            progress += [self._fail(s.sequence, failure) for s in step if s.sequence.request_id in self._sequences]
+            left = [s.sequence for s in step if s.sequence.request_id in self._sequences]
+            progress += self._fail_all(dict.fromkeys(left, failure))
         return Stepped(progress, self.stats)
 
     def _read(self, model: MediaModel, ids: NDArray[np.int64]) -> list[MediaItem]:
@@ -187,7 +184,7 @@ class BaseEngine(ABC):
         first = sequence.num_output == 0
         if first:
             sequence.first_token_s = time.monotonic()
-        sequence.token_ids.append(token)
+        sequence.append(token)
         faults.point("first-token" if first else "mid-decode")
         reason, stop_token_id = self._finished(sequence, token)
         if reason is not None:
@@ -211,6 +208,13 @@ class BaseEngine(ABC):
             if token in self._spec.eos_token_ids and not params.ignore_eos:
                 return "stop", None
         return ("length" if sequence.num_output >= sequence.max_tokens else None), None
+
+    def _fail_all(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
+        """Fails sequences of a step; raises instead, before any is forgotten, where a device is gone for good."""
+        if any(isinstance(error, DeviceError) for error in failed.values()):
+            for device in self._devices:
+                _require_alive(device)
+        return [self._fail(sequence, error) for sequence, error in failed.items()]
 
     def _fail(self, sequence: Sequence, error: MindieMMError) -> Progress:
         self._forget(sequence)
@@ -245,4 +249,4 @@ def generator_of(params: SamplingParams) -> torch.Generator | None:
 
 
 def _failure(request_id: str, error: MindieMMError) -> Progress:
-    return Progress(request_id=request_id, error=(error_name(error), str(error)))
+    return Progress(request_id=request_id, error=Failure.of(error))

@@ -11,7 +11,7 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.block_pool import BlockPool
-from mindie_mm.engine.messages import Add, Progress, Ready, Stats
+from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.prefix import share
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.room import block_size, context_length, useful_blocks
@@ -46,28 +46,14 @@ class Engine(BaseEngine):
 
     @property
     def ready(self) -> Ready:
-        """What the clients must know."""
         spec = self._model.spec
         return Ready(
             vocab_size=spec.vocab_size,
             max_model_len=min(self._max_model_len, self._capacity_tokens),
             device=str(spec.device),
             kv_cache_tokens=self._capacity_tokens,
+            kv_cache_bytes=self._capacity_tokens * spec.kv_token_bytes,
             kv_block_size=self._blocks.block_size,
-        )
-
-    @property
-    def stats(self) -> Stats:
-        """Gauges of this moment."""
-        return Stats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_cache_usage=self._blocks.usage,
-            encoder_cache_queries=self._encoder_cache.queries,
-            encoder_cache_hits=self._encoder_cache.hits,
-            prefix_cache_queries=self._scheduler.prefix_queries,
-            prefix_cache_hits=self._scheduler.prefix_hits,
-            preemptions=self._scheduler.preemptions,
         )
 
     def _sequence(self, message: Add) -> Sequence:
@@ -97,7 +83,7 @@ class Engine(BaseEngine):
 
     def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
-        progress += [self._fail(sequence, error) for sequence, error in failed.items()]
+        progress += self._fail_all(failed)
         step = [scheduled for scheduled in step if scheduled.sequence not in failed]
         if not step:
             return

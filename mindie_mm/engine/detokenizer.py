@@ -6,24 +6,65 @@ import json
 from collections.abc import Collection
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from mindie_mm.nn.checkpoint import Checkpoint
+
+_UNFINISHED = 64
+"""Tokens without text of their own after which none is waited for any longer; a character has 4 bytes."""
+
+
+class TextStream:
+    """Token ids as text, as they come; what is told is never taken back.
+
+    A token is decoded behind those of the piece before it, for its text may hang on them: a blank at a text's beginning
+    is left out, several bytes are one character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._last: list[int] = []  # the ids of the last piece
+        self._told = ""  # their text
+        self._behind: list[int] = []  # those that have given no text yet
+
+    def push(self, token_id: int) -> str:
+        """What is certain with this further token: nothing with a special one, or before a character's end."""
+        self._behind.append(token_id)
+        text = self._decoded([*self._last, *self._behind])
+        # More would be decoded anew with each that follows.
+        if len(self._behind) <= _UNFINISHED and (len(text) <= len(self._told) or text.endswith("\ufffd")):
+            return ""
+        return self._tell(text)
+
+    def flush(self) -> str:
+        """The rest, once no token follows: bytes that form no whole character become U+FFFD, as in one decode."""
+        return self._tell(self._decoded([*self._last, *self._behind]))
+
+    def _tell(self, text: str) -> str:
+        """The new piece of `text`, which that of the last piece begins."""
+        # Where it does not, a byte has spoilt a character that was told.
+        piece = text[len(self._told) :] if text.startswith(self._told) else self._decoded(self._behind)
+        if piece:
+            self._last = self._behind
+            self._told = self._decoded(self._last)
+        self._behind = []
+        return piece
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        return text
 
 
 class Detokenizer:
     """One request's output as text. Text that may yet begin a stop string is held back."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
-        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer)
         self._min_tokens = min_tokens
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._hold = max((len(text) for text in stop), default=1) - 1
-        self._ids: list[int] = []
+        self._num_tokens = 0
         self._text = ""
-        self._behind = 0  # the first id behind the last piece
-        self._anew = 0, 0  # the first id, and the first character, of what the stream decodes
         self._emitted = 0
         self.stopped_by: str | None = None
         """The stop string that ended the text."""
@@ -31,34 +72,15 @@ class Detokenizer:
     def push(self, token_ids: list[int]) -> str:
         """Text that is certain with these further tokens; nothing after a stop string."""
         for token_id in token_ids:
-            self._ids.append(token_id)
-            if (piece := self._step(token_id)) is not None:
+            self._num_tokens += 1
+            if piece := self._stream.push(token_id):
                 self._append(piece)
-                self._behind = len(self._ids)
         return self._emit(max(self._emitted, len(self._text) - self._hold))
 
     def flush(self) -> str:
-        """The rest, once no token follows: bytes that form no whole character become U+FFFD, as in one decode."""
-        if self.stopped_by is None:
-            first_id, first = self._anew
-            whole, told = self._tokenizer.decode(self._ids[first_id:], skip_special_tokens=True), self._text[first:]
-            if whole.startswith(told):
-                self._append(whole[len(told) :])
-            else:  # the last bytes spoil a character that was told
-                self._append(self._tokenizer.decode(self._ids[self._behind :], skip_special_tokens=True))
+        """The rest, once no token follows."""
+        self._append(self._stream.flush())
         return self._emit(len(self._text))
-
-    def _step(self, token_id: int) -> str | None:
-        try:
-            return self._stream.step(self._tokenizer, token_id)
-        except Exception as error:
-            if "Invalid prefix" not in str(error):
-                raise
-        # A byte spoils the character that those before it made. That was told, and what is behind it begins anew.
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._anew = self._behind, len(self._text)
-        pieces = [self._stream.step(self._tokenizer, one) for one in self._ids[self._behind :]]
-        return "".join(piece for piece in pieces if piece)
 
     def _append(self, piece: str) -> None:
         if self.stopped_by is not None:
@@ -66,7 +88,7 @@ class Detokenizer:
         searched = max(0, len(self._text) - self._hold)
         self._text += piece
         hits = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
-        if hits and len(self._ids) >= self._min_tokens:
+        if hits and self._num_tokens >= self._min_tokens:
             at, self.stopped_by = min(hits)
             self._text = self._text[:at]
             self._hold = 0

@@ -6,6 +6,7 @@ import msgspec
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.ipc import Failure
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -86,8 +87,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """`stop`, `length`; None while it runs."""
     stop_token_id: int | None = None
     """The id of `stop_token_ids` that ended it."""
-    error: tuple[str, str] | None = None
-    """Class (of mindie_mm.errors) and message of what ended it; nothing follows."""
+    error: Failure | None = None
+    """What ended it; nothing follows."""
     timings: Timings | None = None
     """With each token: up to it."""
 
@@ -101,16 +102,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     kv_cache_tokens: int
     """Tokens that the KV cache holds."""
+    kv_cache_bytes: int
+    """What they take, of each rank."""
     kv_block_size: int
     """Tokens in one of its blocks."""
     max_output_len: int | None = None
     """Most tokens of output, where they take none of the prompt's room."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start."""
-
-    error: tuple[str, str]
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,4 +134,5 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 ToEngine = Add | Abort | Mount | Unmount
-FromEngine = Ready | Failed | Stepped
+FromEngine = Ready | Failure | Stepped
+"""A Failure: the engine could not start."""

@@ -15,12 +15,12 @@ from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
-from mindie_mm.engine.messages import Abort, Add, Failed, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
+from mindie_mm.engine.messages import Abort, Add, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
-from mindie_mm.errors import MindieMMError, error_name
-from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.errors import MindieMMError
+from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.models import family_of, load_model, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.placement import Placement
@@ -53,7 +53,7 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     try:
         engine = _load(start, ranks)
     except MindieMMError as error:
-        return send(Failed((error_name(error), str(error))))
+        return send(Failure.of(error))
     faults.point("loaded")
     send(engine.ready)
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)

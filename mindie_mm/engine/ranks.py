@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mindie_mm.config import keep_collectives_local
 from mindie_mm.device import Device, open_device
-from mindie_mm.errors import DeviceError, MindieMMError, error_name, error_named
+from mindie_mm.errors import DeviceError, MindieMMError
+from mindie_mm.ipc import Failure
 
 T = TypeVar("T")
 
@@ -131,9 +132,9 @@ class _Group(Ranks):
             raise
         if (rank := int(first)) == self.count:
             return None
-        own = None if error is None else msgspec.msgpack.encode((error_name(error), str(error)))
-        told = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=tuple[str, str])
-        return error if rank == self.number else error_named(*told)
+        own = None if error is None else msgspec.msgpack.encode(Failure.of(error))
+        told = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=Failure)
+        return error if rank == self.number else told.exception()
 
     def least(self, number: int) -> int:
         least = torch.tensor(number)

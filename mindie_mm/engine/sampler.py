@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, abc
+from collections import abc
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -37,25 +38,26 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
 def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> None:
     """Adds a request's own preferences to its logits, float32 [vocabulary]; most requests have none."""
     params = sequence.params
-
-    def put(values: abc.Iterable[float]) -> Tensor:
-        return upload(torch.tensor([*values], dtype=row.dtype), row.device)
-
     if params.logit_bias:
-        row.index_add_(0, _indices(params.logit_bias, row.device), put(params.logit_bias.values()))
+        values = upload(torch.tensor([*params.logit_bias.values()], dtype=row.dtype), row.device)
+        row.index_add_(0, _indices(params.logit_bias, row.device), values)
     if params.repetition_penalty != 1:
-        # A prompt may hold ids that have no logits.
-        seen = _indices((token for token in {*sequence.token_ids} if token < len(row)), row.device)
+        prompt, counts = sequence.unique_prompt_ids, sequence.output_counts
+        # A prompt may hold ids that have no logits. One that is in both is twice here, with the same new score.
+        ids = np.concatenate([prompt[prompt < row.shape[0]], np.fromiter(counts, np.int64, len(counts))])
+        seen = upload(ids, row.device)
         scores = row.index_select(0, seen)
         row.index_copy_(
             0, seen, torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
         )
     if (params.presence_penalty or params.frequency_penalty) and sequence.num_output:
-        counts = Counter(sequence.output_ids)
-        penalties = put(params.presence_penalty + params.frequency_penalty * count for count in counts.values())
-        row.index_add_(0, _indices(counts, row.device), penalties, alpha=-1)
+        counts = sequence.output_counts
+        ids, times = (np.fromiter(part, np.int64, len(counts)) for part in (counts.keys(), counts.values()))
+        penalties = (params.presence_penalty + params.frequency_penalty * times).astype(np.float32)
+        row.index_add_(0, upload(ids, row.device), upload(penalties, row.device), alpha=-1)
     if sequence.num_output < params.min_tokens:
-        row.index_fill_(0, _indices((*eos_token_ids, *params.stop_token_ids), row.device), -torch.inf)
+        ends = _indices((*eos_token_ids, *params.stop_token_ids), row.device)
+        row.index_copy_(0, ends, row.new_full(ends.shape, -torch.inf))  # not index_fill_: see PagedCache.clear
 
 
 def _indices(values: abc.Iterable[int], device: torch.device) -> Tensor:

@@ -67,8 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 raise InputError(f"{name} is {value}, it must be in [{low}, {high}]")
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            raise InputError("top_p and repetition_penalty must be above 0")
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise InputError(f"{name} is 0, it must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}")
         try:

@@ -8,6 +8,7 @@ Yu et al., Orca, 2022; Agrawal et al., Sarathi, 2023.)
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import abc, deque
 from dataclasses import dataclass, field
 
@@ -34,6 +35,49 @@ class Scheduled:
         return self.stop == self.sequence.num_tokens
 
 
+class BaseScheduler(ABC):
+    """Sequences that wait, and those that run; first come, first served."""
+
+    def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_queries = 0
+        """Tokens of the sequences that were looked for in the blocks."""
+        self.prefix_hits = 0
+        """Tokens of those that were there."""
+        self._config = config
+        self._encoder_cache = encoder_cache
+        self._tower_limits = tower_limits
+
+    @property
+    @abstractmethod
+    def usage(self) -> float:
+        """Share of the room for keys and values that sequences hold, in [0, 1]."""
+
+    @abstractmethod
+    def schedule(self) -> list[Scheduled]:
+        """The next step; empty only when nothing is left to run."""
+
+    @abstractmethod
+    def _let_go(self, sequence: Sequence) -> None:
+        """Takes back the room of a sequence that runs."""
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence that finished, failed or was aborted, and takes its room back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._let_go(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+
 @dataclass(slots=True)
 class _Budget:
     """What one step may still take on."""
@@ -46,8 +90,8 @@ class _Budget:
     """Keys of the blocks that it fills."""
 
 
-class Scheduler:
-    """Sequences that wait, and those that run; first come, first served, the last come is preempted first.
+class Scheduler(BaseScheduler):
+    """Over a paged KV cache: where blocks lack, the last come is preempted first.
 
     What blocks hold counts as computed: those of a waiting sequence's first tokens are looked for when its turn comes.
     """
@@ -55,34 +99,14 @@ class Scheduler:
     def __init__(
         self, config: EngineConfig, blocks: BlockPool, encoder_cache: EncoderCache, tower_limits: TowerLimits
     ) -> None:
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.preemptions = 0
-        self.prefix_queries = 0
-        """Tokens of the sequences that were looked for in the blocks."""
-        self.prefix_hits = 0
-        """Tokens of those that were there."""
-        self._config = config
+        super().__init__(config, encoder_cache, tower_limits)
         self._blocks = blocks
-        self._encoder_cache = encoder_cache
-        self._tower_limits = tower_limits
 
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that finished, failed or was aborted, and takes its blocks back."""
-        self._blocks.free(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+    @property
+    def usage(self) -> float:
+        return self._blocks.usage
 
     def schedule(self) -> list[Scheduled]:
-        """The next step; empty only when nothing is left to run."""
         config = self._config
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         preemptions = self.preemptions
@@ -175,9 +199,12 @@ class Scheduler:
     def _uncached(self, sequence: Sequence, start: int, stop: int) -> list[MediaItem]:
         return [item for item in sequence.items_in(start, stop) if item not in self._encoder_cache]
 
+    def _let_go(self, sequence: Sequence) -> None:
+        self._blocks.free(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens are kept, and computed again where their blocks are gone."""
-        self._blocks.free(sequence)
+        self._let_go(sequence)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import abc, deque
+from collections import abc
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.messages import Add, Progress, Ready, Stats
+from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.room import context_length, useful_bytes
-from mindie_mm.engine.scheduler import Scheduled
+from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.engine.towers import Features
@@ -32,37 +32,22 @@ from mindie_mm.nn.splice import Splice, plain_ids
 _log = logging.getLogger(__name__)
 
 
-class Seq2SeqScheduler:
-    """Sequences that wait, and those that run; first come, first served, as many as the room holds."""
+class Seq2SeqScheduler(BaseScheduler):
+    """As many as the room holds."""
 
     def __init__(
         self, model: Seq2SeqModel, config: EngineConfig, encoder_cache: EncoderCache, limits: TowerLimits, room: int
     ) -> None:
         """`room` are bytes."""
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        super().__init__(config, encoder_cache, limits)
         self.room = room
-        self.used = 0
-        """Bytes set aside for the sequences that run."""
+        self._used = 0  # bytes set aside for the sequences that run
         self._prompt_token_bytes = model.prompt_token_bytes
         self._output_token_bytes = model.spec.kv_token_bytes
-        self._config = config
-        self._encoder_cache = encoder_cache
-        self._tower_limits = limits
 
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that finished, failed or was aborted, and takes its room back."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self.used -= self.num_bytes(sequence.num_prompt, sequence.max_tokens)
-        else:
-            self.waiting.remove(sequence)
+    @property
+    def usage(self) -> float:
+        return self._used / self.room
 
     def schedule(self) -> list[Scheduled]:
         """Every running sequence's next token, and the prompts of those that start."""
@@ -75,12 +60,12 @@ class Seq2SeqScheduler:
             first = tokens == self._config.max_num_batched_tokens
             items = [item for item in sequence.items if item not in self._encoder_cache]
             fits = sequence.num_prompt <= tokens and tower.num_fitting(items) == len(items)
-            if self.used + num_bytes > self.room or not (first or fits):
+            if self._used + num_bytes > self.room or not (first or fits):
                 break
             for item in items:
                 tower.take(item)
             tokens -= sequence.num_prompt
-            self.used += num_bytes
+            self._used += num_bytes
             sequence.scheduled_s = time.monotonic()
             self.running.append(self.waiting.popleft())
             step.append(Scheduled(sequence, 0, sequence.num_prompt))
@@ -89,6 +74,9 @@ class Seq2SeqScheduler:
     def num_bytes(self, num_prompt: int, max_tokens: int) -> int:
         """What a sequence comes to hold at most."""
         return num_prompt * self._prompt_token_bytes + max_tokens * self._output_token_bytes
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self._used -= self.num_bytes(sequence.num_prompt, sequence.max_tokens)
 
     def longest_output(self, num_prompt: int) -> int:
         """Most tokens of an answer that the room holds beside a prompt; below 1 where the prompt is too long."""
@@ -117,17 +105,8 @@ class Seq2SeqEngine(BaseEngine):
             max_output_len=self._max_len,
             device=str(self._spec.device),
             kv_cache_tokens=self._scheduler.room // self._model.prompt_token_bytes,
+            kv_cache_bytes=self._scheduler.room,
             kv_block_size=1,
-        )
-
-    @property
-    def stats(self) -> Stats:
-        return Stats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_cache_usage=self._scheduler.used / self._scheduler.room,
-            encoder_cache_queries=self._encoder_cache.queries,
-            encoder_cache_hits=self._encoder_cache.hits,
         )
 
     def _sequence(self, message: Add) -> Sequence:
@@ -170,7 +149,7 @@ class Seq2SeqEngine(BaseEngine):
             except Exception as error:  # noqa: BLE001 - each runs by itself, and so fails alone
                 _log.exception("request %s", sequence.request_id)
                 failed[sequence] = DeviceError(f"the step failed: {type(error).__name__}")
-        progress += [self._fail(sequence, error) for sequence, error in failed.items()]
+        progress += self._fail_all(failed)
         if not rows:
             return
         draws = self._draw(torch.cat([*rows.values()]), [*rows])

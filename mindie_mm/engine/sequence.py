@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import abc
+from collections import Counter, abc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,9 +61,21 @@ class Sequence:
     tower_s: float = 0.0
     spans: list[tuple[int, int]] = field(init=False)
     """Spans [start, stop) of the prompt that no chunk may end within, ascending: a group's first token to its last."""
+    unique_prompt_ids: NDArray[np.int64] = field(init=False)
+    """The different ids of the prompt, int64, ascending; none where no penalty asks for them."""
+    output_counts: Counter[int] = field(init=False)
+    """How often each id is in the output."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.groups)
+        penalised = self.token_ids[: self.num_prompt] if self.params.repetition_penalty != 1 else []
+        self.unique_prompt_ids = np.unique(np.array(penalised, dtype=np.int64))
+        self.output_counts = Counter(self.output_ids)
+
+    def append(self, token: int) -> None:
+        """Takes a token of the output."""
+        self.token_ids.append(token)
+        self.output_counts[token] += 1
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +102,8 @@ class Sequence:
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
         """The media items with slots in [start, stop)."""
+        if start >= self.num_prompt:  # a token being decoded: every step comes here for every sequence
+            return []
         return [item for item in self.items if item.start < stop and item.stop > start]
 
     def timings(self) -> Timings:

@@ -23,7 +23,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +115,21 @@ class Worker:
         if room < 1:
             most = info.max_output_len or info.max_model_len - 1
             raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {most} beside a prompt")
-        return msgspec.structs.replace(
-            request, max_tokens=room, truncate=self.config.truncate, cache_salt=params.cache_salt
-        )
+        options = PromptOptions(room, self.config.truncate, params.cache_salt)
+        return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
         return await tokenized(self.tokenizer_stage, request)
 
-    async def generate(
-        self, source: PromptSource, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[Delta, None]:
-        """The output for a prompt, as it comes; leaving early aborts it. Errors as AsyncEngine.generate."""
-        outputs = generated(source, lambda prompt: self._generate(prompt, params, request_id))
-        async with aclosing(outputs) as deltas:
-            async for delta in deltas:
-                yield delta
+    def generate(self, source: PromptSource, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
+        """The output for a prompt, as it comes; closing it early aborts it. Errors as AsyncEngine.generate."""
+        return generated(source, lambda prompt: self.generate_once(prompt, params, request_id))
 
-    async def _generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
+    async def generate_once(
+        self, prompt: Prompt, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Delta, None]:
+        """As `generate`, with no second try where the engine dies."""
         detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mindie_mm.engine.messages import Progress
 from tests.ascend.processes import call
 
 TOLERANCE = 0.25
@@ -90,7 +91,15 @@ def test_answers_are_those_of_plain_torch(size, layouts):
                 assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
 
 
-def failing() -> list[str]:
+GONE = b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
+"""What fails on a device that is gone."""
+
+
+def words(progress: Progress) -> str | None:
+    return progress.error.message if progress.error else progress.finish_reason
+
+
+def failing() -> list[str | None]:
     """What a step tells that fails on a device that works, and what becomes of one on a device that is gone."""
     import numpy as np
     import pytest
@@ -106,11 +115,11 @@ def failing() -> list[str]:
     ids = np.arange(10, 20, dtype=np.int64).tobytes()
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
 
-    def told() -> list[str]:
+    def told() -> list[str | None]:
         engine.add(Add("one", ids, params))
         found = []
         while engine.has_work():
-            found += [str(progress.error or progress.finish_reason) for progress in engine.step().progress]
+            found += [words(progress) for progress in engine.step().progress]
         return found
 
     forward = engine._runner.forward
@@ -121,9 +130,7 @@ def failing() -> list[str]:
 
     engine._runner.forward = fails
     said = [*told(), *told()]
-    simulator().sim_fail(
-        b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
-    )
+    simulator().sim_fail(GONE)
     with pytest.raises(RuntimeError, match="507033"):
         told()
     return said
@@ -131,5 +138,67 @@ def failing() -> list[str]:
 
 def test_a_device_that_is_gone_ends_the_engine():
     """Its process then is started again; what fails on a device that works costs the step's requests alone."""
-    failed = "('DeviceError', 'the step failed: RuntimeError')"
-    assert call(failing) == [failed, "None", "None", "None", "length"]
+    failed = "the step failed: RuntimeError"
+    assert call(failing) == [failed, None, None, None, "length"]
+
+
+def failing_with_media(kind: str) -> list[str | None]:
+    """The same where requests bring pictures; the tower alone is on the device, or an encoder-decoder is."""
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+    import pytest
+
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.seq2seq import Seq2SeqEngine
+    from mindie_mm.models import load_model
+    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.placement import TOGETHER, Placement
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+    from tests.ascend.test_runtime import simulator
+    from tests.models.test_florence2 import TestFlorence2
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, path_file = Path(folder) / "model", Path(folder) / "shm_name.txt"
+        if kind == "encoder-decoder":
+            path.mkdir()
+            TestFlorence2.write_checkpoint(path)
+            engine = Seq2SeqEngine(load_model(path, "npu", "float32"), EngineConfig(), 2**26)
+        else:
+            path = Checkpoint.open(None).path
+            where = ("cpu", "float32", Placement("npu")) if kind == "tower alone" else ("npu", "bfloat16", TOGETHER)
+            device, dtype, vision = where
+            engine = Engine(load_model(path, device, dtype, vision=vision), EngineConfig(), 2**26)
+        rng, params = np.random.default_rng(0), SamplingParams(max_tokens=1, temperature=0)
+        tower = engine._towers._model.tower
+
+        def told() -> list[str | None]:
+            picture = rng.integers(0, 255, (84, 56, 3), dtype=np.uint8)
+            ids = tokenizer.tokenize([{"image": picture}, {"text": "what"}], path_file).numpy()
+            assert engine.add(Add("one", ids.tobytes(), params)) is None
+            return [words(progress) for progress in engine.step().progress]
+
+        def fails(_):
+            engine._towers._model.tower = tower
+            raise RuntimeError("as an operator does")
+
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            engine._towers._model.tower = fails
+            said = [*told(), *told()]
+            simulator().sim_fail(GONE)
+            with pytest.raises(RuntimeError, match="507033"):
+                told()
+            release(path_file)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["decoder", "tower alone", "encoder-decoder"])
+def test_a_device_that_is_gone_ends_the_engine_where_the_tower_meets_it(kind):
+    """What a tower fails with is otherwise its own request's misfortune, and so would each further one be."""
+    failed = "the tower failed: RuntimeError"
+    assert call(failing_with_media, kind) == [failed, "length"]

@@ -22,7 +22,7 @@ def written(values: torch.Tensor) -> torch.Tensor:
     values.index_copy_(0, IDS[:2].to(values.device), values[:2].clone())
     values.index_put_((IDS.to(values.device),), values[0].clone())
     values[values > 2] = 0
-    return values.index_fill_(1, IDS.to(values.device), 5)
+    return values.masked_fill_(values < 0, 5)
 
 
 def resized(values: torch.Tensor) -> torch.Tensor:
@@ -88,6 +88,29 @@ def test_copies_between_host_and_device_of_any_strides_and_dtype(npu, dtype):
     assert not target[1::2].any()
 
 
+def test_a_cast_to_float64_is_one_to_float32(npu):
+    values = VALUES.to(npu)
+    for cast in (values.double, lambda: values.int().to(torch.float64), lambda: values.half().type(torch.float64)):
+        with pytest.warns(UserWarning, match="do not support double"):
+            assert cast().dtype == torch.float32
+    assert values.to("cpu", torch.float64).dtype == torch.float64
+    assert torch.zeros(2, dtype=torch.float64, device=npu).dtype == torch.float64, "what is made so is so"
+
+
+def test_a_cast_to_its_own_dtype_is_the_tensor_itself(npu):
+    values = VALUES.to(npu)
+    assert values.to(values.dtype, copy=True).data_ptr() == values.data_ptr()
+    assert values.to(npu, values.dtype, copy=True).data_ptr() != values.data_ptr()
+
+
+@pytest.mark.parametrize("operator", ["index_fill", "index_fill_"])
+def test_an_operator_that_copies_the_whole_tensor_is_refused(npu, operator):
+    values = VALUES.to(npu)
+    for value in (0, values[0, 0]):
+        with pytest.raises(RuntimeError, match=f"aten::{operator} is not called on an NPU: it writes a copy"):
+            getattr(values, operator)(1, IDS.to(npu), value)
+
+
 def test_an_operator_takes_tensors_of_its_device_alone(npu):
     values = VALUES.to(npu)
     assert torch.equal((values * torch.tensor(2.0)).cpu(), VALUES * 2), "numbers may come from the host"
@@ -101,10 +124,9 @@ def test_an_operator_takes_tensors_of_its_device_alone(npu):
         lambda x: x.index_select(1, IDS),
         lambda x: x.index_copy_(1, IDS, x[:, :3].clone()),
         lambda x: x.index_add_(1, IDS, x[:, :3].clone()),
-        lambda x: x.index_fill_(1, IDS, 0),
         lambda x: x.index_put_((IDS.to(x.device),), VALUES[:3]),
     ],
-    ids=["sum", "index_select", "index_copy_", "index_add_", "index_fill_", "index_put_ of values"],
+    ids=["sum", "index_select", "index_copy_", "index_add_", "index_put_ of values"],
 )
 def test_what_is_on_the_host_is_refused(npu, operator):
     with pytest.raises(RuntimeError, match=r"to be (on|in) the same device"):

@@ -125,6 +125,39 @@ async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint,
         await tokens(engine, "too late")
 
 
+async def test_the_next_engine_has_the_cache_of_the_first_whatever_neighbours_took(random_checkpoint, device):
+    share = EngineConfig(device=device, memory_share=0.02, encoder_cache_bytes=0, measure_s=0, max_num_seqs=10**6)
+    engine = await AsyncEngine.start(random_checkpoint, share)
+    try:
+        first, before = engine.info, engine.pid
+        taken = b"x" * 2**29
+        os.kill(before, signal.SIGKILL)
+        while not why_down(engine):  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        await tokens(engine, "later")
+        assert engine.pid != before
+        assert engine.info == first
+        del taken
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, device, caplog):
+    patience_s = 1.5
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=patience_s))
+    try:
+        right, before = await tokens(engine, "before"), engine.pid
+        await asyncio.sleep(2.5 * patience_s)
+        assert engine.pid == before, "at rest it makes no step, and need not"
+        os.kill(before, signal.SIGSTOP)
+        with pytest.raises(ProcessDied, match=f"engine process {before} died with status -9"):
+            await tokens(engine, "hung")
+        assert f"engine process {before} has made no step for 1.5 s, and is ended" in caplog.text
+        assert await tokens(engine, "later") == right
+    finally:
+        await engine.close()
+
+
 async def test_an_engine_that_cannot_come_back_says_why_and_is_tried_again(random_checkpoint, device, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.symlink_to(random_checkpoint)

@@ -9,6 +9,7 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Embeddings
+from mindie_mm.ipc import Failure
 from mindie_mm.models import load_model
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import run
@@ -50,7 +51,7 @@ def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prom
     assert engine.add(Add("other", prompts[0].numpy().tobytes(), params)) is None
     news = engine.step().progress
     assert {one.request_id: one.error for one in news if one.error} == {
-        "lost": ("WorldError", "the model gives no numbers for this request")
+        "lost": Failure("WorldError", "the model gives no numbers for this request")
     }
     assert [one.token_ids for one in news if one.request_id == "other" and one.token_ids]
     while engine.has_work():

@@ -205,7 +205,7 @@ def test_aborted_and_failed_requests_leave_what_was_computed_and_no_more(model, 
     engine.add(Add("bad", bad.numpy().tobytes(), GREEDY))
     free(model.read(bad.numpy())[0].ref)
     tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # its owner takes the block back
-    assert [progress.error[0] for progress in engine.step().progress] == ["StaleReference"]
+    assert [progress.error.name for progress in engine.step().progress] == ["StaleReference"]
     assert_all_free(engine)
     good = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
     assert cached(engine, good) == 0, "the step that failed left nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from tests.ascend.operators import order
 from tests.ascend.operators.aliases import alias, on_device
 
+_NO_DOUBLE = "Device do not support double dtype now, dtype cast replace with float."
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
@@ -22,12 +24,13 @@ class Copies:
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if on_device(target) and on_device(source):
             return _between(target, source)
-        if source.dtype != target.dtype or source.shape != target.shape or not source.is_contiguous():
-            source = source.to(target.dtype).expand_as(target).contiguous()
-        if target.is_contiguous():
+        if on_device(target):  # it is the host that casts, on the way up and on the way down
+            source = source.to(target.dtype)
+        source = source.expand_as(target).contiguous()
+        if target.is_contiguous() and target.dtype == source.dtype:
             self._transfer.call_boxed(_KEYS, target, source, non_blocking)
             return target
-        piece = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        piece = torch.empty(target.shape, dtype=source.dtype, device=target.device)
         # The second copy must find what the first brings: on the device it does, on the host only after a wait.
         self._transfer.call_boxed(_KEYS, piece, source, non_blocking and on_device(target))
         target.copy_(piece)
@@ -44,7 +47,13 @@ class Copies:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        del layout
+        """As ToKernelNpu.cpp in Ascend/pytorch (torch_npu/csrc/aten/common): a dtype alone is never float64."""
+        if dtype is not None and layout is None and device is None:
+            if tensor.dtype == dtype:
+                return tensor
+            if dtype == torch.float64:
+                warnings.warn(_NO_DOUBLE, stacklevel=2)  # torch_npu says it once a process, in the log
+                dtype = torch.float32
         device = tensor.device if device is None else device
         if device.type == "npu":
             shape = torch.empty_strided(tensor.size(), tensor.stride(), device="meta")

@@ -6,7 +6,7 @@ Where documents differ, the newest CANN's counts, which is what torch_npu 2.13 p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -85,6 +85,17 @@ _TORCHS = (
     ),
 )
 
+_INDEX_FILL = (
+    "writes a copy of the whole tensor and that back into it (hicann/ops-nn, index/index_fill_d/op_api/"
+    "aclnn_index_fill.cpp: IndexFill, then ViewCopy), and where CANN has no aclnnInplaceIndexFill reads every index on "
+    "the host (Ascend/op-plugin, op_plugin/ops/opapi/IndexFillKernelNpuOpApi.cpp: get_index_vector)"
+)
+DEAR: Mapping[str, str] = {"aten::index_fill": _INDEX_FILL, "aten::index_fill_": _INDEX_FILL}
+"""Operators that the device takes at a price which nothing here would show, with what they do and where that is said.
+
+They are refused, so that others are called in their place.
+"""
+
 LIMITS: tuple[Limit, ...] = (*_TORCHS, *attention_limits.LIMITS, *layer_limits.LIMITS)
 
 
@@ -97,9 +108,15 @@ class Refused(RuntimeError):
 
 
 def of(operator: str) -> Callable[[Arguments], None] | None:
-    """A check of a call's arguments; None where nothing is known that the device refuses."""
+    """A check of a call's arguments; None where nothing is known that is refused."""
+    if operator in DEAR:
+        return lambda _: _too_dear(operator)
     found = [limit for limit in LIMITS if operator in limit.operators]
     return (lambda arguments: _check(operator, found, arguments)) if found else None
+
+
+def _too_dear(operator: str) -> None:
+    raise RuntimeError(f"{operator} is not called on an NPU: it {DEAR[operator]}")
 
 
 def _check(operator: str, limits: list[Limit], arguments: Arguments) -> None:
