@@ -5,11 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
-from threading import Condition, Event, Lock
+from queue import Empty, SimpleQueue
+from threading import Event, Lock
 from types import TracebackType
 from typing import Self
 
@@ -44,6 +48,9 @@ DEFAULT_TIMEOUT_S = 10.0
 # Other processes free by a plain store, which wakes nobody.
 POLL_S = 0.001
 
+# Of those that wait behind another one and are told when it is their turn, lest an exception of its kept it from that.
+_LOOK_S = 1.0
+
 # How often the owner looks whether its file still has its name.
 _LOOK_NS = 1_000_000
 
@@ -63,7 +70,12 @@ class Arena:
     """An arena of this process: a context manager, and safe to use from many threads of it.
 
     One writer, many readers: only the owner changes the state of a block; others ask by a release word. A forked
-    child owns nothing: there `allocate` fails, and `close` leaves the file alone.
+    child owns nothing: there `allocate` fails, and `close` leaves the file alone. What nobody closes is removed when
+    it is dropped, or when the process ends well.
+
+    What blocks there are is told by `_filling` and `_published` alone: heap, table and quotas follow from them. An
+    exception of a signal handler may break off a change of these at any line; `_torn` then stays, and whoever is next
+    makes them anew.
     """
 
     def __init__(self, header: ArenaHeader, lock: LifeLock, mapping: mmap.mmap, quota_bytes: int | None) -> None:
@@ -74,23 +86,26 @@ class Arena:
         self.capacity_bytes = header.capacity_bytes
         """Bytes for blocks, in whole pages."""
         self._lock = lock
-        self._file_bytes = header.file_bytes
+        words = memoryview(mapping)
+        self._stats = words[STATS_OFFSET : STATS_OFFSET + STATS_BYTES].cast("Q")
+        self._populator = Populator(MADV_POPULATE_WRITE, partial(self._stats.__setitem__, POPULATED))
+        # Not weakref's: a child that multiprocessing forks, such as a DataLoader's worker, leaves by os._exit.
+        self._finalizer = Finalize(self, _remove, (self.path, lock, self._populator), exitpriority=0)
+        self._data_offset, self._file_bytes = header.data_offset, header.file_bytes
         self._header = header.pack()
         self._num_entries = header.num_entries
         self._mapping: mmap.mmap | None = mapping
-        words = memoryview(mapping)
         self._table = Table(words, header)
-        self._stats = words[STATS_OFFSET : STATS_OFFSET + STATS_BYTES].cast("Q")
-        self._heap = Heap(header.data_offset, header.file_bytes)
-        self._filling: dict[int, Block] = {}
+        self._heap = Heap(self._data_offset, self._file_bytes)
+        self._filling: dict[int, weakref.ref[Block]] = {}
         self._published: dict[int, Block] = {}
         self._quotas = Quotas(header.capacity_bytes // 2 if quota_bytes is None else quota_bytes)
+        self._torn = False
         self._since_sweep = 0
-        self._mutex = Lock()
-        self._room = Condition(self._mutex)
-        self._queue: deque[object] = deque()
         self._seen_ns = 0
-        self._populator = Populator(mapping, MADV_POPULATE_WRITE, partial(self._stats.__setitem__, POPULATED))
+        self.renew_lock()
+        _arenas.add(self)
+        self._populator.start(mapping)
 
     @classmethod
     def create(cls, capacity_bytes: int, *, quota_bytes: int | None = None) -> Arena:
@@ -105,7 +120,7 @@ class Arena:
 
     @property
     def populated(self) -> Event:
-        """Set once every page is faulted in, which goes on in the background."""
+        """Set once every page is faulted in, which goes on in the background, or it is closed."""
         return self._populator.done
 
     @property
@@ -139,7 +154,7 @@ class Arena:
         self,
         specs: Mapping[str, ArraySpec],
         *,
-        path_file: Path | None,
+        path_file: str | Path | None,
         lease_s: float | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Block:
@@ -159,7 +174,10 @@ class Arena:
         with self._mutex:
             block = None if self._queue else self._take(plan, request, lease_ns)
             if block is None:
-                block = self._wait_for_room(plan, request, lease_ns, timeout_s)
+                self._require_quota(plan, request)
+                self._stats[WAITS] += 1
+        if block is None:
+            block = self._wait_for_room(plan, request, lease_ns, timeout_s)
         if path_file is not None:
             try:
                 block.write_header(b"")
@@ -175,24 +193,24 @@ class Arena:
             check_digest(digest)
         with self._mutex:
             self._require_open()
-            if self._filling.get(block.entry) is not block:
+            if not self._is_filling(block):
                 raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             if self._table.is_released(block.entry):
                 raise StaleReference(f"{block.ref}: the block was freed while it was filled")
             block.write_header(digest or b"")
+            self._begin_change()
+            self._table.publish(block.entry)
             del self._filling[block.entry]
             self._published[block.entry] = block
-            self._table.publish(block.entry)
+            self._torn = False
             self._table.ring()  # a release that came while the block was filled may have been swept past
 
     def discard(self, block: Block) -> None:
-        """For `Block`: gives back a block that is not published. Nothing after `close`."""
+        """For `Block`: gives back a block whose `publish` did not return. Nothing if the arena is `lost`."""
         with self._mutex:
-            if self._lock.held and self._filling.get(block.entry) is block:
-                del self._filling[block.entry]
-                self._give_back(block)
-                if self._queue:
-                    self._room.notify_all()
+            if not self.lost and (self._is_filling(block) or self._published.get(block.entry) is block):
+                self._begin_change()
+                self._give_back([block])
 
     def free(self, block: Block) -> None:
         """Takes back a published block of this arena at once; nothing if somebody did, or if the arena is `lost`.
@@ -201,33 +219,28 @@ class Arena:
         """
         with self._mutex:
             if not self.lost and self._published.get(block.entry) is block:
-                del self._published[block.entry]
-                self._give_back(block)
+                self._begin_change()
+                self._give_back([block])
                 self._stats[TAKEN_BACK] += 1
-                if self._queue:
-                    self._room.notify_all()
 
     def sweep(self) -> int:
         """Takes back the published blocks that any process freed; their number."""
         with self._mutex:
-            swept = self._sweep()
-            if swept and self._queue:
-                self._room.notify_all()
-            return swept
+            return self._sweep()
 
     def close(self) -> None:
         """Removes the arena: readers that map it keep their pages. Idempotent; a forked child only lets go."""
         self._populator.stop()
+        self._populator.join()  # which maps it: else there may be no room for another one at once
         with self._mutex:
-            if self._lock.held:
-                unlink_same(self.path, self._lock.descriptor)
-            self._lock.release()
+            _remove(self.path, self._lock, self._populator)
+            self._finalizer.cancel()
             self._mapping = None
             self._filling.clear()
             self._published.clear()
             self._table.close()
             self._stats = memoryview(b"")
-            self._room.notify_all()
+            self._wake()
 
     def __enter__(self) -> Self:
         return self
@@ -241,6 +254,35 @@ class Arena:
         if not self._lock.held:
             raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
 
+    def renew_lock(self) -> None:
+        """For a forked child: whichever thread held the lock, or waited, is not there to go on."""
+        self._mutex = Lock()
+        self._queue: deque[SimpleQueue[None]] = deque()
+
+    def _is_filling(self, block: Block) -> bool:
+        found = self._filling.get(block.entry)
+        return found is not None and found() is block
+
+    def _begin_change(self) -> None:
+        """Of which blocks there are; `_torn` is set until it is done."""
+        if self._torn:
+            self._mend()
+        self._torn = True
+
+    def _mend(self) -> None:
+        """Makes heap, table and quotas anew from the blocks that there are; broken off, it is done again."""
+        filling = [block for found in self._filling.values() if (block := found()) is not None]
+        self._filling = {block.entry: weakref.ref(block) for block in filling}
+        blocks = [*filling, *self._published.values()]
+        self._heap = Heap(self._data_offset, self._file_bytes, [piece for block in blocks for piece in block.pieces])
+        self._table.keep([block.entry for block in blocks])
+        self._table.ring()  # it may have been a sweep
+        self._quotas = Quotas(self._quotas.limit_bytes)
+        for block in blocks:
+            self._quotas.add(block.request, block.nbytes)
+        self._stats[USED] = self.capacity_bytes - self._heap.free_bytes
+        self._torn = False
+
     def _take(self, plan: BlockPlan, request: bytes, lease_ns: int) -> Block | None:
         """A new block, being filled; None while there is no room."""
         self._require_open()
@@ -251,21 +293,32 @@ class Arena:
         if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self._sweep()
         self._require_quota(plan, request)
-        place = self._place(plan) or (self._place(plan) if self._sweep(unasked=True) else None) or self._scatter(plan)
-        if place is None:
-            return None
-        pieces, buffer, base, nbytes = place
         expires_ns = now_ns + lease_ns if lease_ns else 0
-        entry, generation = self._table.take(pieces[0][0], nbytes, now_ns, expires_ns)
-        if len(pieces) > 1:
-            self._table.link(entry, pieces[1:])
-        self._filling[entry] = block = Block(self, plan, request, entry, generation, pieces, nbytes, buffer, base)
-        if request:
+        block = self._cut(self._place, plan, request, now_ns, expires_ns)
+        if block is None:
+            self._sweep(unasked=True)
+            block = self._cut(self._place, plan, request, now_ns, expires_ns)
+        return block or self._cut(self._scatter, plan, request, now_ns, expires_ns)
+
+    def _cut(
+        self, find: Callable[[BlockPlan], Place | None], plan: BlockPlan, request: bytes, now_ns: int, expires_ns: int
+    ) -> Block | None:
+        """A new block where `find` finds room for it."""
+        self._begin_change()
+        block, place = None, find(plan)
+        if place is not None:
+            pieces, buffer, base, nbytes = place
+            entry, generation = self._table.take(pieces[0][0], nbytes, now_ns, expires_ns)
+            if len(pieces) > 1:
+                self._table.link(entry, pieces[1:])
+            block = Block(self, plan, request, entry, generation, pieces, nbytes, buffer, base)
+            self._filling[entry] = weakref.ref(block)
             self._quotas.add(request, nbytes)
-        stats = self._stats
-        stats[ALLOCATIONS] += 1
-        stats[USED] = used = self.capacity_bytes - self._heap.free_bytes
-        stats[PEAK] = max(stats[PEAK], used)
+            stats = self._stats
+            stats[ALLOCATIONS] += 1
+            stats[USED] = used = self.capacity_bytes - self._heap.free_bytes
+            stats[PEAK] = max(stats[PEAK], used)
+        self._torn = False
         return block
 
     def _look(self, now_ns: int) -> None:
@@ -285,14 +338,7 @@ class Arena:
         SharedMemoryError if they cannot be mapped.
         """
         pieces = self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
-        if pieces is None:
-            return None
-        try:
-            return tuple(pieces), self._map(pieces), 0, sum(nbytes for _, nbytes in pieces)
-        except BaseException:
-            for piece in pieces:
-                self._heap.free(*piece)
-            raise
+        return None if pieces is None else (tuple(pieces), self._map(pieces), 0, sum(nbytes for _, nbytes in pieces))
 
     def _map(self, pieces: Sequence[tuple[int, int]]) -> memoryview:
         descriptor = reopened(self._lock.descriptor)
@@ -307,27 +353,33 @@ class Arena:
             self._quotas.require(request, plan.size)
 
     def _wait_for_room(self, plan: BlockPlan, request: bytes, lease_ns: int, timeout_s: float) -> Block:
-        """Waits behind those that came before. ArenaFull after the deadline; LimitExceeded at once."""
-        self._require_quota(plan, request)
+        """Waits behind those that came before. ArenaFull after the deadline."""
         deadline = time.monotonic() + timeout_s
-        ticket = object()
-        self._queue.append(ticket)
-        self._stats[WAITS] += 1
+        # Not a Condition: its wait may leave its lock to others when it is broken off.
+        ticket: SimpleQueue[None] = SimpleQueue()
         try:
+            self._queue.append(ticket)
             while True:
-                first = self._queue[0] is ticket
-                block = self._take(plan, request, lease_ns) if first else None
+                with self._mutex:
+                    first = self._queue[0] is ticket
+                    block = self._take(plan, request, lease_ns) if first else None
+                    left = deadline - time.monotonic()
+                    if block is None and left <= 0:
+                        self._stats[FULL] += 1
+                        raise ArenaFull(self._why_full(plan.size, timeout_s))
                 if block is not None:
                     return block
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._stats[FULL] += 1
-                    raise ArenaFull(self._why_full(plan.size, timeout_s))
-                self._room.wait(min(left, POLL_S) if first else left)
+                with suppress(Empty):
+                    ticket.get(timeout=min(left, POLL_S if first else _LOOK_S))
         finally:
-            self._queue.remove(ticket)
-            if self._queue:
-                self._room.notify_all()
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Those that wait look again."""
+        for ticket in tuple(self._queue):
+            ticket.put(None)
 
     def _why_full(self, size: int, timeout_s: float) -> str:
         return (
@@ -339,19 +391,23 @@ class Arena:
     def _sweep(self, *, unasked: bool = False) -> int:
         """Blocks still being filled stay: their writer gives them back.
 
-        Without the doorbell there is nothing to do, unless a process died before it rang, or a lease ran out.
+        Without the doorbell there is nothing to do, unless a process died before it rang, a lease ran out, or a block
+        was dropped while it was filled.
         """
-        if not self._lock.held or not (unasked or self._table.rung):
+        if not self._lock.held:
             return 0
+        if any(found() is None for found in self._filling.values()):
+            self._torn = True
+        if not (unasked or self._torn or self._table.rung):
+            return 0
+        self._begin_change()
         self._since_sweep = 0
         self._table.answer()
         if unasked:
             self._end_leases()
         is_released = self._table.is_released
         freed = [block for entry, block in self._published.items() if is_released(entry)]
-        for block in freed:
-            del self._published[block.entry]
-            self._give_back(block)
+        self._give_back(freed)
         self._stats[TAKEN_BACK] += len(freed)
         return len(freed)
 
@@ -361,24 +417,49 @@ class Arena:
             if self._table.is_expired(entry, now_ns):
                 self._table.release(entry)
 
-    def _give_back(self, block: Block) -> None:
-        self._table.give_back(block.entry)
-        for offset, nbytes in block.pieces:
-            self._heap.free(offset, nbytes)
-        self._stats[USED] = self.capacity_bytes - self._heap.free_bytes
-        if block.request:
+    def _give_back(self, blocks: Sequence[Block]) -> None:
+        """Ends the change in which these blocks go."""
+        for block in blocks:
+            self._filling.pop(block.entry, None)
+            self._published.pop(block.entry, None)
+            self._table.give_back(block.entry)
+            for offset, nbytes in block.pieces:
+                self._heap.free(offset, nbytes)
             self._quotas.remove(block.request, block.nbytes)
+        self._stats[USED] = self.capacity_bytes - self._heap.free_bytes
+        self._torn = False
+        if blocks:
+            self._wake()
 
 
-def _absolute(path: Path) -> bytes:
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for arena in _arenas:
+        arena.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _remove(path: Path, lock: LifeLock, populator: Populator) -> None:
+    """Idempotent, and nothing to the file in a forked child."""
+    populator.stop()
+    if lock.held:
+        unlink_same(path, lock.descriptor)
+    lock.release()
+
+
+def _absolute(path: str | Path) -> bytes:
     """Path.absolute, in a quarter of its time."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
         raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")
-    return encoded if encoded.startswith(b"/") else os.fsencode(path.absolute())
+    return encoded if encoded.startswith(b"/") else os.fsencode(Path(path).absolute())
 
 
-def _lease_ns(lease_s: float, path_file: Path | None) -> int:
+def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:
     if path_file is not None:
         raise InputError(f"a lease of {lease_s} s for a block of {path_file}: its request says how long it lives")
     if not 0 <= lease_s <= _MAX_LEASE_S:

@@ -20,16 +20,12 @@ def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
     if type(capacity_bytes) is not int or capacity_bytes < 1:
         raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
     header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
-    descriptor = make_nameless()
+    # Locked first: to reserve it takes long, and a child that another thread forks meanwhile is to close it.
+    lock = LifeLock(make_nameless())
     try:
-        reserve(descriptor, header.file_bytes, "the arena")
-        mapping = _map(descriptor, header.file_bytes)
-        lock = LifeLock(descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    try:
-        return _link(descriptor, header), lock, mapping
+        reserve(lock.descriptor, header.file_bytes, "the arena")
+        mapping = _map(lock.descriptor, header.file_bytes)
+        return _link(lock.descriptor, header), lock, mapping
     except BaseException:
         lock.release()
         raise

@@ -32,12 +32,13 @@ class Store(Protocol):
 
 
 class Block(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Named arrays to write into, then `publish`. Leaving it without `publish` frees it.
+    """Named arrays to write into, then `publish`. Leaving it without `publish` frees it, as does dropping it.
 
     Once it is published nobody writes to it; once it is left its arrays are not used any more.
     """
 
     __slots__ = (
+        "__weakref__",
         "_base",
         "_buffer",
         "_published",

@@ -32,7 +32,7 @@ def digest_of(path: Path) -> str:
                 for at in range(0, len(entries), WORDS_PER_ENTRY):
                     offset, size = entries[at + OFFSET], entries[at + SIZE]
                     if offset + size > header.file_bytes:
-                        raise SegmentMissing(f"{path}: block {at // WORDS_PER_ENTRY} is outside the file")
+                        raise SegmentMissing(f"block {at // WORDS_PER_ENTRY} is outside the file")
                     if entries[at + STATE] & 0xFF == PUBLISHED:
                         with data[offset : offset + size] as block:
                             blocks.append(xxh3_128_digest(block))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import lru_cache
 
 from mindie_mm.shm.layout import PAGE, round_up
@@ -23,11 +24,17 @@ def size_class(size: int) -> int:
 class Heap:
     """Extents of a range of bytes. One process, no locking of its own."""
 
-    def __init__(self, start: int, stop: int) -> None:
-        self._extents = _Extents(start, stop)
+    def __init__(self, start: int, stop: int, taken: Iterable[tuple[int, int]] = ()) -> None:
+        """`taken`: (offset, bytes) of what is not free."""
+        self._extents = _Extents()
+        self.free_bytes = 0
+        for offset, nbytes in sorted((*taken, (stop, 0))):
+            if offset > start:
+                self._extents.give(start, offset - start)
+                self.free_bytes += offset - start
+            start = offset + nbytes
         # Freed blocks wait here for one of their own class, last in first out: their pages are still in the caches.
         self._freed: defaultdict[int, list[int]] = defaultdict(list)
-        self.free_bytes = stop - start
 
     @property
     def largest_bytes(self) -> int:
@@ -88,10 +95,10 @@ class Heap:
 class _Extents:
     """Disjoint extents, neighbours joined; the smallest that fits is cut."""
 
-    def __init__(self, start: int, stop: int) -> None:
-        self.by_size = [(stop - start, start)]  # sorted: (size, offset)
-        self._starts = {start: stop - start}  # offset -> size
-        self._stops = {stop: start}  # end -> offset
+    def __init__(self) -> None:
+        self.by_size: list[tuple[int, int]] = []  # sorted: (size, offset)
+        self._starts: dict[int, int] = {}  # offset -> size
+        self._stops: dict[int, int] = {}  # end -> offset
 
     @property
     def largest_bytes(self) -> int:

@@ -73,26 +73,12 @@ def state_word(generation: int, state: int) -> int:
     return generation << 8 | state
 
 
-class Fence:
+def fence() -> None:
     """Orders memory accesses before a call against those after it, on processors with weak ordering too.
 
-    A release of a lock followed by its acquisition is a full barrier; Python has no other. For one thread at a time.
+    A release of a lock followed by its acquisition is a full barrier; Python has no other. A lock of the call's own:
+    whatever a signal handler raises in here, the next call finds nothing of it.
     """
-
-    __slots__ = ("_acquire", "_release")
-
-    def __init__(self) -> None:
-        lock = Lock()
-        lock.acquire()
-        self._release, self._acquire = lock.release, lock.acquire
-
-    def __call__(self) -> None:
-        self._release()
-        self._acquire()
-
-
-def fence() -> None:
-    """A `Fence` for any thread."""
     lock = Lock()
     lock.acquire()
     lock.release()

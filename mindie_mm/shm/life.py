@@ -7,7 +7,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakSet
 
 
 class LifeLock:
@@ -19,22 +18,26 @@ class LifeLock:
 
     def __init__(self, descriptor: int) -> None:
         """BlockingIOError if another process holds the lock; the descriptor then stays the caller's."""
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.descriptor = descriptor
         """The locked file; -1 once released."""
         self.held = True
         """False once released, and in a forked child: the lock is the parent's."""
-        _held.add(self)
+        _held.add(self)  # before it is locked: another thread may fork at any moment
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            _held.discard(self)
+            raise
 
     def release(self) -> None:
         """Drops the lock. Idempotent."""
         if self.held:
-            os.close(self.descriptor)
-            self.descriptor, self.held = -1, False
+            descriptor, self.descriptor, self.held = self.descriptor, -1, False
             _held.discard(self)
+            os.close(descriptor)
 
 
-_held: WeakSet[LifeLock] = WeakSet()
+_held: set[LifeLock] = set()
 
 
 def _release_in_child() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ from mindie_mm.shm.layout import (
 from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.scatter import map_pieces
+from mindie_mm.shm.segment import NOT_OURS
 
 _log = logging.getLogger(__name__)
 
@@ -53,15 +56,15 @@ class MappedArena:
         access = os.O_RDONLY if self._on_disk else os.O_RDWR | os.O_NOFOLLOW
         try:
             descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (FileNotFoundError, PermissionError) as error:
-            raise SegmentMissing(f"{path}: {error.strerror}") from error
         except OSError as error:
-            raise SharedMemoryError(f"{path} cannot be opened: {error.strerror}") from error
+            kind = SegmentMissing if error.errno in (errno.ENOENT, *NOT_OURS) else SharedMemoryError
+            raise kind(f"{path} cannot be opened: {error.strerror}") from error
         # Kept for the checks, until no thread can be within one.
         finalize(self, os.close, descriptor).atexit = False
         self._descriptor = descriptor
         try:
             status = os.fstat(descriptor)
+            _require_regular(status)
             if arena is not None:
                 require_own(status)
             header = ArenaHeader.read(descriptor, status)
@@ -185,7 +188,8 @@ class MappedArena:
     def populate(self) -> None:
         """Faults the whole mapping in, once, in the background; a file on disk is read as it is used."""
         if self._populator is None and not self._on_disk:
-            self._populator = Populator(self.map, MADV_POPULATE_READ)
+            self._populator = Populator(MADV_POPULATE_READ)
+            self._populator.start(self.map)
 
     def release(self, ref: Ref) -> bool:
         """Asks the owner to free a block; False if it is free already, another generation's, or on disk."""
@@ -198,6 +202,12 @@ class MappedArena:
         fence()
         self._releases[DOORBELL] = 1
         return True
+
+
+def _require_regular(status: os.stat_result) -> None:
+    """SegmentMissing for a directory or a pipe."""
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentMissing("it is no regular file")
 
 
 def _state_name(state: int) -> str:
@@ -261,10 +271,15 @@ class ArenaCache:
         for mapped in gone.values():  # outside of the lock: a device may be waited for
             mapped.close()
 
+    def renew_lock(self) -> None:
+        """For a forked child: whichever thread held the lock, it is not there to release it."""
+        self._lock = Lock()
+
 
 _cache = ArenaCache()
 mapped_arena = _cache.get
 drop_removed = _cache.drop_removed
+os.register_at_fork(after_in_child=_cache.renew_lock)
 
 
 @contextmanager

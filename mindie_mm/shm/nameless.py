@@ -8,9 +8,9 @@ import os
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
-_HOW_TO_ENLARGE = (
-    "make it smaller, or enlarge /dev/shm: `mount -o remount,size=<bytes> /dev/shm`, in Docker --shm-size, in "
-    "Kubernetes an emptyDir of medium Memory mounted there"
+_HOW_TO_GET_ROOM = (
+    "reclaim what the dead left (`mindie-mm shm gc`), make it smaller, or enlarge /dev/shm: `mount -o "
+    "remount,size=<bytes> /dev/shm`, in Docker --shm-size, in Kubernetes an emptyDir of medium Memory mounted there"
 )
 
 
@@ -26,7 +26,7 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
     """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later; `what` is for the message."""
     space = os.statvfs(SHM_DIRECTORY)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, {what} needs {nbytes}; {_HOW_TO_ENLARGE}"
+    why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
     if nbytes > free:
         raise SharedMemoryError(why)
     try:

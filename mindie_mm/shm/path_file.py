@@ -28,6 +28,10 @@ from mindie_mm.shm.words import MAX_BLOCK, MAX_GENERATION
 
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20
+
+# Where no line is added any more: the rest is for those who add theirs at the same moment.
+_FULL_BYTES = MAX_BYTES - (64 << 10)
+
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LINE = re.compile(rb"mindie_mm-([0-9a-f]{4}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,7})\n")
 
@@ -45,7 +49,11 @@ class Contents:
 
 
 def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
-    """Appends a block's line in one write. SharedMemoryError if the file cannot be written."""
+    """Appends a block's line in one write.
+
+    InputError for what is no regular file of this user, LimitExceeded for a full one; SharedMemoryError if it cannot
+    be written.
+    """
     _append(path_file, b"mindie_mm-%04x %d %d\n" % (arena, block, generation))
 
 
@@ -54,6 +62,7 @@ def recorded(path_file: Path, segment: str) -> Iterator[None]:
     """Appends a segment's line, and takes it back if the body, which gives the segment its name, fails.
 
     So a segment that can be seen always has its line, and a line never names what another program made meanwhile.
+    Errors as `record`.
     """
     line = f"{segment}\n".encode()
     _append(os.fsencode(path_file), line)
@@ -65,18 +74,21 @@ def recorded(path_file: Path, segment: str) -> Iterator[None]:
 
 
 def _append(path_file: bytes, line: bytes) -> None:
+    name = os.fsdecode(path_file)
     try:
         descriptor = os.open(path_file, _APPEND, 0o600)
         faults.point("before-ledger")
         try:
+            if (size := _require_own(name, descriptor)) > _FULL_BYTES:
+                raise LimitExceeded(f"path file {name} has {size} bytes, {_FULL_BYTES} are full: release and remove it")
             written = os.write(descriptor, line)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise SharedMemoryError(f"path file {os.fsdecode(path_file)} cannot be written: {error.strerror}") from error
+        raise SharedMemoryError(f"path file {name} cannot be written: {error.strerror}") from error
     faults.point("after-ledger")
     if written != len(line):
-        raise SharedMemoryError(f"path file {os.fsdecode(path_file)}: {written} of {len(line)} bytes were written")
+        raise SharedMemoryError(f"path file {name}: {written} of {len(line)} bytes were written")
 
 
 def _take_back(path_file: Path, line: bytes) -> None:
@@ -87,22 +99,37 @@ def _take_back(path_file: Path, line: bytes) -> None:
             file.truncate(start)
 
 
-def read_contents(path_file: Path) -> Contents:
+def _require_own(path_file: str | Path, descriptor: int) -> int:
+    """Bytes of the file. InputError unless it is a regular file of this user.
+
+    Where others may write they can put a path file, and what it names would be freed as if this user had said so.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"path file {path_file} is no regular file")
+    if status.st_uid != os.geteuid():
+        raise InputError(
+            f"path file {path_file} is user {status.st_uid}'s; this process is user {os.geteuid()}'s, and uses none "
+            "but its own user's"
+        )
+    return status.st_size
+
+
+def read_contents(path_file: str | Path) -> Contents:
     """All that a path file says; a missing file says nothing.
 
-    InputError if the path is no regular file, LimitExceeded above 16 MiB.
+    InputError if the path is no regular file of this user, LimitExceeded above 16 MiB.
     """
     try:
         with open(path_file, "rb", opener=_open_no_link) as file:
-            data = file.read(MAX_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+            _require_own(path_file, file.fileno())
+            data = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return Contents([], [], [])
     except ValueError as error:  # a NUL
         raise InputError(f"path file {os.fspath(path_file)!r} cannot be read: {error}") from error
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
-    if data is None:
-        raise InputError(f"path file {path_file} cannot be read: it is no regular file")
     if len(data) > MAX_BYTES:
         raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
     contents = Contents([], [], [])
@@ -128,12 +155,15 @@ def _parse(line: bytes) -> Ref | None:
     return Ref(arena, block, generation) if block <= MAX_BLOCK and generation <= MAX_GENERATION else None
 
 
-def release(path_file: Path) -> int:
+def release(path_file: str | Path) -> int:
     """Frees every block and segment that the file names; the number of those that this call freed.
 
     Idempotent, from any process; a missing file, a missing arena or segment and a block freed before count nothing.
-    Lines that are no reference are skipped, and when all others are freed CorruptReference names them;
-    SharedMemoryError if an arena could not be mapped, or a segment not removed, likewise once the others are done.
+    The lines stay: remove the file then, or the next release goes through all of them again.
+
+    InputError for what is no regular file of this user, LimitExceeded above 16 MiB. Lines that are no reference are
+    skipped, and when all others are freed CorruptReference names them; SharedMemoryError if an arena could not be
+    mapped, or a segment not removed, likewise once the others are done.
     """
     contents = read_contents(path_file)
     freed, troubles = 0, []

@@ -18,28 +18,45 @@ STEP_BYTES = 1 << 20
 class Populator:
     """Populates a mapping from its start, step by step, until it is done or told to stop."""
 
-    def __init__(self, mapping: mmap.mmap, advice: int, report: Callable[[int], None] | None = None) -> None:
+    def __init__(self, advice: int, report: Callable[[int], None] | None = None) -> None:
         """`report` is told the bytes populated so far."""
         self.done = Event()
-        """Set when every page is there, or the kernel cannot do it ahead of use."""
-        self._stop = Event()
+        """Set when every page is there, it cannot be done ahead of use, or it was stopped."""
+        self._advice = advice
         self._report = report or _ignore
-        Thread(target=self._run, args=(mapping, advice), name="mindie_mm-populate", daemon=True).start()
+        self._stopped = False
+        self._thread: Thread | None = None
+
+    def start(self, mapping: mmap.mmap) -> None:
+        """Once."""
+        thread = Thread(target=self._run, args=(mapping,), name="mindie_mm-populate", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # a container's limit of threads is reached: pages come as they are used
+            self._report(len(mapping))
+            self.done.set()
+        else:
+            self._thread = thread
 
     def stop(self) -> None:
         """Soon; nothing more is reported."""
-        self._stop.set()
+        self._stopped = True
         self._report = _ignore
 
-    def _run(self, mapping: mmap.mmap, advice: int) -> None:
+    def join(self) -> None:
+        """Waits until it has let go of the mapping: after `stop` for a step, 2 ms."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, mapping: mmap.mmap) -> None:
         total = len(mapping)
         with suppress(OSError):  # a kernel without huge pages for shared memory
             mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, total, STEP_BYTES):
-            if self._stop.is_set():
-                return
+            if self._stopped:
+                break
             try:
-                mapping.madvise(advice, start, min(STEP_BYTES, total - start))
+                mapping.madvise(self._advice, start, min(STEP_BYTES, total - start))
             except OSError:
                 # An older kernel does not know the advice (EINVAL), or the file was cut (EFAULT): pages come as used.
                 break

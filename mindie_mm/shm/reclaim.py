@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -141,10 +141,9 @@ class _Collection:
                     self._add("owner_dead", str(path), os.fstat(descriptor).st_size)
 
     def take_blocks(self) -> None:
-        mount_namespace = Owner.current().mount_namespace
+        here = Owner.current()
         for arena in (arena for arena in survey() if arena.alive):
-            # In another container the same path is another file.
-            paths_are_ours = arena.owner is not None and arena.owner.mount_namespace == mount_namespace
+            paths_are_ours = arena.owner is not None and _has_same_paths(arena.owner, here)
             for block in arena.blocks:
                 with self._going_on(block_name(arena.number, block.block)):
                     cause = _why_orphaned(block, paths_are_ours=paths_are_ours)
@@ -198,6 +197,16 @@ def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
     if not block.request:
         return "lease_expired" if block.lease_s is not None and block.lease_s <= 0 else None
     return "request_gone" if paths_are_ours and _is_gone(block.request) else None
+
+
+def _has_same_paths(owner: Owner, here: Owner) -> bool:
+    """Whether a path is one file to both: not in another container, or a chroot. False where that cannot be told."""
+    namespaces = (here.mount_namespace, here.pid_namespace)
+    if (owner.mount_namespace, owner.pid_namespace) != namespaces:
+        return False
+    with suppress(OSError):
+        return Path(f"/proc/{owner.pid}/root").samefile("/")
+    return False
 
 
 def _is_gone(path: str) -> bool:

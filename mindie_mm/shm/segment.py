@@ -20,8 +20,8 @@ from mindie_mm.shm.nameless import make_nameless, reserve
 
 MAX_SEGMENT_BYTES = 10**9
 
-_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
-"""A link, another user's file, a socket."""
+NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR)
+"""Errors of opening a link, another user's file, a socket, a directory to be written."""
 
 
 def free_name() -> str:
@@ -67,7 +67,7 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
     except FileNotFoundError:
         raise SegmentMissing(f"there is no segment {path}") from None
     except OSError as error:
-        kind = SegmentMissing if error.errno in _NOT_OURS else SharedMemoryError
+        kind = SegmentMissing if error.errno in NOT_OURS else SharedMemoryError
         raise kind(f"segment {path} cannot be opened: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from mindie_mm.shm.layout import (
@@ -22,7 +22,7 @@ from mindie_mm.shm.layout import (
     STATE,
     WORDS_PER_ENTRY,
     ArenaHeader,
-    Fence,
+    fence,
     state_word,
 )
 from mindie_mm.shm.words import MAX_GENERATION
@@ -35,7 +35,6 @@ class Table:
         """`words`: the arena's file."""
         self._entries = words[PAGE : header.releases_offset].cast("Q")
         self._releases = words[header.releases_offset : header.data_offset].cast("Q")
-        self._fence = Fence()
         # Oldest first: an entry rests as long as it can before it is used again.
         self._free = deque(range(header.num_entries))
         # Random, so that a reused arena number matches no old reference.
@@ -56,7 +55,7 @@ class Table:
         self._releases[1 + entry] = 0
         entries[at + OFFSET], entries[at + SIZE] = offset, nbytes
         entries[at + ALLOCATED_NS], entries[at + EXPIRES_NS] = now_ns, expires_ns
-        self._fence()
+        fence()
         return entry, generation
 
     def link(self, own: int, pieces: Sequence[tuple[int, int]]) -> None:
@@ -72,7 +71,7 @@ class Table:
 
     def publish(self, entry: int) -> None:
         """What was written until now is the block's."""
-        self._fence()
+        fence()
         self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(self._generations[entry], PUBLISHED)
 
     def give_back(self, entry: int) -> None:
@@ -83,6 +82,14 @@ class Table:
             self._entries[at + NEXT] = 0
             self._generations[one] = generation % MAX_GENERATION + 1
             self._free.append(one)
+
+    def keep(self, entries: Collection[int]) -> None:
+        """Gives back every entry that is neither free nor of the blocks of `entries`."""
+        self._rest = {own: self._rest[own] for own in entries if own in self._rest}
+        kept = {*entries, *self._free, *(entry for rest in self._rest.values() for entry in rest)}
+        for entry in range(len(self._generations)):
+            if entry not in kept:
+                self.give_back(entry)
 
     def is_released(self, entry: int) -> bool:
         """Whether anybody freed the entry's block."""
@@ -108,7 +115,7 @@ class Table:
     def answer(self) -> None:
         """Before the release words are looked at."""
         self._releases[DOORBELL] = 0
-        self._fence()
+        fence()
 
     def close(self) -> None:
         """Lets go of the file."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Literal
-from weakref import finalize
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.splice import ITEM, MediaShape
-from mindie_mm.shm import Arena, ArraySpec, DiskArena
+from mindie_mm.shm import Arena, ArraySpec, DiskArena, collect
 from mindie_mm.shm.mindie import Segment, create_shm
 from mindie_mm.tokenize.preprocessed import Preprocessed
 
@@ -54,13 +53,13 @@ class NativeWire(Wire):
     """One block an item: a name word and a shape word; where there is one slot, the name word will do."""
 
     def __init__(self, arena: Arena | None, preprocessed: Preprocessed | None = None) -> None:
-        """Without `arena` it makes one at the first item, and removes it on `close` or at the interpreter's exit.
+        """Without `arena` it makes one at the first item, to be removed on `close` or when the process ends well.
 
-        Its own is replaced should another program take it away. `preprocessed` saves what comes again; None: nothing.
+        First it reclaims what earlier processes left, whose room that may be. Its own is replaced should another
+        program take it away. `preprocessed` saves what comes again; None: nothing.
         """
-        self._arena = arena
+        self._arena, self._is_own = arena, arena is None
         self._preprocessed = preprocessed or Preprocessed()
-        self._close_arena: finalize[..., Any] | None = None
 
     def check(self, plan: Plan, kind: Kind) -> None:
         """A single slot will do."""
@@ -81,16 +80,16 @@ class NativeWire(Wire):
         return ref.to_words()
 
     def close(self) -> None:
-        if self._close_arena is not None:
-            self._close_arena()
-            self._close_arena, self._arena = None, None
+        if self._is_own and self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def _own_arena(self) -> Arena:
-        if self._arena is not None and self._close_arena is not None and self._arena.lost:
+        if self._is_own and self._arena is not None and self._arena.lost:
             self.close()
         if self._arena is None:
+            collect()
             self._arena = Arena.create(ARENA_BYTES)
-            self._close_arena = finalize(self, self._arena.close)
         return self._arena
 
 

@@ -156,7 +156,7 @@ def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> N
             target=lambda: taken.append(arena.allocate(PAGE_SPECS, path_file=None, timeout_s=60.0))
         )
         waiter.start()
-        while not arena._room._waiters:
+        while not arena._queue:
             waiter.join(0.01)
         arena.free(block)
         waiter.join(10)

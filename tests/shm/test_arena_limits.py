@@ -141,6 +141,23 @@ def test_a_timeout_is_a_time(arena: Arena, timeout_s: float) -> None:
         arena.allocate(TENTH, path_file=None, timeout_s=timeout_s)
 
 
+def test_a_request_may_wait_for_ever_behind_another_one(arena: Arena) -> None:
+    with arena.allocate({"x": ArraySpec((1000 * 1024,), "uint8")}, path_file=None) as block:
+        block.publish()
+    served: list[Ref] = []
+    waiting = [
+        threading.Thread(target=lambda: served.append(publish(arena, TENTH, timeout_s=math.inf))) for _ in range(2)
+    ]
+    for thread in waiting:
+        thread.start()
+    while len(arena._queue) < 2 and all(thread.is_alive() for thread in waiting):
+        threading.Event().wait(0.001)
+    arena.free(block)
+    for thread in waiting:
+        thread.join()
+    assert len(served) == 2
+
+
 def test_what_can_never_be_had_is_refused_while_others_wait(arena: Arena, tmp_path: Path) -> None:
     publish(arena, {"x": ArraySpec((1000 * 1024,), "uint8")})
     waiting = threading.Thread(target=lambda: publish(arena, TENTH))

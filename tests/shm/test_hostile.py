@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -17,8 +18,27 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.errors import ArenaFull, BadReference, InputError, MindieMMError, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Ref, attach, collect, free, release, survey
+from mindie_mm.errors import (
+    ArenaFull,
+    BadReference,
+    InputError,
+    MindieMMError,
+    SegmentMissing,
+    SharedMemoryError,
+    StaleReference,
+)
+from mindie_mm.shm import (
+    Arena,
+    ArenaInfo,
+    ArraySpec,
+    Ref,
+    attach,
+    collect,
+    free,
+    release,
+    request_directory,
+    survey,
+)
 from mindie_mm.shm.layout import ENTRY_BYTES, NEXT, PAGE, SIZE, ArenaHeader
 from tests.shm.conftest import PREAMBLE
 
@@ -103,7 +123,7 @@ def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
     some, left_then, none, left = run(FULL_SHM, FILL + NO_ROOM)
     assert f"has {12 << 20} bytes free of {32 << 20}, the arena needs " in some
     for message in (some, none):
-        for advice in ("make it smaller", "mount -o remount,size=", "--shm-size", "emptyDir"):
+        for advice in ("mindie-mm shm gc", "make it smaller", "mount -o remount,size=", "--shm-size", "emptyDir"):
             assert advice in message
     assert "has 0 bytes free" in none
     assert left_then == left == "['another-program']", "what could not be made leaves nothing"
@@ -449,6 +469,9 @@ def test_an_owner_in_another_pid_namespace_is_seen_alive_and_collected_when_dead
         else:
             print(file=owner.stdin, flush=True)
         owner.wait()
+        if death == "ended":
+            assert not path.exists(), "nobody closed it, the process's end did"
+            return
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # its kernel drops the lock a moment after unshare is gone
         collected = collect().of("owner_dead")
@@ -478,16 +501,59 @@ hear()
         assert str(path) in collect().of("owner_dead")
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd")])
-def test_collecting_leaves_alone_what_only_has_the_name_of_an_arena(make: Callable[[Path], None]) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change its root")
+def test_blocks_are_not_freed_for_paths_that_are_others_in_a_chroot(tmp_path: Path) -> None:
+    """The namespaces are the same there."""
+    script = """
+arena = Arena.create(1 << 20)
+os.chroot(sys.argv[1])
+with arena.allocate({"x": ArraySpec((3000,), "uint8")}, path_file=Path("/shm_name.txt")) as block:
+    block["x"][...] = 7
+    ref = block.publish()
+say(arena.path, *ref.to_words())
+hear()
+"""
+    with process((), script, tmp_path) as owner:
+        path, ref = owned(owner)
+        assert (tmp_path / "shm_name.txt").exists()
+        assert not Path("/shm_name.txt").exists()
+        collect()
+        assert is_whole(ref)
+        owner.kill()
+        owner.wait()
+        assert str(path) in collect().of("owner_dead")
+
+
+def test_of_an_owner_that_cannot_be_looked_at_no_path_is_taken_for_gone(arena: Arena, path_file: Path) -> None:
+    ref = publish(arena, path_file)
+    path_file.unlink()
+    name_owner(arena.path, (1 << 22) + 1)
+    collect()
+    assert is_whole(ref)
+    name_owner(arena.path, os.getpid())
+    assert f"{arena.path.name}:{ref.block}" in collect().of("request_gone")
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), a_socket])
+def test_what_only_has_the_name_of_an_arena_is_a_missing_one_and_left_alone(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
     (path,) = free_paths(1)
     make(path)
     try:
         collect()
         assert info(path) is None
-        assert os.path.lexists(path)
-        with pytest.raises(MindieMMError, match=path.name):
+        with pytest.raises(SegmentMissing, match=path.name):
             attach(Ref(int(path.name[-4:], 16), 0, 1))
+        with request_directory(tmp_path / "spool") as request:
+            request.path_file.write_text(f"{path.name} 0 1\n")
+            assert release(request.path_file) == 0
+        assert os.path.lexists(path)
     finally:
         if path.is_dir() and not path.is_symlink():
             path.rmdir()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, attach, release
+from mindie_mm.shm import Arena, ArraySpec, attach, mindie, release
+from mindie_mm.shm.layout import ArenaHeader, Owner
 
 SPECS = {"x": ArraySpec((1000,), "uint8")}
 
@@ -115,19 +118,73 @@ def test_a_path_file_has_at_most_16_mib(path_file: Path) -> None:
         release(path_file)
 
 
-def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, path_file: Path, tmp_path: Path) -> None:
-    number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
-    link = Path(f"/dev/shm/mindie_mm-{number:04x}")
-    path_file.write_text(f"{link.name} 0 1\n")
+def test_a_path_file_that_is_full_takes_no_more_lines_and_can_still_be_released(arena: Arena, path_file: Path) -> None:
+    line = b"mindie_mm-ffff 0 1\n"
+    path_file.write_bytes(line * ((16 << 20) // len(line) - 100))
+    with pytest.raises(LimitExceeded, match=r"are full: release and remove it"):
+        publish(arena, path_file)
+    with pytest.raises(LimitExceeded, match=r"are full: release and remove it"):
+        mindie.create_shm(10, path_file)
+    assert arena.num_blocks == 0
+    os.truncate(path_file, len(line) * ((16 << 20) // len(line) - 10_000))
     publish(arena, path_file)
-    link.symlink_to(tmp_path)
+    assert path_file.stat().st_size < 16 << 20
+    path_file.write_bytes(path_file.read_bytes()[-100 * len(line) :].partition(b"\n")[2])
+    assert release(path_file) == 1
+
+
+def test_a_path_file_may_be_a_string_and_relative(arena: Arena, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with arena.allocate(SPECS, path_file="shm_name.txt") as block:
+        assert block.request == bytes(tmp_path / "shm_name.txt")
+        block.publish()
+    assert release("shm_name.txt") == 1
+    assert arena.num_blocks == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_another_users_path_file_frees_nothing_and_gets_no_line(
+    arena: Arena, path_file: Path, tmp_path: Path, mode: int
+) -> None:
+    """Root is no exception: what others wrote there would be freed as root's."""
+    ref = publish(arena, tmp_path / "other.txt")
+    segment = mindie.create_shm(10, tmp_path / "other.txt")
+    path_file.write_bytes((tmp_path / "other.txt").read_bytes())
+    os.chown(path_file, 12345, 12345)
+    path_file.chmod(mode)
+    content = path_file.read_bytes()
+    for use in (
+        lambda: release(path_file),
+        lambda: mindie.release_shared_memory(path_file),
+        lambda: publish(arena, path_file),
+        lambda: mindie.create_shm(10, path_file),
+    ):
+        with pytest.raises(InputError, match=f"path file {path_file} is user 12345's; this process is user 0's"):
+            use()
+    assert path_file.read_bytes() == content
+    attach(ref).verify()
+    assert arena.num_blocks == 1
+    assert Path("/dev/shm", segment.name).exists()
+    assert release(tmp_path / "other.txt") == 2
+
+
+def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, path_file: Path) -> None:
+    """One that is larger than all addresses."""
+    number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
+    large = Path(f"/dev/shm/mindie_mm-{number:04x}")
+    path_file.write_text(f"{large.name} 0 1\n")
+    publish(arena, path_file)
+    header = replace(ArenaHeader.plan(1 << 60, time.time_ns(), Owner.current()), arena=number)
+    large.write_bytes(header.pack())
     try:
+        os.truncate(large, header.file_bytes)
         with pytest.raises(
-            SharedMemoryError, match=rf"1 of 2 references could not be released: {link} cannot be opened"
+            SharedMemoryError, match=rf"1 of 2 references could not be released: {large} cannot be mapped"
         ):
             release(path_file)
     finally:
-        link.unlink()
+        large.unlink()
     assert arena.num_blocks == 0
 
 

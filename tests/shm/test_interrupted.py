@@ -1,0 +1,260 @@
+"""An exception of a signal handler at any line of an arena's code, a fork at any moment, a close that never comes."""
+
+from __future__ import annotations
+
+import linecache
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from mindie_mm.shm import Arena, ArraySpec, attach, collect, free, release, survey
+from mindie_mm.shm import arena as arena_module
+
+SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
+SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
+FILES = {
+    f"{Path(arena_module.__file__).parent / name}.py" for name in ("arena", "block", "heap", "layout", "quota", "table")
+}
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which ends a test run."""
+
+
+class InterruptAt:
+    """Raises Interrupt at the line of that number, of those that are run."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        del argument
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line" and not _takes_a_lock(frame):
+            if not self.left:
+                raise Interrupt
+            self.left -= 1
+        return self
+
+
+def _takes_a_lock(frame: FrameType) -> bool:
+    """The interpreter does not look for signals between the end of a `with` over a lock and the lock's release."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "with self._mutex:"
+
+
+def interrupted(work: Callable[[], None], number: int) -> bool:
+    """Whether the work had so many lines."""
+    before = sys.gettrace()
+    sys.settrace(InterruptAt(number))
+    try:
+        work()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def fragmented(arena: Arena) -> None:
+    """Leaves every second 16 KiB free, and half of the entries."""
+    refs = []
+    for _ in range(arena.capacity_bytes >> 14):
+        with arena.allocate(SMALL, path_file=None) as block:
+            refs.append(block.publish())
+    for ref in refs[::2]:
+        free(ref)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("how", ["free", "sweep", "leave"])
+def test_an_interrupt_at_any_line_costs_no_room(arena: Arena, path_file: Path, how: str, in_pieces: bool) -> None:
+    def work() -> None:
+        with arena.allocate(SPECS, path_file=path_file) as block:
+            if how == "leave":
+                return
+            ref = block.publish()
+        if how == "free":
+            arena.free(block)
+        else:
+            free(ref)
+            arena.sweep()
+
+    if in_pieces:
+        fragmented(arena)
+    before = arena.num_blocks, arena.used_bytes, arena._table.num_free, arena._heap.largest_bytes
+    number = 0
+    while interrupted(work, number):
+        interrupted(arena.sweep, number % 101)  # what it mends may be broken off, too
+        release(path_file)
+        path_file.unlink(missing_ok=True)
+        assert (arena.num_blocks, arena.used_bytes, arena._table.num_free, arena._heap.largest_bytes) == before, number
+        number += 1
+    assert number > 60
+    work()
+
+
+def test_what_is_filled_elsewhere_survives_a_broken_change(arena: Arena, path_file: Path) -> None:
+    """Its bytes, its entries and what it counts for; and no reference to what was lost holds for another block."""
+    fragmented(arena)
+    with arena.allocate(SPECS, path_file=path_file) as kept:
+        kept["x"][...] = 7
+        seen = {(kept.entry, kept.generation)}
+        for number in range(0, 200, 3):
+            interrupted(lambda: arena.discard(arena.allocate(SPECS, path_file=path_file)), number)
+            with arena.allocate(SMALL, path_file=None) as other:
+                other["x"][...] = 1
+                assert (other.entry, other.generation) not in seen
+                seen.add((other.entry, other.generation))
+        ref = kept.publish()
+    assert (attach(ref)["x"] == 7).all()
+    assert arena._quotas._held[str(path_file).encode()] == kept.nbytes
+    free(ref)
+
+
+def test_a_block_that_is_dropped_is_free_again(arena: Arena) -> None:
+    block = arena.allocate(SPECS, path_file=None)
+    assert arena.num_blocks == 1
+    del block
+    assert (arena.num_blocks, arena.used_bytes) == (0, 0)
+
+
+def test_an_interrupt_while_it_waits_leaves_the_arena_to_others(arena: Arena) -> None:
+    with arena.allocate({"x": ArraySpec((1000 << 10,), "uint8")}, path_file=None) as block:
+        block.publish()
+
+    def handler(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        chance = random.Random(0)
+        for _ in range(50):
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-3, 6e-3))
+            with pytest.raises(Interrupt):
+                arena.allocate(SPECS, path_file=None, timeout_s=30)
+            assert not arena._queue
+            assert not arena._mutex.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    arena.free(block)
+    with arena.allocate(SPECS, path_file=None, timeout_s=0):
+        pass
+
+
+@pytest.mark.parametrize("patched", ["mindie_mm.shm.arena_file.reserve", "fcntl.flock"])
+def test_a_child_forked_while_an_arena_is_made_does_not_keep_it_alive(start, patched: str) -> None:
+    module, name = patched.rsplit(".", 1)
+    owner = start(f"""
+import {module} as module
+real = module.{name}
+def forking(*args):
+    real(*args)
+    if os.fork() == 0:
+        hear()  # until the test is over
+        os._exit(0)
+module.{name} = forking
+arena = Arena.create(1 << 20)
+say(arena.path)
+time.sleep(600)
+""")
+    path = owner.hear()
+    assert [info.alive for info in survey() if info.file == path] == [True]
+    owner.kill()
+    assert collect().of("owner_dead") == (path,)
+
+
+FORKED = """
+import signal
+from mindie_mm.shm import mapped
+arena = Arena.create(1 << 20)
+specs = {"x": ArraySpec((10,), "uint8")}
+with arena.allocate(specs, path_file=None) as block:
+    ref = block.publish()
+arena._mutex.acquire()  # as threads do that are in there at the fork
+mapped._cache._lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    try: arena.allocate(specs, path_file=None)
+    except SharedMemoryError: pass
+    assert (arena.sweep(), len(attach(ref))) == (0, 1)
+    arena.close()
+    os._exit(0)
+say(os.waitpid(child, 0)[1], arena.path.exists())
+arena._mutex.release()
+arena.close()
+say("closed")
+"""
+
+
+def test_a_child_forked_while_a_thread_is_in_the_arena_does_not_hang(start) -> None:
+    process = start(FORKED)
+    assert process.hear() == "0 True"
+    assert process.hear() == "closed"
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(1)"])
+def test_an_arena_that_nobody_closes_goes_when_the_process_ends(start, end: str) -> None:
+    process = start(f"""
+arena = Arena.create(1 << 20)
+say(arena.path)
+hear()
+{end}
+""")
+    path = Path(process.hear())
+    assert path.exists()
+    process.say("go on")
+    process.popen.wait(30)
+    assert not path.exists()
+
+
+def test_a_dropped_arena_is_removed_at_once() -> None:
+    path = Arena.create(1 << 20).path
+    assert not path.exists()
+
+
+def test_a_worker_of_multiprocessing_that_ends_removes_its_arena(start) -> None:
+    process = start("""
+import multiprocessing
+def work():
+    global arena
+    arena = Arena.create(1 << 20)
+    say(arena.path)
+worker = multiprocessing.get_context("fork").Process(target=work)
+worker.start()
+worker.join()
+say(worker.exitcode)
+""")
+    path = Path(process.hear())
+    assert process.hear() == "0"
+    assert not path.exists()
+
+
+def test_without_a_thread_to_be_had_pages_come_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with Arena.create(1 << 20) as arena:
+        assert arena.populated.is_set()
+        with arena.allocate(SPECS, path_file=None) as block:
+            block["x"][...] = 3
+            ref = block.publish()
+        assert (attach(ref)["x"] == 3).all()
+    arena.close()
+
+
+def test_a_closed_arena_is_populated_no_further() -> None:
+    with Arena.create(256 << 20) as arena:
+        pass
+    assert "mindie_mm-populate" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    assert arena.populated.wait(0)
