@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Message, Text, parse_inputs, parse_messages
+from mindie_mm.inputs import Text, parse_inputs, parse_messages
 from mindie_mm.tokenize.messages import TokenizeRequest
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.tokenizer import Tokenizer
 
 
@@ -17,15 +17,8 @@ def answer(tokenizer: Tokenizer, request: TokenizeRequest) -> Prompt:
     if len(given) != 1:
         raise InputError(f"a request has exactly one of messages, items and text; found {given or 'none'}")
     path_file = Path(request.path_file) if request.path_file else None
-    options = PromptOptions(request.max_tokens, request.truncate, request.cache_salt)
-    messages: list[Message] = []
+    template = (request.add_generation_prompt, request.chat_template_kwargs, request.options)
     if request.messages is not None:
-        messages = parse_messages(request.messages)
-    else:
-        items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
-        if request.items is None or not request.chat or not tokenizer.has_template:
-            return tokenizer.prompt_from_items(items, path_file, options)
-        messages = [Message("user", tuple(items))]
-    return tokenizer.prompt_from_messages(
-        messages, path_file, request.add_generation_prompt, request.chat_template_kwargs, options
-    )
+        return tokenizer.prompt_from_messages(parse_messages(request.messages), path_file, *template)
+    items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
+    return tokenizer.prompt_from_turn(items, path_file, *template, chat=request.chat and request.text is None)

@@ -84,14 +84,15 @@ class ChatTemplate:
         return text
 
 
-def template_source(checkpoint: Checkpoint, tokenizer: Any) -> str | None:
-    """chat_template.jinja and tokenizer_config.json are the tokenizer's, chat_template.json is the processor's."""
-    if not (checkpoint.path / "chat_template.jinja").is_file():
-        template = checkpoint.json("chat_template.json").get("chat_template")
-        if isinstance(template, str):
-            return template
-    template = tokenizer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
+def template_sources(checkpoint: Checkpoint, tokenizer: Any) -> tuple[str | None, str | None]:
+    """The processor's and the tokenizer's: chat_template.jinja is both's, chat_template.json the processor's alone."""
+    own = checkpoint.json("chat_template.json").get("chat_template")
+    tokenizers = tokenizer.chat_template
+    if isinstance(tokenizers, dict):
+        tokenizers = tokenizers.get("default")
+    if (checkpoint.path / "chat_template.jinja").is_file():
+        own = tokenizers
+    return own if isinstance(own, str) else None, tokenizers
 
 
 def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:

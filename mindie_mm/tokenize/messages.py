@@ -9,16 +9,18 @@ import msgspec
 import numpy as np
 
 from mindie_mm.config import MediaCaps, WorkerConfig
-from mindie_mm.errors import MindieMMError, error_name, error_named
-from mindie_mm.inputs import Kind
-from mindie_mm.tokenize.prompt import Prompt, Span
+from mindie_mm.ipc import Failure
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions, Span
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to tokenise, given as exactly one of `messages`, `items` and `text`."""
+    """One prompt to tokenise, given as exactly one of `messages`, `items` and `text`.
+
+    Media sources are those of `mindie_mm.inputs`; to another process, paths, URLs and bytes alone can go.
+    """
 
     messages: list[dict[str, Any]] | None = None
-    """Chat messages; media sources are paths, `data:` URLs or bytes."""
+    """Chat messages."""
     items: list[dict[str, Any]] | None = None
     """A `List[Dict]`."""
     text: str | None = None
@@ -31,12 +33,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """End the chat with the head of the assistant's turn."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, such as `tools`."""
-    max_tokens: int = 0
-    """Most tokens of the prompt, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
-    truncate: bool = False
-    """Rather than refuse a longer prompt, drop its oldest text and whole media items."""
-    cache_salt: str = ""
-    """Only requests with the same one share what is kept of media."""
+    options: PromptOptions = PromptOptions()
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -76,37 +73,23 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
     id: int
     ids: bytes
     """int64, native byte order."""
-    spans: list[tuple[int, int, Kind, int, int, int]]
-    """The fields of each Span."""
+    spans: tuple[Span, ...]
 
     def prompt(self) -> Prompt:
         """The prompt that was tokenised."""
-        ids = np.frombuffer(self.ids, np.int64)
-        return Prompt(ids, tuple(Span(*span) for span in self.spans))
+        return Prompt(np.frombuffer(self.ids, np.int64), self.spans)
 
     @classmethod
     def of(cls, request_id: int, prompt: Prompt) -> Tokenized:
         """The reply that carries `prompt`."""
-        spans = [(s.start, s.stop, s.kind, s.token, s.lead, s.tail) for s in prompt.spans]
-        return cls(request_id, prompt.ids.tobytes(), spans)
+        return cls(request_id, prompt.ids.tobytes(), prompt.spans)
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Process to pool: request `id` failed; -1 is the process's own start."""
 
     id: int
-    error: str
-    """Name of a class of mindie_mm.errors."""
-    message: str
-
-    def exception(self) -> MindieMMError:
-        """The exception that was raised in the process."""
-        return error_named(self.error, self.message)
-
-    @classmethod
-    def of(cls, request_id: int, error: MindieMMError) -> Failed:
-        """The reply that carries `error`, as the nearest class that mindie_mm.errors defines."""
-        return cls(request_id, error_name(error), str(error))
+    error: Failure
 
 
 Reply = Ready | Tokenized | Failed

@@ -14,7 +14,7 @@ from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import ProcessDied
 from mindie_mm.ipc import Child
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
-from mindie_mm.shm import Ref, collect, free
+from mindie_mm.shm import collect, free
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
@@ -210,7 +210,7 @@ class TokenizerPool:
             await process.child.end()
             raise ProcessDied(f"a tokenizer process exited with {process.child.status} before it was ready") from None
         if isinstance(reply, Failed):
-            raise reply.exception()
+            raise reply.error.exception()
         assert isinstance(reply, Ready), reply
         self.shown_tokens = reply.shown_tokens
 
@@ -257,15 +257,10 @@ class TokenizerPool:
 def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> None:
     if isinstance(reply, Failed):
         if not future.cancelled():
-            future.set_exception(reply.exception())
+            future.set_exception(reply.error.exception())
     elif future.cancelled():
         with logged("the blocks of a request that was given up cannot be freed"):  # its directory's removal tries again
-            _free_words(reply.prompt())
+            for ref in reply.prompt().refs():
+                free(ref)
     else:
         future.set_result(reply.prompt())
-
-
-def _free_words(prompt: Prompt) -> None:
-    for span in prompt.spans:
-        words = prompt.ids[span.start : min(span.stop, span.start + 2)].tolist()
-        free(Ref.from_words(words[0], words[1] if len(words) > 1 else None))

@@ -17,7 +17,7 @@ import torch
 from mindie_mm import faults
 from mindie_mm.config import fault_folder
 from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
-from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized
@@ -45,10 +45,10 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
             if arena.lost:
                 _log.error("request %d: %s", request.id, error)
                 return
-            reply = Failed.of(request.id, error)
+            reply = Failed(request.id, Failure.of(error))
         except Exception as error:  # noqa: BLE001 - one request fails, not all that wait behind it
             _log.exception("request %d", request.id)
-            reply = Failed.of(request.id, _error_of(error))
+            reply = Failed(request.id, Failure.of(_error_of(error)))
         faults.point("before-reply")
         channel.send(encoder.encode(reply))
         faults.point("after-reply")
@@ -82,7 +82,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
         quota_bytes = setup.arena_request_bytes
         arena = lifeline.hold(lambda: Arena.create(setup.arena_bytes, quota_bytes=quota_bytes), Arena.close)
     except MindieMMError as error:
-        channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
+        channel.send(msgspec.msgpack.encode(Failed(-1, Failure.of(error))))
         return
     lifeline.before_end(collect)  # of another tokenizer that died before the parent, which nobody else would remove
     with arena:
@@ -91,7 +91,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
             wire = NativeWire(arena, Preprocessed(setup.preprocessed_cache_bytes))
             tokenizer = Tokenizer.from_pretrained(setup.model, wire, family=setup.family, caps=setup.media)
         except MindieMMError as error:
-            channel.send(msgspec.msgpack.encode(Failed.of(-1, error)))
+            channel.send(msgspec.msgpack.encode(Failed(-1, Failure.of(error))))
             return
         if setup.media.max_decode_bytes:
             _limit_memory(setup.media.max_decode_bytes + setup.preprocessed_cache_bytes)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from mindie_mm.errors import CorruptReference
 from mindie_mm.inputs import Kind
+from mindie_mm.shm import Ref
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The slots of one media item, half-open; ids between them, such as a row's end, are the item's too."""
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """The ids of one media item's runs, half-open: its slots, and what is the item's among them, such as a row's end.
+
+    Some families' runs begin with a start token: the first slot then stands behind `start`.
+    """
 
     start: int
-    """First slot."""
+    """First id."""
     stop: int
-    """One past its last slot."""
+    """One past the last one."""
     kind: Kind
     token: int
     """The placeholder id; every slot in the span that holds it, or a word, takes a feature."""
@@ -37,7 +42,7 @@ class Prompt:
     spans: tuple[Span, ...] = ()
     """The media items, in order, apart from one another."""
     opening: tuple[int, int] = (0, 0)
-    """Ids, [start, stop), that begin every prompt's text, such as a BOS."""
+    """Ids, [start, stop), that begin every prompt's text, such as a BOS: for `truncate`; no other process gets them."""
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
@@ -48,6 +53,15 @@ class Prompt:
             own[own < 0] = span.token
         return ids
 
+    def refs(self) -> Iterator[Ref]:
+        """The blocks that its words name, on the native wire: one a media item, in order. CorruptReference."""
+        for span in self.spans:
+            own = self.ids[span.start : span.stop]
+            words = own[own < 0][:2].tolist()
+            if not words:
+                raise CorruptReference(f"the {span.kind} at slot {span.start} has no word")
+            yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -56,7 +70,7 @@ class Prompt:
 class PromptOptions:
     """What bounds a prompt, and who shares what is kept of it."""
 
-    max_tokens: int = 0
+    max_prompt_tokens: int = 0
     """Most tokens of it, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
     truncate: bool = False
     """Rather than refuse a longer one, drop its oldest text and whole media items."""

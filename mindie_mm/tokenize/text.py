@@ -18,9 +18,10 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Item, Message, Text
+from mindie_mm.inputs import Item, Kind, Message, Text, media_of_messages
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.tokenize.chat_template import ChatTemplate, as_dict, template_source
+from mindie_mm.nn.family import Processor
+from mindie_mm.tokenize.chat_template import ChatTemplate, as_dict, template_sources
 from mindie_mm.tokenize.placeholders import check_order
 from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 
@@ -60,22 +61,22 @@ class _Control:
 
 
 class TextEncoder:
-    """A checkpoint's tokenizer and chat template."""
+    """A checkpoint's tokenizer and chat templates."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         tokenizer: Any,
         placeholder_ids: Iterable[int],
-        chat_template: str | None = None,
-        control_pieces: Iterable[int] = (),
+        processor: Processor,
     ) -> None:
-        """`tokenizer` is transformers' fast one, `chat_template` for a checkpoint that has none.
+        """`tokenizer` is transformers' fast one.
 
-        `placeholder_ids` are control tokens, whatever the file says, and so are `control_pieces`, which are no added
-        tokens but of the vocabulary.
+        `placeholder_ids` are control tokens, whatever the file says, and so are the processor's `control_pieces`, which
+        are no added tokens but of the vocabulary.
         """
         self._tokenizer = tokenizer
+        self._processor = processor
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -88,15 +89,18 @@ class TextEncoder:
         self._control_ids = {
             token.content: index for index, token in added.items() if token.special or index in set(placeholder_ids)
         }
-        pieces = set(control_pieces) - added.keys()
+        pieces = set(processor.control_pieces) - added.keys()
         self._control_ids |= {tokenizer.convert_ids_to_tokens(index): index for index in pieces}
         # What no piece of the vocabulary spells is the unknown token, which is text.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
-        self._control = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._spelling = ControlSpelling(longest_first)
-        source = template_source(checkpoint, tokenizer) or chat_template
-        self._template = ChatTemplate(source, tokenizer, self._spelling) if source else None
+        self._control = _one_of(frozenset(self._control_ids))
+        # A marker stands for an item also where it is no token: a caller's text must not make one.
+        markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
+        self._spelling = ControlSpelling(sorted(self._control_ids.keys() | markers, key=len, reverse=True))
+        self._sources = template_sources(checkpoint, tokenizer)
+        self._templates: dict[str, ChatTemplate] = {}
+        self.has_template = self._template(()) is not None
+        """Whether the checkpoint has a chat template."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
@@ -104,11 +108,6 @@ class TextEncoder:
         self.opening: Sequence[int] = self._prefix or bos
         """What a prompt begins with by the tokenizer's own doing, or a template's."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return self._template is not None
 
     def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
         """ContextLengthExceeded for texts that are longer than `max_tokens` of the longest tokens.
@@ -141,9 +140,9 @@ class TextEncoder:
         self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
     ) -> Rendered:
         """Through the chat template. InputError where there is none, or where it refuses the messages."""
-        if self._template is None:
+        if (template := self._template({item.kind for item in media_of_messages(messages)})) is None:
             raise InputError("the checkpoint has no chat template; give a list of items or a text")
-        return self._template.render(messages, add_generation_prompt, template_kwargs)
+        return template.render(messages, add_generation_prompt, template_kwargs)
 
     def replace_markers(
         self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
@@ -231,6 +230,14 @@ class TextEncoder:
             return True
         spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
         return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
+
+    def _template(self, kinds: Collection[Kind]) -> ChatTemplate | None:
+        """The one for conversations with items of `kinds`."""
+        if not (source := self._processor.template(*self._sources, kinds)):
+            return None
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self._tokenizer, self._spelling)
+        return self._templates[source]
 
     def _encode(self, text: str, plain: bool) -> list[int]:
         return list(self._encoding(text, plain).ids)

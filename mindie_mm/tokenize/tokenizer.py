@@ -80,6 +80,7 @@ class Tokenizer:
         caps: MediaCaps | None,
     ) -> None:
         """For `from_pretrained`."""
+        self._closed = False
         self._caps = caps or MediaCaps()
         with reading(checkpoint, family):
             self._processor = family.processor(checkpoint)
@@ -93,8 +94,7 @@ class Tokenizer:
         """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
         if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
-        pieces = self._processor.control_pieces
-        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor.chat_template, pieces)
+        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor)
         spelled = [] if self._processor.inserted else placeholders
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
@@ -119,7 +119,7 @@ class Tokenizer:
         """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
 
         On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
-        on `close` or at the interpreter's exit. With "mindie" each array lies in a segment of its own, as a worker of
+        on `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
         MindIE's reads it, and there is no arena. A `Wire` is one that the caller made. `caps`: of its media items.
         InputError, UnsupportedCheckpoint.
         """
@@ -179,8 +179,8 @@ class Tokenizer:
         self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
     ) -> Prompt:
         """The prompt of `items`, one after another."""
-        if options.max_tokens:
-            self._text.check_items(items, options.max_tokens)
+        if options.max_prompt_tokens:
+            self._text.check_items(items, options.max_prompt_tokens)
         planned = self._plan_all(media_of(items))
         spelled = self._spell(planned)
         pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
@@ -197,11 +197,32 @@ class Tokenizer:
     ) -> Prompt:
         """The prompt of chat messages, through the chat template."""
         template_kwargs = template_kwargs or {}
-        if options.max_tokens:
-            self._text.check_messages(messages, template_kwargs, options.max_tokens)
+        if options.max_prompt_tokens:
+            self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
         planned = self._plan_all(media_of_messages(messages))
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
         return self._prompt(self._encode(rendered, planned), planned, path_file, options)
+
+    def prompt_from_turn(
+        self,
+        items: Sequence[Item],
+        path_file: Path | None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        options: PromptOptions = _PLAIN,
+        *,
+        chat: bool = True,
+    ) -> Prompt:
+        """The prompt of `items` as one user turn; without `chat`, or a chat template, of `items` one after another.
+
+        InputError where what is for a template would go through none.
+        """
+        if chat and self.has_template:
+            messages = [Message("user", tuple(items))]
+            return self.prompt_from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
+        if template_kwargs or not add_generation_prompt:
+            raise InputError("there are variables of a chat template, and the prompt goes through none")
+        return self.prompt_from_items(items, path_file, options)
 
     def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
         """The prompt of ids with one placeholder for each of `media`, none where the family inserts them.
@@ -216,7 +237,11 @@ class Tokenizer:
         return self._prompt(encoded, planned, path_file)
 
     def close(self) -> None:
-        """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent."""
+        """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent.
+
+        From then on it takes no input (InputError).
+        """
+        self._closed = True
         self._wire.close()
 
     def __enter__(self) -> Self:
@@ -228,6 +253,8 @@ class Tokenizer:
         self.close()
 
     def _plan_all(self, media: Sequence[Media]) -> list[_Planned]:
+        if self._closed:
+            raise InputError("the tokenizer is closed")
         counts: Counter[Kind] = Counter(item.kind for item in media)
         for kind in counts:
             self._processor.placeholder(kind)
@@ -291,10 +318,12 @@ class Tokenizer:
             reaches = zip(planned, encoded.items, strict=True)
             items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
             prompt = expand(ids, items, tokens, opening)
-        if 0 < options.max_tokens < len(prompt):
+        if 0 < options.max_prompt_tokens < len(prompt):
             if not options.truncate:
-                raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {options.max_tokens}")
-            prompt = truncate(prompt, options.max_tokens)
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
+                )
+            prompt = truncate(prompt, options.max_prompt_tokens)
         kept = planned[len(planned) - len(prompt.spans) :]
         return put_words(prompt, self._preprocess(kept, path_file, options.cache_salt))
 

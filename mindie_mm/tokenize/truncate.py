@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import numpy as np
 
 from mindie_mm.errors import ContextLengthExceeded
@@ -31,7 +30,7 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     opening = prompt.ids[first:last] if start > first else prompt.ids[:0]
     cut = start - len(opening)
     spans = tuple(
-        replace(span, start=span.start - cut, stop=span.stop - cut)
+        msgspec.structs.replace(span, start=span.start - cut, stop=span.stop - cut)
         for span in prompt.spans
         if span.start - span.lead >= start
     )

@@ -18,6 +18,7 @@ from mindie_mm.shm import release, survey
 from mindie_mm.tokenize import TokenizeRequest, TokenizerPool
 from mindie_mm.tokenize import pool as pool_module
 from tests.media_samples import encoded, photograph
+from tests.models import test_chameleon
 
 GIVEN_UP_S = 0.3
 SMALL = TokenizeRequest(text="hello")
@@ -86,6 +87,31 @@ async def test_another_process_takes_what_waits_behind_one_that_hangs(
     assert f"tokenizer process {pid} is killed: it has worked for 0.3 s on a request that was given up" in caplog.text
     release(path_file)
     assert not any(arena.blocks for arena in survey() if arena.owner and arena.owner.pid in pool.pids)
+
+
+async def test_the_blocks_of_a_given_up_request_are_freed_when_its_answer_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where an item's run begins with a start token, in front of its words."""
+    test_chameleon.TestChameleon.write_checkpoint(tmp_path)
+    picture = {"image": encoded(photograph("chelsea.png", (48, 40)))}
+    with_picture = TokenizeRequest(items=[picture], path_file=str(tmp_path / "shm_name.txt"))
+    pool = await TokenizerPool.start(tmp_path, WorkerConfig(arena_bytes=16 * 2**20))
+    try:
+        (pid,) = pool.pids
+        prompt = await pool.tokenize(with_picture)
+        (span,) = prompt.spans
+        assert prompt.ids[span.start] >= 0
+        with hung(pid):
+            (given_up,) = await sent(pool, with_picture)
+            given_up.cancel()
+            await asyncio.sleep(0)
+        await pool.tokenize(SMALL)
+        (arena,) = (arena for arena in survey() if arena.owner and arena.owner.pid == pid)
+        assert len(arena.blocks) == 1
+        assert not caplog.records
+    finally:
+        await pool.close()
 
 
 async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(pool: TokenizerPool) -> None:

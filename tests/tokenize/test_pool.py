@@ -22,6 +22,7 @@ from mindie_mm.errors import (
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.shm import Ref, attach, release, survey
 from mindie_mm.tokenize import Tokenizer, TokenizeRequest, TokenizerPool
+from mindie_mm.tokenize.prompt import PromptOptions
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 ARENA_BYTES = 16 * 2**20
@@ -98,7 +99,9 @@ async def test_requests_are_spread_and_answered_each_with_its_own(pool):
         ({"items": []}, InputError, "inputs is an empty list"),
         ({"messages": [{"role": "user"}]}, InputError, r"messages\[0\] has no content"),
         ({"items": [{"image": "/no/such.jpg"}], "path_file": "x"}, MediaError, "there is no file /no/such.jpg"),
-        ({"text": "what is it?" * 9, "max_tokens": 5}, ContextLengthExceeded, "the limit is 5"),
+        ({"text": "what is it?" * 9, "options": PromptOptions(5)}, ContextLengthExceeded, "the limit is 5"),
+        ({"text": "a", "add_generation_prompt": False}, InputError, "variables of a chat template"),
+        ({"items": [{"text": "a"}], "chat": False, "chat_template_kwargs": {"b": 1}}, InputError, "goes through none"),
         ({"items": [{"image": "http://127.0.0.1:9/a.jpg"}], "path_file": "x"}, MediaError, "public"),
     ],
 )
@@ -109,7 +112,7 @@ async def test_errors_cross_as_they_are(pool, request_fields, error, message):
 
 
 async def test_truncation(pool):
-    prompt = await pool.tokenize(TokenizeRequest(text="what is it? " * 9, max_tokens=5, truncate=True))
+    prompt = await pool.tokenize(TokenizeRequest(text="what is it? " * 9, options=PromptOptions(5, truncate=True)))
     assert len(prompt) == 5
 
 

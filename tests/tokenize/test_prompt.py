@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from mindie_mm.errors import ContextLengthExceeded, InputError
+from mindie_mm.errors import ContextLengthExceeded, CorruptReference, InputError
 from mindie_mm.nn.family import Placeholder, Spelling
+from mindie_mm.shm import Ref
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.prompt import Prompt, Span, put_words
 from mindie_mm.tokenize.truncate import truncate
@@ -87,6 +88,18 @@ def test_words_and_plain_ids():
     assert worded.plain_ids.tolist() == [1, 6, 6, 6, 2, 6]
     assert prompt.ids.tolist() == [1, 6, 6, 6, 2, 6]
     assert len(worded) == 6
+
+
+def test_refs():
+    """Where a run begins with a token of its own, and where an item has one slot, which takes the name word alone."""
+    refs = [Ref(3, 7, 1, "uint8", (4,)), Ref(3, 8, 2, "float32", (2, 3))]
+    items = [item("image", IMAGE, 2, runs=([9, 6, 6, 8],)), item("image", IMAGE, 1, runs=([9, 6, 8],))]
+    prompt = expand([1, 6, 2, 6], items, TOKENS)
+    found = [*put_words(prompt, [ref.to_words() for ref in refs]).refs()]
+    assert found == [refs[0], Ref(3, 8, 2)]
+    assert [*Prompt(np.array([1, 2], np.int64)).refs()] == []
+    with pytest.raises(CorruptReference, match="the image at slot 1 has no word"):
+        next(prompt.refs())
 
 
 def test_truncate_never_cuts_an_item():

@@ -105,14 +105,14 @@ def test_other_strings_of_a_message_stay_text(tmp_path, checkpoint_path, referen
         assert token in reference.decode(ids)
 
 
-def test_spelled_tokens_beside_a_real_image(plain, reference, tmp_path):
+def test_spelled_tokens_beside_a_real_image(checkpoint_path, reference, tmp_path):
     content = [
         {"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>"},
         {"type": "image", "image": np.zeros((56, 56, 3), np.uint8)},
         {"type": "text", "text": "<|vision_end|>"},
     ]
-    with plain:
-        prompt = plain.prompt_from_messages(
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        prompt = tokenizer.prompt_from_messages(
             parse_messages([{"role": "user", "content": content}]), tmp_path / "shm_name.txt"
         )
         (span,) = prompt.spans

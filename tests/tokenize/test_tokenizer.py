@@ -1,4 +1,5 @@
 import base64
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
-from mindie_mm.shm import Arena, Ref, attach, release
+from mindie_mm.shm import Arena, Ref, attach, release, survey
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from tests import transformers_reference as reference
@@ -216,10 +217,56 @@ print(len(tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}]))
     assert int(done.stdout) > 4  # that no arena is left, the fixture of all tests says
 
 
-def test_its_own_arena_goes_on_close(checkpoint_path, spool):
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_its_own_arena_goes_with_a_process_of_multiprocessing(checkpoint_path, spool, method):
+    """A forked one leaves by os._exit."""
+    script = f"""
+import multiprocessing
+from mindie_mm.tokenize import Tokenizer
+def work(inputs):
+    global tokenizer  # nobody closes it
+    tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
+    tokenizer.tokenize(inputs)
+if __name__ == "__main__":
+    inputs = [{{"image": {str(spool / "image" / "0.jpg")!r}}}]
+    process = multiprocessing.get_context({method!r}).Process(target=work, args=(inputs,))
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+"""
+    (spool / "work.py").write_text(script)
+    subprocess.run([sys.executable, spool / "work.py"], timeout=120, check=True)
+
+
+def test_its_own_arena_takes_the_room_of_a_killed_ones(checkpoint_path, spool):
+    script = f"""
+import os, signal
+from mindie_mm.tokenize import Tokenizer
+print(os.getpid(), flush=True)
+tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
+tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}])
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGTERM
+    (left,) = (Path(arena.file) for arena in survey() if arena.owner and arena.owner.pid == int(done.stdout))
     with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
         tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}])
+        assert not left.exists()
+
+
+def test_its_own_arena_goes_on_close_and_it_takes_nothing_then(checkpoint_path, spool):
+    inputs = [{"image": str(spool / "image" / "0.jpg")}]
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        tokenizer.tokenize(inputs)
     tokenizer.close()
+    for use in (
+        lambda: tokenizer.tokenize(inputs),
+        lambda: tokenizer.tokenize_ids([1, 2]),
+        lambda: tokenizer.tokenize_chat([{"role": "user", "content": "Hello"}]),
+    ):
+        with pytest.raises(InputError, match="the tokenizer is closed"):
+            use()
 
 
 def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_path, spool):
