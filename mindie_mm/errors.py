@@ -15,8 +15,10 @@
         |   `-- SegmentMissing      the arena is gone, truncated or replaced
         |-- FeatureCountMismatch    a tower's features do not fill the item's slots
         |-- ArenaFull               no room for a block within the deadline
+        |-- SpoolFull               no room for a request's media as files
         |-- SharedMemoryError       shared memory could not be reserved or used at all
         |-- StorageError            a file of a run cannot be written or read, or the disk is full
+        |-- TooManyErrors           more rows of a run failed than the caller bears
         |-- DeviceError             the accelerator is absent, or failed
         |-- QueueFull               more requests wait than the service holds
         |-- RequestTimeout          the request outlived its deadline
@@ -89,12 +91,20 @@ class ArenaFull(WorldError):
     """No room for a block within the deadline."""
 
 
+class SpoolFull(WorldError):
+    """No room for a request's media as files."""
+
+
 class SharedMemoryError(WorldError):
     """Shared memory could not be reserved or used."""
 
 
 class StorageError(WorldError):
     """A file of a run cannot be written or read, or the disk is full."""
+
+
+class TooManyErrors(WorldError):
+    """More rows of a run failed than the caller bears."""
 
 
 class DeviceError(WorldError):

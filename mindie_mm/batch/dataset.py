@@ -15,12 +15,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mindie_mm.batch.manifest import Manifest, Shard
-from mindie_mm.batch.shard import ShardRow, arena_path, read_table, table_path
+from mindie_mm.batch.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
 from mindie_mm.shm.mapped import MappedArena
 from mindie_mm.shm.reader import View
 from mindie_mm.tokenize.prompt import Span
 
-_OPEN_SHARDS = 8
+_OPEN_ARENAS = 8
+_TABLE_BYTES = 128 << 20
+"""Of tables that are kept: to read one takes far longer than to take a row out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class Dataset(Sequence[Sample]):
         self.folder = Path(folder)
         self.manifest = Manifest.read(self.folder)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
-        self._open: OrderedDict[int, tuple[pa.Table, MappedArena]] = OrderedDict()
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
+        self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
+        self._table_bytes = 0
 
     def __len__(self) -> int:
         return self.manifest.num_rows
@@ -71,8 +75,8 @@ class Dataset(Sequence[Sample]):
 
     def record(self, number: int) -> ShardRow:
         """The row as its table has it, words in its ids."""
-        table, _, at = self._shard(number)
-        return ShardRow.of(table.slice(at, 1).to_pylist()[0])
+        info = self.shard(number).info
+        return ShardRow.of(self._table(info).slice(number - info.first_row, 1).to_pylist()[0])
 
     def shard(self, number: int) -> Shard:
         """The shard that a row is in."""
@@ -80,8 +84,9 @@ class Dataset(Sequence[Sample]):
 
     def views(self, record: ShardRow) -> list[View]:
         """The blocks of a row's media items. CorruptReference, SegmentMissing."""
-        _, arena, _ = self._shard(record.row)
-        return [View(arena, ref) for ref in record.refs()]
+        assert record.prompt is not None
+        arena = self._arena(self.shard(record.row).info.first_row)
+        return [View(arena, ref) for ref in record.prompt.refs()]
 
     def _sample(self, number: int) -> Sample:
         record = self.record(number)
@@ -91,17 +96,24 @@ class Dataset(Sequence[Sample]):
         arrays = [{name: view[name] for name in view} for view in self.views(record)]
         return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays)
 
-    def _shard(self, number: int) -> tuple[pa.Table, MappedArena, int]:
-        first = self.shard(number).info.first_row
-        if first not in self._open:
-            table = read_table(table_path(self.folder, first), self.shard(number).info.num_rows)
-            self._open[first] = (table, MappedArena(arena_path(self.folder, first)))
-            if len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(first)
-        table, arena = self._open[first]
-        return table, arena, number - first
+    def _table(self, info: ShardInfo) -> pa.Table:
+        if info.first_row not in self._tables:
+            table = read_table(table_path(self.folder, info.first_row), info.num_rows)
+            self._table_bytes += table.nbytes
+            while self._tables and self._table_bytes > _TABLE_BYTES:
+                self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
+            self._tables[info.first_row] = table
+        self._tables.move_to_end(info.first_row)
+        return self._tables[info.first_row]
+
+    def _arena(self, first_row: int) -> MappedArena:
+        if first_row not in self._arenas:
+            self._arenas[first_row] = MappedArena(arena_path(self.folder, first_row))
+            if len(self._arenas) > _OPEN_ARENAS:
+                self._arenas.popitem(last=False)
+        self._arenas.move_to_end(first_row)
+        return self._arenas[first_row]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the files that are open: a process that gets it opens its own."""
-        return {**self.__dict__, "_open": OrderedDict()}
+        """Without what is open: a process that gets it opens its own."""
+        return {**self.__dict__, "_tables": OrderedDict(), "_arenas": OrderedDict(), "_table_bytes": 0}

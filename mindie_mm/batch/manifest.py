@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
-from mindie_mm.errors import CorruptReference, InputError, StorageError
+from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError
 from mindie_mm.shm.disk_digest import digest_of as blocks_digest
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class Shard(msgspec.Struct, frozen=True):
         ):
             try:
                 found = digest(path)
+            except SegmentMissing as error:
+                raise SegmentMissing(f"{path}: {error}") from error
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
             if found != written:

@@ -6,7 +6,7 @@ import msgspec
 
 from mindie_mm.batch.shard import ShardInfo
 from mindie_mm.batch.source import Chunk
-from mindie_mm.errors import MindieMMError, error_name, error_named
+from mindie_mm.ipc import Failure
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -17,7 +17,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     """Rows not to be tried, with their errors: each of them ended a worker twice."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Worker to run, once: the checkpoint is read."""
 
 
@@ -30,37 +30,21 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
-class Steps(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
+class Steps(msgspec.Struct, frozen=True, tag="steps"):
     """Rows are done, since the last time that this was told."""
 
     steps: list[Step]
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """A chunk is done: its shards have their names."""
 
     chunk: int
     shards: list[ShardInfo]
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The run cannot go on."""
-
-    error: str
-    """Name of a class of mindie_mm.errors."""
-    message: str
-
-    @classmethod
-    def of(cls, error: MindieMMError) -> Failed:
-        """The report of `error`, as the nearest class that mindie_mm.errors defines."""
-        return cls(error_name(error), str(error))
-
-    def exception(self) -> MindieMMError:
-        """The exception that was raised in the worker."""
-        return error_named(self.error, self.message)
-
-
-Report = Ready | Steps | Finished | Failed
+Report = Ready | Steps | Finished | Failure
+"""A Failure: the run cannot go on."""
 
 
 def death_error(how: str) -> str:

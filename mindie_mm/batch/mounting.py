@@ -35,6 +35,6 @@ def mounted(folder: Path, first_row: int) -> Iterator[int]:
 def renumbered(row: ShardRow, number: int) -> Prompt:
     """The row's prompt, its words leading to the arena of that number. CorruptReference."""
     assert row.prompt is not None
-    refs = [replace(ref, arena=number) for ref in row.refs()]
+    refs = [replace(ref, arena=number) for ref in row.prompt.refs()]
     words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
     return put_words(row.plain_prompt(), words)

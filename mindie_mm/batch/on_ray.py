@@ -17,11 +17,12 @@ import numpy as np
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import gathered_path, is_gathered
-from mindie_mm.batch.messages import Failed, Finished, death_error
+from mindie_mm.batch.messages import Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, JSONLines
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError
+from mindie_mm.ipc import Failure
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
@@ -68,7 +69,7 @@ def shards(
     )
     for row in dataset.iter_rows():
         if row["failed"]:
-            raise msgspec.json.decode(row["failed"], type=Failed).exception()
+            raise msgspec.json.decode(row["failed"], type=Failure).exception()
         yield msgspec.json.decode(row["chunk"], type=Chunk), msgspec.json.decode(row["shards"], type=list[ShardInfo])
 
 
@@ -108,7 +109,7 @@ class _Actor:
             done = complete_shards(self._folder, chunk, self._run.digest)
             done = self._do(chunk) if done is None else done
         except MindieMMError as error:  # Ray would bury it in its own
-            failed = msgspec.json.encode(Failed.of(error))
+            failed = msgspec.json.encode(Failure.of(error))
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
 
     def _begun(self) -> Stage:

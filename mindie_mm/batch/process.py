@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Step, Steps
+from mindie_mm.batch.messages import Finished, Job, Ready, Report, Step, Steps
 from mindie_mm.batch.place import Place
 from mindie_mm.batch.settings import RUN_FILE, Run
 from mindie_mm.batch.stage import Stage
 from mindie_mm.errors import MindieMMError
-from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 
 _PAUSE_S = 0.1
 
@@ -37,7 +37,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, place_path: str
     except EOFError:
         return
     except MindieMMError as error:
-        channel.send(encoder.encode(Failed.of(error)))
+        channel.send(encoder.encode(Failure.of(error)))
 
 
 def _reports(stage: Stage, place: Place, job: Job) -> Iterator[Report]:

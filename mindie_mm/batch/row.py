@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +15,15 @@ from mindie_mm.batch.source import MEDIA_MARK, SUFFIXES, Files, Record, suffix_o
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import (
     KINDS,
+    OFF,
+    PROMPT_FIELDS,
     Item,
     Media,
     Message,
     Text,
     parse_inputs,
     parse_messages,
+    refused_fields,
     template_variables,
 )
 from mindie_mm.media.source import located
@@ -30,11 +34,10 @@ _TEXTS = ("text", "prompt")
 _SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
 _MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
 _FLAT = _MEDIA.union(_TEXTS)
-_VARIABLES = frozenset({"tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt"})
-_NOT_SERVED = frozenset({"continue_final_message", "functions", "mm_processor_kwargs", "truncate_prompt_tokens"})
-"""Fields of vLLM's and OpenAI's chat bodies that would make another prompt; the service refuses them, too."""
-_TO_THE_CONTEXT = -1
-"""vLLM's truncate_prompt_tokens: no prompt that is taken changes by it."""
+_VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"})
+_NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
+_EXACT = 2**53
+"""Above it a float may stand for several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
 """Keys of JSON whose values go to the chat template as they are: there a null may mean something."""
 
@@ -60,10 +63,24 @@ def row_id(record: Record) -> str | None:
         described = record.own(".json")
         return (row_id(described) if described is not None else None) or printable(record.key)
     try:
-        value = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
-    except (*_NOT_JSON, RecursionError):
+        named = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
+        return _id(named.id)
+    except (*_NOT_JSON, RecursionError, InputError):
         return None
-    return str(value.id) if isinstance(value.id, str | int) else None
+
+
+def _id(value: Any) -> str | None:
+    """What an `id` calls its row. InputError for another type.
+
+    A table's integers are floats where pandas had one missing, which is NaN then.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InputError(f"the row's id is {type(value).__name__}; it must be a string or an integer")
+    return str(value)
 
 
 def printable(text: str) -> str:
@@ -81,8 +98,8 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     A record is a `List[Dict]`, or an object with `inputs` (such a list) or `messages`, or with `text` (or `prompt`),
     `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order. Beside any of them,
     `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` are as in a chat's body. A null is as
-    good as no key, in whatever depth, because a table has a column for each key of any row. Paths are those of
-    `folder`.
+    good as no key, in whatever depth, because a table has a column for each key of any row; so is a medium of nulls.
+    Paths are those of `folder`.
     """
     try:
         if isinstance(record, Files):
@@ -101,12 +118,16 @@ def _from_object(record: Any, place: _Place) -> Row:
         record = {"inputs": record}
     if not isinstance(record, Mapping):
         raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
-    if not isinstance(record.get("id", ""), str | int):
-        raise InputError(f"the row's id is {type(record['id']).__name__}; it must be a string or an integer")
+    _id(record.get("id"))
     given = [key for key in _PROMPTS if key in record]
     flat = [key for key in record if key in _FLAT]
-    if (flat and given) or len(given) > 1 or not (flat or given):
-        raise InputError(f"the row has {given + flat or sorted(record)}; it takes inputs, messages, or text and media")
+    if not (flat or given):
+        raise InputError(f"the row has {sorted(record)}; it takes inputs, messages, or text and media")
+    if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
+        raise InputError(
+            f"the row has {given + flat}; it takes inputs, messages, or text and media, of which prompt is another "
+            "name for text: --select-columns chooses"
+        )
     variables = _variables(record)
     if flat:
         return Row(_placed(parse_inputs(_flat_items(record)), place), **variables)
@@ -115,7 +136,6 @@ def _from_object(record: Any, place: _Place) -> Row:
         prompt = _decoded(prompt, f"the row's {given[0]}")
     if given[0] == "inputs":
         return Row(_placed(parse_inputs(prompt), place), **variables)
-    _require_served(record)
     return Row(messages=[_placed_message(message, place) for message in parse_messages(prompt)], **variables)
 
 
@@ -138,11 +158,12 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
 
 
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
-    texts = [value for key, value in described.items() if key in _TEXTS]
-    for text in texts:
-        if not isinstance(text, str):
-            raise InputError(f"the text in {record.key}.json is {type(text).__name__}; it must be a string")
-    return "".join(texts)
+    texts = [value for key, value in described.items() if key in _TEXTS] or [""]
+    if len(texts) > 1:
+        raise InputError(f"{record.key}.json has text and prompt, of which one is another name for the other")
+    if not isinstance(texts[0], str):
+        raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
+    return texts[0]
 
 
 def _text_file(record: Files) -> str:
@@ -179,12 +200,14 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """What else of a `Row` the record has, as the service takes it of a chat's body. InputError."""
+    if refused := refused_fields(record, _NOT_SERVED):
+        raise InputError(f"the row has {refused[0]}, which is not served")
     if _VARIABLES.isdisjoint(record):
         return {}
     opens = _typed(record, "add_generation_prompt", bool)
     kwargs = _typed(record, "chat_template_kwargs", dict[str, Any])
     tools = _typed(record, "tools", list[dict[str, Any]])
-    variables = template_variables(kwargs, tools, record.get("tool_choice"))
+    variables = template_variables(kwargs, tools, record.get("tool_choice"), record.get("reasoning_effort"))
     return {"add_generation_prompt": opens is not False, "template_kwargs": variables}
 
 
@@ -199,27 +222,24 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
         raise InputError(f"the row's {key}: {error}") from None
 
 
-def _require_served(record: Mapping[str, Any]) -> None:
-    for key in _NOT_SERVED.intersection(record):
-        if record[key] is not False and record[key] not in ([], {}, _TO_THE_CONTEXT):
-            raise InputError(f"the row has {key}, which is not served")
-
-
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT) -> Any:
     """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes.
 
-    What stands under a key of `kept` is left as it is.
+    A medium of nothing but nulls is one, too. What stands under a key of `kept` is left as it is.
     """
     if isinstance(value, Mapping):
-        if key in _MEDIA and value and value.keys() <= {"bytes", "path"}:
-            return value.get("bytes") or value.get("path")
+        if key in _MEDIA and value:
+            if all(one is None for one in value.values()):
+                return None
+            if value.keys() <= {"bytes", "path"}:
+                return value.get("bytes") or value.get("path") or b""
         return {
-            name: one if name in kept else _without_nulls(one, name, kept)
+            name: left
             for name, one in value.items()
-            if one is not None
+            if (left := one if name in kept else _without_nulls(one, name, kept)) is not None
         }
     if isinstance(value, list):
-        return [_without_nulls(one, key, kept) for one in value]
+        return [left for one in value if (left := _without_nulls(one, key, kept)) is not None or key not in _MEDIA]
     return value
 
 

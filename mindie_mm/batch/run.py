@@ -11,20 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from mindie_mm.batch.gather import drop_gathered, gather
 from mindie_mm.batch.manifest import Manifest, drop_changed
-from mindie_mm.batch.messages import Failed, Finished, Job, Ready, Report, Steps, death_error
+from mindie_mm.batch.messages import Finished, Job, Ready, Report, Steps, death_error
 from mindie_mm.batch.place import Place
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.settings import Run, Settings, require_run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, Source, chunks
-from mindie_mm.errors import InputError, ProcessDied, StorageError, WorldError
-from mindie_mm.ipc import Child
+from mindie_mm.errors import InputError, ProcessDied, StorageError, TooManyErrors
+from mindie_mm.ipc import Child, Failure
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +34,6 @@ LOCK_FILE = ".lock"
 TIMINGS_FILE = "timings.jsonl"
 _OF_KILLED_ACTORS = ("at-*.json", "input-*.partial")
 """What they leave, in the folder or in what is copied into it."""
-
-
-class TooManyErrors(WorldError):
-    """More rows failed than the caller bears."""
 
 
 @dataclass(slots=True)
@@ -50,13 +47,17 @@ class _Suspects:
 
     def blame(self, row: int, status: int | None) -> None:
         """ProcessDied at a third death: the row was not tried any more."""
-        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        how = _ended_with(status)
         _log.warning("a worker ended with %s at row %d", how, row)
         if row in self.doomed:
             raise ProcessDied(f"a worker ended with {how} at row {row} again, though that row was left out")
         self.deaths[row] = self.deaths.get(row, 0) + 1
         if self.deaths[row] > 1:
             self.doomed[row] = f"{death_error(how)}, the second time alone"
+
+
+def _ended_with(status: int | None) -> str:
+    return f"signal {-status}" if status is not None and status < 0 else f"status {status}"
 
 
 class BatchRun:
@@ -159,7 +160,7 @@ class BatchRun:
 
     def _require_few_errors(self, why: str) -> None:
         if self._max_errors is not None and self._done.errors > self._max_errors:
-            raise TooManyErrors(f"{why} ({self._done.errors} rows failed)")
+            raise TooManyErrors(f"{why} (rows that failed: {self._done.errors}, the limit is {self._max_errors})")
 
     def _work_on_ray(self, run: Run, waiting: Sequence[Chunk]) -> None:
         from mindie_mm.batch import on_ray  # late: it is an extra, and takes seconds to import
@@ -174,28 +175,38 @@ class BatchRun:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(self._num_workers or len(os.sched_getaffinity(0))):
                     workers.create_task(self._worker(every))
+            # Alone, so that what another worker took cannot be what ends it again.
+            while self._set_aside:
+                again, self._set_aside = self._set_aside, []
+                await self._worker(chain(again, every), alone=True)
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        # Alone, so that what another worker took cannot be what ends it again.
-        while self._set_aside:
-            again, self._set_aside = self._set_aside, []
-            await self._worker(iter(again))
+        finally:
+            for left in self._folder.glob("shard-*.partial"):  # of workers, which have all ended
+                left.unlink(missing_ok=True)
 
-    async def _worker(self, every: Iterator[Chunk]) -> None:
-        """One process after another, until nothing waits; none where nothing does."""
+    async def _worker(self, every: Iterator[Chunk], *, alone: bool = False) -> None:
+        """One process after another, until nothing waits; none where nothing does.
+
+        One that is killed before it is ready is the last: what it took is left to the others. `alone`, ProcessDied.
+        """
         while (chunk := await self._next(every)) is not None:
             with Place.create() as place:
                 child = await Child.start(_MODULE, str(self._folder), place.path)
                 try:
-                    if not isinstance(await self._report(child), Ready):
-                        await child.end()
-                        raise ProcessDied(f"a worker ended with status {child.status} before it was ready")
-                    while chunk is not None and await self._finish(child, place, chunk):
-                        chunk = await self._next(every)
+                    if ready := isinstance(await self._report(child), Ready):
+                        while chunk is not None and await self._finish(child, place, chunk):
+                            chunk = await self._next(every)
                 finally:
                     await child.end()
             if chunk is not None:
                 self._set_aside.append(chunk)
+            if not ready:
+                how = f"a worker ended with {_ended_with(child.status)} before it was ready"
+                if alone or child.status is None or child.status >= 0:
+                    raise ProcessDied(how)
+                _log.warning("%s: the run goes on with one less", how)
+                return
 
     async def _report(self, child: Child) -> Report | None:
         """The worker's next one; None if it died."""
@@ -203,7 +214,7 @@ class BatchRun:
             report: Report = self._decoder.decode(await child.channel.recv())
         except EOFError:
             return None
-        if isinstance(report, Failed):
+        if isinstance(report, Failure):
             raise report.exception()
         return report
 

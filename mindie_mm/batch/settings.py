@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stdin_folder: str = ""
     """Where the relative paths of rows on standard input begin, absolute."""
     columns: tuple[str, ...] = ()
-    """Columns of Parquet files that are read; none: all."""
+    """Columns of Parquet files, and keys of JSON objects, that are read; none: all."""
     template: str = ""
     """Prompt round the media of a folder's or a tar's rows, `{media}` where they stand; without it, behind them."""
     chat: bool = True
@@ -73,6 +73,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             for value in values:
                 if not _is_utf8(value):
                     raise InputError(f"{name} has {value!r}, which is not UTF-8: the run's file cannot name it")
+        if self.truncate and not self.max_tokens:
+            raise InputError("truncate needs max_tokens: nothing else says which rows are too long")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}, it must be at least 1")
 
@@ -87,10 +89,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def sources(self, folder: Path) -> list[Source]:
         """The files of rows, opened; `folder` is the run's. InputError."""
-        return [
-            open_source(gathered_path(folder, index) if is_gathered(given) else Path(given), self.columns)
-            for index, given in enumerate(self.inputs)
-        ]
+        found = []
+        for index, given in enumerate(self.inputs):
+            gathered = is_gathered(given)
+            columns = () if gathered and given != STDIN else self.columns  # what lists a folder's media is our own
+            found.append(open_source(gathered_path(folder, index) if gathered else Path(given), columns))
+        return found
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

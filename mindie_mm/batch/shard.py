@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from mindie_mm import faults
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.source import Chunk
-from mindie_mm.errors import ArenaFull, CorruptReference, SharedMemoryError, StorageError
-from mindie_mm.shm import ArraySpec, DiskArena, Ref
+from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
+from mindie_mm.shm import ArraySpec, DiskArena
 from mindie_mm.shm.disk_writer import LotMemory
+from mindie_mm.shm.layout import ArenaHeader
 from mindie_mm.shm.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import Prompt, Span
 
@@ -99,10 +101,19 @@ def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | N
             return None  # made anew, as one that is missing
         if found[-1].run != run:
             return None  # a node's disk may still have another run's
-        if not arena_path(folder, row).is_file():
+        if not _has_blocks(arena_path(folder, row), found[-1].num_bytes):
             return None
         row = found[-1].stop_row
     return found if row == chunk.stop_row else None
+
+
+def _has_blocks(path: Path, num_bytes: int) -> bool:
+    """Whether it is a file of so many bytes of blocks, not cut short; what is in them is not read."""
+    try:
+        with path.open("rb") as file:
+            return ArenaHeader.read(file.fileno(), os.fstat(file.fileno())).capacity_bytes == num_bytes
+    except (OSError, SegmentMissing):
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +148,12 @@ class ShardRow:
         assert self.prompt is not None
         return Prompt(self.prompt.plain_ids, self.prompt.spans)
 
-    def refs(self) -> Iterator[Ref]:
-        """The blocks of its media items, in order. CorruptReference."""
-        assert self.prompt is not None
-        for span in self.prompt.spans:
-            own = self.prompt.ids[span.start : span.stop]
-            words = own[own < 0][:2].tolist()
-            if not words:
-                raise CorruptReference(f"row {self.row}: the {span.kind} at slot {span.start} has no word")
-            yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
-
 
 def read_table(path: Path, num_rows: int) -> pa.Table:
     """The rows of a shard. CorruptReference for another file."""
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:  # in half the time of `pq.read_table`
+            table = file.read()
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not table.schema.equals(SCHEMA) or table.num_rows != num_rows:

@@ -83,8 +83,10 @@ class Chunk(msgspec.Struct, frozen=True):
 class Source(ABC):
     """A file of rows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
+        """Of its objects it gives these `columns` alone; none: all."""
         self.path = path
+        self.columns = columns
 
     @property
     def size(self) -> int:
@@ -124,6 +126,17 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
+    """An object, as JSON, with those keys alone; what is none is left as it is."""
+    if not columns:
+        return text
+    try:
+        values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return text
+    return msgspec.json.encode({name: value for name, value in values.items() if name in columns})
+
+
 class JSONLines(Source):
     """A row a line. Lines of blanks are none, nor is a byte order mark."""
 
@@ -147,17 +160,17 @@ class JSONLines(Source):
                 line = file.readline()
                 start += len(line)
                 if not line.isspace():
-                    yield line
+                    yield _chosen(line, self.columns)
 
 
 class Table(Source):
-    """A Parquet file, of which some columns can be chosen."""
+    """A Parquet file."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         import pyarrow as pa  # late: the parent of the workers does with what lists its files
         import pyarrow.parquet as pq
 
-        super().__init__(path)
+        super().__init__(path, columns)
         try:
             # In pieces: a group of rows with pictures in it may be larger than the memory.
             self._file = pq.ParquetFile(path, buffer_size=_PIECE_BYTES, pre_buffer=False)
@@ -173,7 +186,6 @@ class Table(Source):
         self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
         row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         self._rows_at_once = max(1, min(_MOST_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(1, row_bytes)))
-        self._columns = list(columns) or None
         self._at = 0
         self._rows: Iterator[dict[str, Any]] = iter(())
 
@@ -198,7 +210,7 @@ class Table(Source):
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._file.metadata.num_row_groups))
-        for batch in self._file.iter_batches(self._rows_at_once, row_groups=groups, columns=self._columns):
+        for batch in self._file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
             try:
                 rows = batch.to_pylist()
             except (ValueError, OverflowError):
@@ -248,7 +260,8 @@ class Tar(Source):
                         yield Files(key, files)
                     key, files = name, {}
                 file.seek(member.offset_data)
-                files[member.name] = file.read(min(member.size, _MOST_FILE_BYTES))
+                data = file.read(min(member.size, _MOST_FILE_BYTES))
+                files[member.name] = _chosen(data, self.columns) if suffix_of(member.name) == ".json" else data
         if files:
             yield Files(key, files)
 
@@ -290,11 +303,11 @@ def open_source(path: Path, columns: Sequence[str]) -> Source:
         raise InputError(f"there is no file {path}")
     suffix = suffix_of(path.name)
     if suffix in (".jsonl", ".ndjson"):
-        return JSONLines(path)
+        return JSONLines(path, columns)
     if suffix in (".parquet", ".pq"):
         return Table(path, columns)
     if suffix == ".tar":
-        return Tar(path)
+        return Tar(path, columns)
     raise InputError(f"{path} is none of .jsonl, .ndjson, .parquet, .pq and .tar, and no folder of media")
 
 

@@ -16,8 +16,7 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Record, Source
 from mindie_mm.device import host_memory
-from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError, error_name
-from mindie_mm.inputs import Message
+from mindie_mm.errors import ArenaFull, MindieMMError, StorageError, error_name
 from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
@@ -94,15 +93,10 @@ class Stage:
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
         options = PromptOptions(settings.max_tokens, settings.truncate)
-        messages = row.messages
-        if messages is None:
-            items = row.items or ()
-            if not settings.chat or not tokenizer.has_template:
-                if row.template_kwargs or not row.add_generation_prompt:
-                    raise InputError("the row has variables of a chat template, and goes through none")
-                return tokenizer.prompt_from_items(items, None, options)
-            messages = [Message("user", tuple(items))]
-        return tokenizer.prompt_from_messages(messages, None, row.add_generation_prompt, row.template_kwargs, options)
+        template = (row.add_generation_prompt, row.template_kwargs, options)
+        if row.messages is not None:
+            return tokenizer.prompt_from_messages(row.messages, None, *template)
+        return tokenizer.prompt_from_turn(row.items or (), None, *template, chat=settings.chat)
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

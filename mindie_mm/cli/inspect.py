@@ -13,8 +13,10 @@ from mindie_mm.errors import StorageError
 @click.command("inspect")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("row", type=int, required=False)
+@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the rows' own if not given.")
+@click.option("--other-model", is_flag=True, help="Take a checkpoint whose tokenising files did not make the rows.")
 @click.option("--png", type=click.Path(path_type=Path), help="Where the row's pictures go.  [default: row-<ROW>.png]")
-def command(folder: Path, row: int | None, png: Path | None) -> None:
+def command(folder: Path, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
     """Show what `tokenize` wrote to FOLDER: the run, or one ROW with its pictures on one page."""
     from mindie_mm.batch import Dataset
 
@@ -31,11 +33,13 @@ def command(folder: Path, row: int | None, png: Path | None) -> None:
         click.echo(f"failed: {sample.error}")
         return
     from mindie_mm.models import family_of  # late: it imports torch, which a run's table needs none of
+    from mindie_mm.nn.checkpoint import Checkpoint
     from mindie_mm.nn.splice import ITEM, MediaShape
 
     settings = dataset.manifest.run.settings
-    checkpoint = settings.checkpoint()
-    dataset.manifest.run.require_model(checkpoint)
+    checkpoint = settings.checkpoint() if model is None else Checkpoint.open(model)
+    if not other_model:
+        dataset.manifest.run.require_model(checkpoint)
     family = family_of(checkpoint, settings.family or None)
     tokenizer, processor = family.tokenizer(checkpoint), family.processor(checkpoint)
     click.echo(f"{len(sample.ids)} tokens")

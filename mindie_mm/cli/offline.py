@@ -3,66 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import logging
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.files import replacing
 from mindie_mm.batch.mounting import renumbered, reserved
 from mindie_mm.batch.settings import model_digest
 from mindie_mm.batch.shard import ShardRow, arena_path
+from mindie_mm.cli.answer_file import Origin, continued
 from mindie_mm.config import WorkerConfig
-from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import InputError, MindieMMError, StorageError, error_name
+from mindie_mm.errors import (
+    BadReference,
+    DeviceError,
+    InputError,
+    MindieMMError,
+    ProcessDied,
+    error_name,
+)
 from mindie_mm.nn.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
 
-
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the answers in a file; it stands beside them."""
-
-    run: str
-    """`Run.digest` of the rows."""
-    model: str
-    """The directory of the checkpoint that answers: its weights are known by nothing else."""
-    model_digest: str
-    sampling: SamplingParams
-
-    @staticmethod
-    def path(output: Path) -> Path:
-        """Where it stands."""
-        return output.with_name(output.name + ".origin.json")
-
-    def begin(self, output: Path) -> None:
-        """Writes it. StorageError."""
-        with replacing(self.path(output)) as unfinished:
-            unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
-
-    def require(self, output: Path) -> None:
-        """InputError, with what differs, unless the answers in `output` are of this origin."""
-        file = self.path(output)
-        try:
-            earlier = msgspec.json.decode(file.read_bytes(), type=Origin)
-        except FileNotFoundError:
-            raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{file} is not what an earlier call left: {error}") from None
-        before, now = msgspec.structs.asdict(earlier), msgspec.structs.asdict(self)
-        before |= msgspec.structs.asdict(before.pop("sampling"))
-        now |= msgspec.structs.asdict(now.pop("sampling"))
-        differing = [f"{name} was {before[name]}, now {value}" for name, value in now.items() if before[name] != value]
-        if differing:
-            raise InputError(f"{output} has other answers: {'; '.join(differing)}. Name another file")
+_ENGINE_FAILED = (ProcessDied, DeviceError)
+_BACK_S = 900.0
+"""How long rows wait for an engine that is started again: no client does, and a large model is loaded for minutes."""
 
 
 async def generate(
@@ -77,7 +54,8 @@ async def generate(
     """Appends the answers of rows that `output` does not have yet; how many rows it has then, and errors among them.
 
     InputError if `output` is not this run's, or, without `other_model`, its rows are not of `config`'s checkpoint;
-    StorageError if it cannot be written, CorruptReference if a shard is not what the run wrote; errors as Worker.start.
+    StorageError if it cannot be written, CorruptReference, SegmentMissing if a shard is not what the run wrote;
+    ProcessDied, DeviceError if the engine does not come back, or answers nothing; errors as Worker.start.
     """
     stop, run = min(len(dataset), limit or len(dataset)), dataset.manifest.run
     checkpoint = Checkpoint.open(config.model)
@@ -89,59 +67,175 @@ async def generate(
         model_digest=model_digest(checkpoint),
         sampling=params,
     )
-    with _continued(output, origin) as (file, begun, earlier_errors, last_id):
+    with continued(output, origin) as (file, begun, earlier_errors, last_id):
         if begun > stop:
             raise InputError(f"{output} has {begun} rows; {stop} are asked for")
         if begun and last_id != (own := dataset.record(begun - 1).id):
             raise InputError(f"{output} answers another run: its row {begun - 1} is {last_id!r}, this run's {own!r}")
-        errors, rows = earlier_errors, range(begun, stop)
-        async with _started(config) as worker, aclosing(_answers(dataset, rows, worker, params)) as answers:
-            async for answer in answers:
-                errors += "error" in answer
-                file.write(msgspec.json.encode(answer) + b"\n")
-                file.flush()
+        errors, done = earlier_errors, begun
+        if done == stop:
+            return stop, errors
+        async with (
+            _started(config) as worker,
+            aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers,
+        ):
+            try:
+                async for answer in answers:
+                    errors += "error" in answer
+                    file.write(msgspec.json.encode(answer) + b"\n")
+                    file.flush()
+                    done += 1
+            except _ENGINE_FAILED as error:
+                raise type(error)(f"{error}. {done} of {stop} rows are answered; the same command goes on") from error
     return stop, errors
 
 
 async def _answers(
     dataset: Dataset, rows: range, worker: Worker, params: SamplingParams
 ) -> AsyncGenerator[Answer, None]:
-    """As many rows at a time as the engine runs, and as many again that wait; a shard is mounted while it is read."""
-    running: deque[asyncio.Task[Answer]] = deque()
+    """As many rows at a time as the engine runs, and as many again that wait; a shard is mounted while they are asked.
+
+    CorruptReference, SegmentMissing for a shard that is not what the run wrote, once the rows before it are answered.
+    """
+    asking = _Asking(worker, params)
     most = 2 * worker.config.engine.max_num_seqs
-    try:
-        for first_row, own in _by_shard(dataset, rows):
-            async with AsyncExitStack() as stack:
-                await asyncio.to_thread(dataset.shard(first_row).verify, dataset.folder)
-                number = stack.enter_context(reserved())
+    with ExitStack() as mounts:
+        try:
+            for first_row, own in _by_shard(dataset, rows):
+                try:
+                    await asyncio.to_thread(dataset.shard(first_row).verify, dataset.folder)
+                except BadReference:
+                    while asking:
+                        yield await asking.next()
+                    raise
+                mount = mounts.enter_context(ExitStack())
+                number = mount.enter_context(reserved())
                 worker.engine.mount(arena_path(dataset.folder, first_row), number)
-                stack.callback(worker.engine.unmount, number)
+                mount.callback(worker.engine.unmount, number)
                 for row in own:
-                    running.append(asyncio.create_task(_answer(dataset.record(row), number, worker, params)))
-                    if len(running) == most:
-                        yield await running.popleft()
-                while running:
-                    yield await running.popleft()
-    finally:
-        for task in running:
+                    asking.ask(dataset.record(row), number, mount if row == own[-1] else None)
+                    if len(asking) == most:
+                        yield await asking.next()
+            while asking:
+                yield await asking.next()
+        finally:
+            await asking.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A row on its way."""
+
+    record: ShardRow
+    number: int
+    """Of its shard's arena."""
+    mount: ExitStack | None
+    """Its shard's, which ends with it."""
+    task: asyncio.Task[None] = field(init=False)
+    answer: Answer | None = None
+    failure: MindieMMError | None = None
+    """Why the task has brought no answer: the engine failed under it, and maybe because of it."""
+
+
+class _Asking:
+    """Rows that are asked at the same time, and answered in their order.
+
+    Rows under which the engine fails are asked again: all of them, then half of them at a time, and so on. One that is
+    left, and fails alone, is an error; the others are answered.
+    """
+
+    def __init__(self, worker: Worker, params: SamplingParams) -> None:
+        self._worker = worker
+        self._params = params
+        self._asked: deque[_Asked] = deque()
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, record: ShardRow, number: int, mount: ExitStack | None) -> None:
+        """A further row, of the shard that is mounted as `number`; `mount` is closed with its answer."""
+        asked = _Asked(record, number, mount)
+        self._begin(asked)
+        self._asked.append(asked)
+
+    async def next(self) -> Answer:
+        """The oldest row's. ProcessDied, DeviceError where the engine answers nothing any more."""
+        oldest = self._asked[0]
+        await oldest.task
+        if oldest.answer is None:
+            await asyncio.gather(*(asked.task for asked in self._asked))
+            failed = [asked for asked in self._asked if asked.answer is None]
+            _log.warning("%s. It had %d rows, which are asked again", oldest.failure, len(failed))
+            await self._ask_again(failed)
+        self._asked.popleft()
+        if oldest.mount is not None:
+            oldest.mount.close()
+        assert oldest.answer is not None
+        return oldest.answer
+
+    async def close(self) -> None:
+        """Gives up what is not answered."""
+        tasks = [asked.task for asked in self._asked]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, asked: _Asked) -> None:
+        asked.task = asyncio.create_task(self._answer(asked))
+
+    async def _answer(self, asked: _Asked) -> None:
+        record = asked.record
+        if record.prompt is None:
+            asked.answer = _failed(record, record.error)
+            return
+        text, token_ids, reason = "", list[int](), None
+        try:
+            prompt = renumbered(record, asked.number)
+            async with aclosing(self._worker.generate_once(prompt, self._params, str(record.row))) as deltas:
+                async for delta in deltas:
+                    text, reason = text + delta.text, delta.finish_reason
+                    token_ids += delta.token_ids
+        except _ENGINE_FAILED as error:
+            asked.failure = error
+        except MindieMMError as error:
+            asked.answer = _failed(record, error)
+        else:
+            asked.answer = {"row": record.row, "id": record.id, "text": text, "token_ids": token_ids}
+            asked.answer["finish_reason"] = reason
+
+    async def _ask_again(self, rows: Sequence[_Asked]) -> None:
+        """While nothing else is asked. Each of them has an answer then."""
+        await self._worker.engine.wait_until_up(_BACK_S)
+        for asked in rows:
+            self._begin(asked)
+        await asyncio.gather(*(asked.task for asked in rows))
+        failed = [asked for asked in rows if asked.answer is None]
+        if len(rows) == 1 and failed:
+            await self._require_answering()
+            rows[0].answer = _failed(rows[0].record, rows[0].failure)
+        elif failed:
+            half = len(failed) // 2
+            for part in filter(None, (failed[:half], failed[half:])):
+                await self._ask_again(part)
+
+    async def _require_answering(self) -> None:
+        """ProcessDied, DeviceError unless the engine answers anything at all: then a row's failure is its own."""
+        engine = self._worker.engine
+        await engine.wait_until_up(_BACK_S)
+        one = SamplingParams(max_tokens=1)
+        try:
+            async with aclosing(engine.generate("anything", np.zeros(1, np.int64), one)) as steps:
+                async for _ in steps:
+                    pass
+        except _ENGINE_FAILED:
+            raise
+        except MindieMMError:
+            return  # such an answer will do
 
 
-async def _answer(record: ShardRow, number: int, worker: Worker, params: SamplingParams) -> Answer:
-    named = {"row": record.row, "id": record.id}
-    if record.prompt is None:
-        return named | {"error": record.error}
-    text, token_ids, reason = "", list[int](), None
-    try:
-        source = PromptSource(renumbered(record, number))
-        async with aclosing(worker.generate(source, params, str(record.row))) as deltas:
-            async for delta in deltas:
-                text, reason = text + delta.text, delta.finish_reason
-                token_ids += delta.token_ids
-    except MindieMMError as error:
-        return named | {"error": f"{error_name(error)}: {error}"}
-    return named | {"text": text, "token_ids": token_ids, "finish_reason": reason}
+def _failed(record: ShardRow, error: MindieMMError | str | None) -> Answer:
+    why = f"{error_name(error)}: {error}" if isinstance(error, MindieMMError) else error
+    return {"row": record.row, "id": record.id, "error": why}
 
 
 def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
@@ -150,44 +244,6 @@ def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
         own = range(max(rows.start, shard.info.first_row), min(rows.stop, shard.info.stop_row))
         if own:
             yield shard.info.first_row, own
-
-
-@contextmanager
-def _continued(output: Path, origin: Origin) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
-    """The file of answers, to write behind those that it has, and what `_begun` says of them."""
-    try:
-        with output.open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"another call writes {output}") from None
-            if file.tell():
-                origin.require(output)
-            else:
-                origin.begin(output)
-            yield file, *_begun(file, output)
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error.strerror}") from error
-
-
-def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
-    """How many answers are there, errors among them, the last one's id; a line that was cut short is removed."""
-    rows = errors = whole = 0
-    last_id = None
-    file.seek(0)
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        try:
-            answer = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict) or answer.get("row") != rows:
-            raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
-        rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
-        last_id = answer.get("id")
-    file.truncate(whole)
-    return rows, errors, last_id
 
 
 @asynccontextmanager

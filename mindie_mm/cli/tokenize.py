@@ -26,13 +26,15 @@ MiB = 2**20
 @click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,
               help="And with that many rows: what a process does at a time.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
-@click.option("--select-columns", default="", help="Columns of Parquet files to read, with commas; all if not given.")
+@click.option("--select-columns", default="",
+              help="Columns of tables, and keys of JSON objects, to read, with commas.  [default: all]")  # fmt: skip
 @click.option("--template", default="", help="Prompt round a folder's or a tar's media, {media} where they stand.")
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
               help="Rows of items are one user turn through the checkpoint's chat template.")  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(0), default=0,
               help="Most tokens of a row; a longer one is an error.  [default: any number]")  # fmt: skip
-@click.option("--truncate", is_flag=True, help="Longer rows lose their oldest text and whole media items instead.")
+@click.option("--truncate", is_flag=True,
+              help="Rows longer than --max-tokens lose their oldest text and whole media items instead.")  # fmt: skip
 @click.option("--on-error", default="skip", show_default=True, metavar="skip|stop|fail-after=N",
               help="Write the reason beside the row and go on, or stop at the first, or the Nth.")  # fmt: skip
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with a run that is in the folder.")
@@ -69,7 +71,7 @@ def command(
         raise click.UsageError(f"{output} is not empty, and --no-resume was given")
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
     media = configured(None, caps | {"config": config}).worker.media
-    columns = tuple(column for column in select_columns.split(",") if column)
+    columns = tuple(column for given in select_columns.split(",") if (column := given.strip()))
     made = Settings(
         model="" if model is None else str(model.absolute()),
         inputs=tuple(given if given == STDIN else str(Path(given).absolute()) for given in inputs),

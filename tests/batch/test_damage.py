@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_reading_what_is_damaged(damage: str, folder: Path, tmp_path: Path) -> N
         list(Dataset(folder))
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert (shown.exit_code, shown.stderr[:7]) == (1, "Error: "), shown
+    assert str(folder / (ARENA if error is SegmentMissing else "shard-")) in shown.stderr
     assert not (tmp_path / "row.png").exists()
 
 
@@ -125,6 +127,13 @@ def test_calling_again_does_not_vouch_for_a_table_that_was_exchanged(
     rewritten(folder, id=lambda _: "another")
     made(settings(media / "damage.jsonl"), folder)
     assert f"{folder / TABLE} is not what the run wrote: its digest is" in caplog.text
+    assert content(folder) == content(whole)
+
+
+@pytest.mark.parametrize("size", [0, 5000, -4096])
+def test_calling_again_makes_blocks_anew_that_were_cut_short(size: int, folder: Path, whole: Path, media: Path) -> None:
+    cut(folder / ARENA, size)
+    made(settings(media / "damage.jsonl"), folder)
     assert content(folder) == content(whole)
 
 
@@ -174,3 +183,9 @@ def test_what_cannot_be_written(out: str, whole: Path, tmp_path: Path) -> None:
     assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)
     shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / out)
     assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)
+
+
+def test_a_pipe_takes_no_answers(whole: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / "pipe")
+    assert (shown.exit_code, "pipe cannot be written: File or stream is not seekable" in shown.stderr) == (1, True)

@@ -222,7 +222,7 @@ def test_standard_input_columns_limit_and_template_of_the_command(
         tabled(tmp_path / "t.parquet", table),
         packed(tmp_path / "t.tar", [(NAMES[2], (folder / NAMES[2]).read_bytes())]),
     )
-    options = ("--select-columns", "image", "--template", TEMPLATE, "--no-chat-template", "--workers", 1)
+    options = ("--select-columns", " image,", "--template", TEMPLATE, "--no-chat-template", "--workers", 1)
     assert tokenize(*inputs, "--output", tmp_path / "columns", *options).returncode == 0
     image, _, sound = Dataset(tmp_path / "columns")
     assert (image.id, len(image.ids)) == ("0", len(image.ids[image.spans[0].start :]) + image.spans[0].lead)

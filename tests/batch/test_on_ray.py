@@ -16,11 +16,11 @@ import pytest
 
 from mindie_mm.batch import Dataset, on_ray
 from mindie_mm.batch.gather import gather, gathered_path
-from mindie_mm.batch.messages import Failed
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.shard import complete_shards
 from mindie_mm.batch.source import Chunk, chunks
 from mindie_mm.errors import InputError, StorageError
+from mindie_mm.ipc import Failure
 from tests.batch.conftest import content, made, run, settings, written
 from tests.batch.deadly import Deadly
 
@@ -125,7 +125,7 @@ def test_a_node_with_another_input_is_refused(tmp_path):
     assert not _done_by_an_actor(run, tmp_path / "node", chunk)["failed"]
     written(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "a"}])
     failed = _done_by_an_actor(run, tmp_path / "other", chunk)["failed"]
-    error = msgspec.json.decode(failed, type=Failed).exception()
+    error = msgspec.json.decode(failed, type=Failure).exception()
     assert isinstance(error, InputError)
     assert "has other files than the run: input_digests was " in str(error)
     assert complete_shards(tmp_path / "other", chunk, run.digest) is None
@@ -139,7 +139,7 @@ def test_a_node_that_cannot_write_says_so(tmp_path, where):
     else:
         (tmp_path / where).mkdir(parents=True)
     failed = _done_by_an_actor(run, tmp_path / "node", chunk)["failed"]
-    error = msgspec.json.decode(failed, type=Failed).exception()
+    error = msgspec.json.decode(failed, type=Failure).exception()
     assert isinstance(error, StorageError)
     assert f"{tmp_path / where} cannot be " in str(error)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.mounting import mounted, renumbered
+from mindie_mm.batch.shard import read_table
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
@@ -73,6 +75,26 @@ def test_a_run_is_read_through_links(folder: Path, linked: Path) -> None:
             assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
 
 
+def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = written(tmp_path / "rows.jsonl", [{"text": f"Row {row}"} for row in range(20)])
+    made(settings(rows, shard_rows=1), tmp_path / "run")
+    read: list[Path] = []
+
+    def counted(path: Path, num_rows: int) -> pa.Table:
+        read.append(path)
+        return read_table(path, num_rows)
+
+    monkeypatch.setattr("mindie_mm.batch.dataset.read_table", counted)
+    dataset = Dataset(tmp_path / "run")
+    for row in (*range(20), *range(0, 20, 3), *range(19, -1, -1)):
+        assert dataset[row].row == row
+    assert len(read) == 20
+    monkeypatch.setattr("mindie_mm.batch.dataset._TABLE_BYTES", 0)
+    few = Dataset(tmp_path / "run")
+    assert [few[row].row for row in (3, 3, 4, 3)] == [3, 3, 4, 3]
+    assert len(read) == 23, "a table is left out for the next"
+
+
 def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
     dataset = Dataset(folder)
     dataset[0]
@@ -114,6 +136,8 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: P
     assert [answer["row"] for answer in answers if "error" in answer] == [2]
     assert all(answer["text"] for answer in answers if "error" not in answer)
     whole = output.read_bytes()
+    finished = CliRunner().invoke(main, [*arguments, "--device", "none"])
+    assert (finished.exit_code, finished.stdout) == (1, done.stdout), "no engine is started for nothing"
     output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
     by_links = ["generate", "--tokenized", str(linked), *arguments[3:]]
     gone_on = CliRunner().invoke(main, by_links)
@@ -159,12 +183,16 @@ def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> Non
     config.write_text(config.read_text() + "\n")
 
     generate = ["generate", "--tokenized", str(run), "--max-tokens", "4", "--output"]
-    for command in (["inspect", str(run), "0"], [*generate, str(tmp_path / "out.jsonl")]):
+    inspect = ["inspect", str(run), "0"]
+    for command in (inspect, [*generate, str(tmp_path / "out.jsonl")]):
         refused = CliRunner().invoke(main, command)
         said = f"{checkpoint} is not the checkpoint that the rows were tokenised with: the digest"
         assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert CliRunner().invoke(main, ["inspect", str(run)]).exit_code == 0
+    for option in (["--model", str(moved)], ["--other-model"]):
+        shown = CliRunner().invoke(main, [*inspect, *option])
+        assert (shown.exit_code, "Hello!" in shown.stdout) == (0, True), shown.output
     answers = []
     for name, *option in (("moved.jsonl", "--model", str(moved)), ("changed.jsonl", "--other-model")):
         done = CliRunner().invoke(main, [*generate, str(tmp_path / name), *option])

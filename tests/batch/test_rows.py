@@ -20,9 +20,9 @@ from mindie_mm.batch import Dataset
 from mindie_mm.batch.row import Row, parse, row_id
 from mindie_mm.batch.source import open_source
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Media, Message, Text
+from mindie_mm.inputs import PROMPT_FIELDS, Media, Message, Text
 from mindie_mm.tokenize import Tokenizer
-from service.openai_types import NOT_SERVED
+from service.openai_types import ChatBody
 from tests.batch.conftest import made, settings, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
@@ -91,9 +91,9 @@ def test_a_json_of_a_tar_that_is_a_list_or_a_text_alone(tmp_path: Path) -> None:
     assert row == Row((Media("image", PICTURE), Text("Describe")))
     rows = rows_of(packed(tmp_path / "t.tar", [("5.json", b'{"text": "{media}a"}'), ("6.JSON", b'{"prompt": "b"}')]))
     assert rows == [("5", Row((Text("{media}a"),))), ("6", Row((Text("b"),)))]
-    described = {"text": "{media}a", "image": None, "prompt": "b", "add_generation_prompt": False}
+    described = {"text": "{media}a", "image": None, "prompt": None, "add_generation_prompt": False}
     ((_, row),) = rows_of(packed_json(tmp_path / "o.tar", "7", described))
-    expected = Row([Media("image", PICTURE), Text("ab")], add_generation_prompt=False, template_kwargs={})
+    expected = Row([Media("image", PICTURE), Text("a")], add_generation_prompt=False, template_kwargs={})
     assert row == expected
 
 
@@ -113,6 +113,8 @@ def test_the_json_and_the_text_that_are_called_as_the_row_is(tmp_path: Path) -> 
     ("members", "why"),
     [
         ({"1.json": b'{"text": ["a"]}', "1.jpg": PICTURE}, "the text in 1.json is list; it must be a string"),
+        ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": PICTURE}, "1.json has text and prompt, of which one"),
+        ({"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE}, "the row has documents, which is not"),
         ({"1.json": b'"a"', "1.jpg": PICTURE}, "the row is str; it must be an object or a list"),
         ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
         ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
@@ -235,16 +237,93 @@ def test_what_a_prompt_cannot_have_is_refused_not_dropped(tmp_path: Path) -> Non
     rows = [{"text": "a", "add_generation_prompt": False}, {"text": "a", "add_generation_prompt": True}]
     made(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
     errors = [sample.error for sample in Dataset(tmp_path / "bare")]
-    assert errors == ["InputError: the row has variables of a chat template, and goes through none", None]
+    assert errors == ["InputError: there are variables of a chat template, and the prompt goes through none", None]
 
 
-def test_the_service_refuses_what_rows_may_not_have() -> None:
-    for name in ("continue_final_message", "functions", "mm_processor_kwargs", "truncate_prompt_tokens"):
-        assert name in NOT_SERVED
-        for off in (False, [], {}, -1):
-            assert parse(json.dumps({"messages": MESSAGES, name: off}).encode(), Path(), "").messages
+def parsed(row: Any) -> Row:
+    """A line of such JSON."""
+    return parse(json.dumps(row).encode(), Path("/"), "")
+
+
+@pytest.mark.parametrize("name", [*PROMPT_FIELDS, "add_special_tokens"])
+def test_rows_may_not_have_what_the_service_refuses_of_a_prompt(name: str) -> None:
+    rows: Sequence[dict[str, Any]] = ({"messages": MESSAGES}, {"inputs": [{"text": "a"}]}, {"prompt": "a"})
+    for row in rows:
+        for off in ChatBody.not_served[name]:
+            assert parsed(row | {name: off}) == parsed(row)
         with pytest.raises(InputError, match=f"the row has {name}, which is not served"):
-            parse(json.dumps({"messages": MESSAGES, name: {"a": 1}}).encode(), Path(), "")
+            parsed(row | {name: {"a": 1}})
+
+
+def test_what_a_prompt_is_made_of_is_one_thing() -> None:
+    for row in ({"prompt": "Q?", "text": "A."}, {"prompt": "Q?", "messages": MESSAGES}, {"inputs": [], "images": []}):
+        with pytest.raises(
+            InputError, match=r"the row has .*; it takes inputs, messages, or .*--select-columns chooses"
+        ):
+            parsed(row)
+    assert parsed({"prompt": "Q?", "text": None}) == parsed({"text": "Q?"})
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(7, "7"), ("seven", "seven"), (7.0, "7"), (None, None), (float("nan"), None), (True, ""), (1.5, ""), (1e16, "")],
+)
+def test_what_calls_a_row(value: Any, name: str | None) -> None:
+    """pandas makes floats of a table's integers where one is missing; more than 2 ** 53 of them are no more exact."""
+    record = {"id": value, "text": "a"}
+    assert row_id(record) == (name or None)
+    if name == "":
+        with pytest.raises(InputError, match=f"the row's id is {type(value).__name__}; it must be a string or an int"):
+            parse(record, Path(), "")
+    else:
+        assert parse(record, Path(), "") == Row((Text("a"),))
+
+
+@pytest.mark.parametrize(
+    ("row", "same"),
+    [
+        ({"inputs": [{"type": "text", "text": "q", "image": {"bytes": None, "path": None}}]}, {"text": "q"}),
+        ({"inputs": [{"image_url": {"url": None, "detail": None}, "text": "q"}]}, {"text": "q"}),
+        ({"inputs": [{"image_url": {"url": None}, "image": "a.jpg"}]}, {"image": "a.jpg"}),
+        ({"images": [None, "a.jpg", {"bytes": None, "path": None}], "text": "q"}, {"image": "a.jpg", "text": "q"}),
+        ({"input_audio": {"data": None, "format": None}, "text": "q"}, {"text": "q"}),
+    ],
+)
+def test_a_medium_of_nulls_is_none(row: dict[str, Any], same: dict[str, Any]) -> None:
+    """As a table has it whose structs are not null themselves."""
+    assert parsed(row) == parse(row, Path("/"), "") == parsed(same)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image": {"bytes": b"", "path": None}, "text": "q"},
+        {"image": {"bytes": None, "path": ""}, "text": "q"},
+        {"inputs": [{"image": {"bytes": None, "path": None}}, {"text": "q"}]},
+        {"inputs": [None, {"text": "q"}]},
+    ],
+)
+def test_an_empty_medium_is_no_null(row: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"is empty|exactly one of|must be a dict"):
+        parse(row, Path(), "")
+
+
+def test_columns_are_chosen_of_every_object(tmp_path: Path) -> None:
+    """Not of the rows that list a folder's media, nor of a list."""
+    rows: Sequence[Any] = ({"id": 3, "prompt": "no", "messages": MESSAGES}, [{"text": "b"}], {"text": "c"})
+    media = tmp_path / "media"
+    media.mkdir()
+    (media / "0.jpg").write_bytes(PICTURE)
+    inputs = (
+        written(tmp_path / "rows.jsonl", [*rows, b"["]),
+        tabled(tmp_path / "t.parquet", [rows[0]]),
+        packed_json(tmp_path / "t.tar", "7", {"messages": MESSAGES, "text": "no"}),
+        media,
+    )
+    made(settings(*inputs, columns=("id", "messages")), tmp_path / "run")
+    found = [(sample.id, (sample.error or "")[:20]) for sample in Dataset(tmp_path / "run")]
+    bad = [("2", "InputError: the row "), ("3", "InputError: the row ")]
+    assert found == [("3", ""), ("1", ""), *bad, ("3", ""), ("7", ""), ("0.jpg", "")]
 
 
 def test_a_column_is_named_once(tmp_path: Path) -> None:

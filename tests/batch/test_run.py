@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -16,9 +18,10 @@ from click.testing import CliRunner
 
 from mindie_mm import ipc
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.manifest import Manifest
 from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
-from mindie_mm.errors import InputError, StorageError
+from mindie_mm.errors import InputError, ProcessDied, StorageError
 from mindie_mm.nn.splice import ITEM, MediaShape, read_media
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
@@ -100,9 +103,12 @@ def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, row
     assert (done.returncode, done.stdout) == (1, "")
     *_, progress, error = done.stderr.splitlines()
     count = 1 if given == "stop" else 2
-    assert re.fullmatch(rf"Error: row {row}: MediaError: .* \({count} rows failed\)", error)
+    assert re.fullmatch(
+        rf"Error: row {row}: MediaError: .* \(rows that failed: {count}, the limit is {count - 1}\)", error
+    )
     shown = json.loads(progress)
     assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
+    assert not list((tmp_path / "run").glob("*.partial"))
     assert made(settings(lines), tmp_path / "run").num_rows == len(rows)
 
 
@@ -312,6 +318,57 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
     fifo.unlink()
     fifo.write_bytes(encoded(photograph(size=(80, 60))))
     assert made(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
+
+
+class Starting(threading.Thread):
+    """Kills so many workers as they start: that takes them seconds, and nobody waits that long here."""
+
+    def __init__(self, deaths):
+        super().__init__()
+        self._deaths = deaths
+        self.start()
+
+    def run(self):
+        killed = set()
+        while len(killed) < self._deaths:
+            for worker in {*psutil.Process().children()} - killed:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "mindie_mm.batch.process" in worker.cmdline():
+                        worker.kill()
+                        killed.add(worker)
+            time.sleep(0.001)
+
+
+def test_workers_that_are_killed_while_they_start_leave_their_rows_to_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copy is ready at once
+    path = written(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(22)])
+    starting = Starting(2)
+    manifest = run(settings(path), tmp_path / "run", num_workers=2)
+    assert (manifest.num_rows, manifest.num_errors) == (22, 0)
+    starting.join(60)
+    starting = Starting(2)
+    with pytest.raises(ProcessDied, match="a worker ended with signal 9 before it was ready"):
+        run(settings(path), tmp_path / "again", num_workers=1)
+    starting.join(60)
+
+
+def test_a_row_whose_file_has_come_is_done_once_its_table_is_removed(media, tmp_path):
+    """As docs/batch.md says how."""
+    rows = [{"image": name, "text": "What?"} for name in ("0.jpg", "late.jpg", *["1.jpg"] * 7)]
+    path = written(tmp_path / "rows.jsonl", rows)
+    for name in ("0.jpg", "1.jpg"):
+        (tmp_path / name).write_bytes((media / name).read_bytes())
+    failed, well = made(settings(path), tmp_path / "run").shards
+    assert (failed.info.num_errors, well.info.num_errors) == (1, 0)
+    (tmp_path / "late.jpg").write_bytes((media / "2.jpg").read_bytes())
+    assert made(settings(path), tmp_path / "run").num_errors == 1
+    removed = [shard.table for shard in Manifest.read(tmp_path / "run").shards if shard.info.num_errors > 0]
+    for table in removed:
+        (tmp_path / "run" / table).unlink()
+    assert removed == [failed.table]
+    assert made(settings(path), tmp_path / "run").num_errors == 0
+    made(settings(path), tmp_path / "whole")
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
 @pytest.mark.timeout(300)

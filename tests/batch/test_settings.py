@@ -37,3 +37,8 @@ def test_a_path_that_is_not_utf_8_is_named(name: str) -> None:
     given = {"model": "", "inputs": ("-",)} | {name: (path,) if name == "inputs" else path}
     with pytest.raises(InputError, match=rf"{name} has '/caf\\udce9', which is not UTF-8"):
         Settings(**given)
+
+
+def test_nothing_is_truncated_to_no_length() -> None:
+    with pytest.raises(InputError, match="truncate needs max_tokens"):
+        Settings(model="", inputs=("-",), truncate=True)

@@ -1,0 +1,93 @@
+"""The file of answers of an offline run: what it is of, and where it goes on."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from mindie_mm.batch.files import replacing
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, StorageError
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides the answers in a file; it stands beside them."""
+
+    run: str
+    """`Run.digest` of the rows."""
+    model: str
+    """The directory of the checkpoint that answers: its weights are known by nothing else."""
+    model_digest: str
+    sampling: SamplingParams
+
+    @staticmethod
+    def path(output: Path) -> Path:
+        """Where it stands."""
+        return output.with_name(output.name + ".origin.json")
+
+    def begin(self, output: Path) -> None:
+        """Writes it. StorageError."""
+        with replacing(self.path(output)) as unfinished:
+            unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
+
+    def require(self, output: Path) -> None:
+        """InputError, with what differs, unless the answers in `output` are of this origin."""
+        file = self.path(output)
+        try:
+            earlier = msgspec.json.decode(file.read_bytes(), type=Origin)
+        except FileNotFoundError:
+            raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} is not what an earlier call left: {error}") from None
+        before, now = msgspec.structs.asdict(earlier), msgspec.structs.asdict(self)
+        before |= msgspec.structs.asdict(before.pop("sampling"))
+        now |= msgspec.structs.asdict(now.pop("sampling"))
+        differing = [f"{name} was {before[name]}, now {value}" for name, value in now.items() if before[name] != value]
+        if differing:
+            raise InputError(f"{output} has other answers: {'; '.join(differing)}. Name another file")
+
+
+@contextmanager
+def continued(output: Path, origin: Origin) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
+    """The file of answers, to write behind those that it has: how many these are, errors among them, the last one's id.
+
+    InputError if they are not of this origin, StorageError.
+    """
+    try:
+        with output.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another call writes {output}") from None
+            if file.tell():
+                origin.require(output)
+            else:
+                origin.begin(output)
+            yield file, *_begun(file, output)
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written: {error.strerror or error}") from error
+
+
+def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
+    """How many answers are there, errors among them, the last one's id; a line that was cut short is removed."""
+    rows = errors = whole = 0
+    last_id = None
+    file.seek(0)
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            answer = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("row") != rows:
+            raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
+        rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
+        last_id = answer.get("id")
+    file.truncate(whole)
+    return rows, errors, last_id

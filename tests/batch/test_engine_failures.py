@@ -1,0 +1,204 @@
+"""`generate` while its engine fails: a row costs at most its own answer, and a broken engine costs none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+
+from mindie_mm.cli import main
+from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.messages import Progress
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import DeviceError
+from tests.batch.conftest import made, settings, written
+
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
+POISON = "3"
+"""The row that the engine fails at."""
+
+
+@pytest.fixture(scope="module")
+def folder(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six rows in three shards."""
+    rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(6)]
+    folder = tmp_path_factory.mktemp("failures") / "run"
+    made(settings(written(media / "failures.jsonl", rows), shard_rows=2), folder)
+    return folder
+
+
+def generate(folder: Path, output: Path, *options: object) -> Result:
+    arguments = ["generate", "--tokenized", folder, "--output", output, "--max-tokens", "8", *options]
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> bytes:
+    """The answers of an engine that never fails."""
+    output = folder.parent / "whole.jsonl"
+    assert generate(folder, output).exit_code == 0
+    return output.read_bytes()
+
+
+Fail = Callable[[AsyncEngine, str, bool], None]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], None]:
+    """Has something done before a request is sent, and before each step of it.
+
+    It is given the engine, the request and whether it is sent; a DeviceError that it raises ends the request.
+    """
+    own = AsyncEngine.generate
+
+    def install(fail: Fail) -> None:
+        async def generate(
+            self: AsyncEngine, request_id: str, ids: NDArray[np.int64], params: SamplingParams
+        ) -> AsyncGenerator[Progress, None]:
+            fail(self, request_id, False)
+            failure: DeviceError | None = None
+            async with aclosing(own(self, request_id, ids, params)) as steps:
+                async for step in steps:  # to its end, as after an engine's own failure: nothing comes that is late
+                    try:
+                        fail(self, request_id, True)
+                    except DeviceError as error:
+                        failure = error
+                    if failure is None:
+                        yield step
+            if failure is not None:
+                raise failure
+
+        monkeypatch.setattr(AsyncEngine, "generate", generate)
+
+    return install
+
+
+def test_an_engine_that_is_killed_costs_no_answer(
+    folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of rows that had output."""
+    monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
+    (tmp_path / "engine.mid-decode").touch()
+    done = generate(folder, tmp_path / "out.jsonl")
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "engine.mid-decode").exists()
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_the_engine_each_time_is_an_error(
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None]
+) -> None:
+    def kill(engine: AsyncEngine, request: str, sent: bool) -> None:
+        if request == "1" and not sent:
+            os.kill(engine.pid, signal.SIGKILL)
+
+    failing(kill)
+    done = generate(folder, tmp_path / "out.jsonl", "--limit", 2)
+    assert (done.exit_code, "2 rows in" in done.stdout) == (1, True), done.output
+    first, second = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert first == whole.splitlines()[0]
+    assert "ProcessDied: the engine process" in json.loads(second)["error"]
+
+
+def test_a_row_that_fails_every_step_is_an_error_and_the_others_are_answered(
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None]
+) -> None:
+    asked: list[str] = []
+
+    def fail(engine: AsyncEngine, request: str, sent: bool) -> None:
+        asked.append(request)
+        if sent and POISON in engine._requests:
+            raise DeviceError("the step failed: Poison")
+
+    failing(fail)
+    done = generate(folder, tmp_path / "out.jsonl")
+    assert done.exit_code == 1, done.output
+    found, expected = ((path.splitlines()) for path in ((tmp_path / "out.jsonl").read_bytes(), whole))
+    assert json.loads(found.pop(3)) == {"row": 3, "id": "3", "error": "DeviceError: the step failed: Poison"}
+    del expected[3]
+    assert found == expected
+    behind = asked[len(asked) - asked[::-1].index("3") :]
+    assert behind[:2] == ["anything"] * 2, "before a row is blamed the engine has to answer something else"
+    assert asked.count("anything") == 2, "it is blamed once"
+
+
+def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None]
+) -> None:
+    failed: list[str] = []
+
+    def fail(engine: AsyncEngine, request: str, sent: bool) -> None:
+        if failed or request == POISON:
+            failed.append(request)
+            raise DeviceError("the step failed: Broken")
+
+    failing(fail)
+    ended = generate(folder, tmp_path / "out.jsonl")
+    assert ended.exit_code == 1
+    assert "Error: the step failed: Broken. " in ended.stderr
+    assert ended.stderr.endswith(" of 6 rows are answered; the same command goes on\n")
+    begun = (tmp_path / "out.jsonl").read_bytes()
+    assert whole.startswith(begun)
+    assert len(begun.splitlines()) < int(POISON) + 1
+
+
+def test_an_engine_that_does_not_come_back_ends_the_run(
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(engine: AsyncEngine) -> None:
+        raise DeviceError("no such device")
+
+    def kill(engine: AsyncEngine, request: str, sent: bool) -> None:
+        if request == POISON and not sent:
+            monkeypatch.setattr(AsyncEngine, "_launch", gone)
+            os.kill(engine.pid, signal.SIGKILL)
+
+    monkeypatch.setattr("mindie_mm.cli.offline._BACK_S", 0.5)
+    failing(kill)
+    ended = generate(folder, tmp_path / "out.jsonl")
+    assert ended.exit_code == 1
+    assert "it is not back after 0.5 s. " in ended.stderr
+    assert ended.stderr.endswith(" of 6 rows are answered; the same command goes on\n")
+    assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
+
+
+def test_the_next_shard_is_asked_before_the_last_one_is_answered(
+    folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is given back with its last row; what is asked before one that is damaged is answered."""
+    mounted: list[int] = []
+    most: list[int] = []
+    mount, unmount = AsyncEngine.mount, AsyncEngine.unmount
+
+    def counted(self: AsyncEngine, path: Path, number: int) -> None:
+        mounted.append(number)
+        most.append(len(mounted))
+        mount(self, path, number)
+
+    def given_back(self: AsyncEngine, number: int) -> None:
+        mounted.remove(number)
+        unmount(self, number)
+
+    monkeypatch.setattr(AsyncEngine, "mount", counted)
+    monkeypatch.setattr(AsyncEngine, "unmount", given_back)
+    monkeypatch.setenv("MINDIE_MM_MAX_NUM_SEQS", "1")
+    damaged = Path(shutil.copytree(folder, tmp_path / "run"))
+    blocks = max(damaged.glob("*.arena"))
+    data = bytearray(blocks.read_bytes())
+    data[-9000] ^= 1
+    blocks.write_bytes(data)
+    ended = generate(damaged, tmp_path / "out.jsonl")
+    assert (ended.exit_code, f"{blocks} is not what the run wrote" in ended.stderr) == (1, True)
+    assert (tmp_path / "out.jsonl").read_bytes().splitlines() == whole.splitlines()[:4]
+    assert (most, mounted) == ([1, 2], [])
