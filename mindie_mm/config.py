@@ -32,6 +32,7 @@ _SERVICE_LINK = re.compile(
 """What Kubernetes sets in every pod for a Service that is called mindie-mm, or mindie-mm-and-so-on."""
 _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
 """What such a Service's variable holds that ends with PORT alone."""
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 TOWER_PARALLEL = ("replicate", "items")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -70,6 +71,8 @@ class EngineConfig:
     """Memory for the towers' features, kept by content."""
     prefix_caching: bool = True
     """Whether prompts that begin alike, media included, share what the KV cache holds of them."""
+    step_timeout_s: float = 300.0
+    """Longest that a step may take while requests wait: an engine that hangs is ended, and started again."""
     num_threads: int = 0
     """Threads of the engine process on the CPU, of each rank if it has several; 0 is torch's own choice, shared."""
     tensor_parallel: int = 1
@@ -107,6 +110,8 @@ class EngineConfig:
             raise InputError(
                 f"tower_parallel is {self.tower_parallel!r}, it must be one of {', '.join(TOWER_PARALLEL)}"
             )
+        if not self.step_timeout_s > 0:
+            raise InputError(f"step_timeout_s is {self.step_timeout_s}, it must be above 0")
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise InputError(f"memory_share is {self.memory_share}, it must be above 0 and at most 1")
 
@@ -219,6 +224,9 @@ class ServiceConfig:
     """Longest media item, decoded from base64, before it is decoded as media."""
     max_media_bytes: int = 256 * MiB
     """Longest sum of a request's media items."""
+    max_spool_bytes: int = 2 * GiB
+    """Longest sum of the media items of all requests, as files in the spool; further ones are refused. At least
+    max_media_bytes."""
     max_media_items: int = 32
     """Most media items in one request."""
     max_images: int = 32
@@ -256,6 +264,7 @@ class ServiceConfig:
         )
         counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
         _require(self, dict.fromkeys(at_least_one, 1) | dict.fromkeys(counts, 0))
+        _require(self, {"max_spool_bytes": self.max_media_bytes})
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
         _require_within(self, "port", 0, _MAX_PORT)  # the system takes one beyond modulo 65536
@@ -264,6 +273,8 @@ class ServiceConfig:
         for name in (*positive, "reclaim_interval_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
+        for origin in self.cors_origin:
+            _require_origin(origin)
         if self.served_model_name == "":
             raise InputError("served_model_name is empty; leave it out for the checkpoint's own")
         if not self.grace_s >= 0:
@@ -273,6 +284,15 @@ class ServiceConfig:
                 raise InputError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}")
         if self.otlp_endpoint is not None:
             _require_url("otlp_endpoint", self.otlp_endpoint)
+
+
+def _require_origin(origin: str) -> None:
+    """InputError for what is neither * nor an origin as browsers write it."""
+    if not _ORIGIN.fullmatch(origin):
+        raise InputError(
+            f"cors_origin is {origin!r}, it must be * or such as https://example.org, in small letters, a port behind "
+            "it where there is one, no slash"
+        )
 
 
 def _require_url(name: str, url: str) -> None:

@@ -13,7 +13,9 @@ from service import page
 from service.errors import error_body
 from service.json_response import JSONResponse
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics"}) | page.PATHS
+HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
+"""The probes of MindIE and vLLM, which ask for the same."""
+OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", *HEALTH_ELSEWHERE}) | page.PATHS
 """What orchestrators and scrapers ask for, without a key as in vLLM; and the web page, whose calls bear one."""
 
 

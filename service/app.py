@@ -60,6 +60,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load their scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # to the Host that the client names, and by http: what it posts would go there in clear
     )
     # The last one added is the outermost: a browser's preflight bears no key.
     if config.api_key:

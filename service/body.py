@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.sampling_params import MAX_LOGPROBS
+from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from mindie_mm.inputs import OFF, refused_fields
 
 INT32_MAX = 2**31 - 1
 
@@ -26,13 +27,12 @@ T = TypeVar("T")
 Array = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
 
+Stop = Annotated[str | Array[str], AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given))]
+"""Stop strings, or one; read as a tuple."""
 
 NotServed = Mapping[str, tuple[Any, ...]]
 """Others' fields that would make another answer than the one that comes without them, and the values of each that would
 not, which alone are taken."""
-
-OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values of a field that are as good as none."""
 
 
 class Fields(BaseModel):
@@ -47,13 +47,19 @@ class Fields(BaseModel):
     def _refuse(cls, given: Any) -> Any:
         if isinstance(given, bytes):  # FastAPI leaves a body of another type as it is
             raise PydanticCustomError("no_json", "the request needs the header Content-Type: application/json")
-        for name in [one for one in given if one in cls.not_served] if isinstance(given, dict) else ():
-            harmless = cls.not_served[name]
-            if not any(type(given[name]) is type(one) and given[name] == one for one in harmless):
-                others = " or ".join(json.dumps(one) for one in harmless if one not in OFF)
-                said = "{name} is not served, but for {others}" if others else "{name} is not served"
-                raise PydanticCustomError("not_served", said, {"name": name, "others": others})
+        for name in refused_fields(given, cls.not_served) if isinstance(given, dict) else ():
+            others = " or ".join(json.dumps(one) for one in cls.not_served[name] if one not in OFF)
+            said = "{name} is not served, but for {others}" if others else "{name} is not served"
+            raise PydanticCustomError("not_served", said, {"name": name, "others": others})
         return given
+
+    def settings(self, **made: Any) -> SamplingParams:
+        """Those that are given here under the sampler's own names, with those of `made` in their place.
+
+        What is absent or null keeps its default.
+        """
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | made
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class Body(Fields):

@@ -25,6 +25,10 @@ BODY_IDLE_S = 30.0
 _BETWEEN_VALUES = (b",", b"[", b"{")
 """One of them stands before each value in JSON but the first; those in texts count too, media have none."""
 
+_CODINGS = (b"content-encoding", b"transfer-encoding")
+_PLAIN = (b"", b"identity", b"chunked")
+"""Values of those with which a body is read as it comes."""
+
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -84,20 +88,25 @@ class Border:
             await error_response(error)(scope, receive, sending)
         finally:
             self.held_bytes -= body.num_bytes
-            route = scope.get("route")
-            path = route.path if route is not None else "none"
-            self._metrics.count_http(path, method, status)
-            duration_s = time.perf_counter() - started
-            fields = {"method": method, "route": path, "status": status, "duration_s": round(duration_s, 6)}
-            error_name = scope["state"].get("error")
-            fields |= {"client_request_id": given} if given else {}
-            fields |= {"error": error_name} if error_name else {}
-            named = (f" as {given}" if given else "") + (f", broken off: {error_name}" if error_name else "")
-            # Probes, scrapers and the page ask how the service is, several times a second.
-            level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
-            _log.log(level, "%s %s %d %.3f s%s", method, path, status, duration_s, named, extra={"fields": fields})
+            route = scope["route"].path if "route" in scope else "none"
+            self._metrics.count_http(route, method, status)
+            _log_access(method, route, status, started, given, scope["state"].get("error"))
             if trace is not None and self._tracer is not None:
-                self._tracer.record(trace, self._metrics.model_name, method, path, status)
+                self._tracer.record(trace, self._metrics.model_name, method, route, status)
+
+
+def _log_access(
+    method: str, route: str, status: int, started: float, given: str | None, error_name: str | None
+) -> None:
+    """The request's line in the log; `given` is the client's own id for it."""
+    duration_s = time.perf_counter() - started
+    fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
+    fields |= {"client_request_id": given} if given else {}
+    fields |= {"error": error_name} if error_name else {}
+    named = (f" as {given}" if given else "") + (f", broken off: {error_name}" if error_name else "")
+    # Probes, scrapers and the page ask how the service is, several times a second.
+    level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
+    _log.log(level, "%s %s %d %.3f s%s", method, route, status, duration_s, named, extra={"fields": fields})
 
 
 def _given_id(scope: Scope) -> str | None:
@@ -118,6 +127,11 @@ class _Body:
     def __init__(self, scope: Scope, receive: Receive, border: Border, config: ServiceConfig) -> None:
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         self._announced = int(announced) if announced.isdigit() else 0
+        self._codings = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _CODINGS and value.strip().lower() not in _PLAIN
+        }
         self._receive = receive
         self._border = border
         self._config = config
@@ -134,6 +148,9 @@ class _Body:
         """
         if self._whole:
             return await self._receive()
+        for name, coding in self._codings.items():
+            said = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
+            raise HTTPException(415, said, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
         idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
         try:

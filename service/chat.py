@@ -12,16 +12,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mindie_mm import faults
-from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.choices import Choice, Clock, collect, media_spans, timings, usage
+from service.call import Call
+from service.choices import Choice, Clock, media_spans, usage
 from service.json_response import JSONResponse
-from service.line import generate, tokenized
 from service.openai_types import ChatBody, check_format
 from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, Service, ServiceDep
+from service.state import Arrived, RequestId, ServiceDep
 from service.token_text import chat_logprobs
 
 router = APIRouter()
@@ -37,7 +36,8 @@ async def chat_completions(
     """Answers a chat, with images and videos in it; streamed on request."""
     service.check_model(body.model)
     params = body.chat_sampling_params().check(service.worker.engine.info.vocab_size)
-    chat = _Chat(service, body, params, f"chatcmpl-{request_id}", int(time.time()), Clock(arrived))
+    call = Call(service, params, body.n or 1, f"chatcmpl-{request_id}", Clock(arrived), timed=bool(body.timings))
+    chat = _Chat(call, body, int(time.time()))
     if body.stream:
         return EventStream(chat.events, service.admission)
     async with service.admission.admit(request.receive):
@@ -48,74 +48,65 @@ async def chat_completions(
 class _Chat:
     """One chat request."""
 
-    service: Service
+    call: Call
     body: ChatBody
-    params: SamplingParams
-    id: str
     created: int
-    clock: Clock
-
-    @property
-    def n(self) -> int:
-        return self.body.n or 1
 
     async def request(self) -> TokenizeRequest:
         """For the tokenizers. InputError, also for a schema that cannot be served."""
-        await check_format(self.params)
+        await check_format(self.call.params)
         request = TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
             chat_template_kwargs=self.body.template_kwargs(),
         )
-        return self.service.worker.limited(request, self.params)
+        return self.call.service.worker.limited(request, self.call.params)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, await self.request(), self.clock) as source:
-            choices = await collect(generate(self.service, [source], self.params, self.n, self.id, self.clock), self.n)
+        async with self.call.prompts([await self.request()]) as (source,):
+            choices = await self.call.choices([source])
         faults.point("answered")
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage([source.prompt], choices),
-            **self._timings(choices),
+            **self.call.timings(choices),
             **self._spans(source.prompt),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
-        choices = [Choice(index) for index in range(self.n)]
+        choices = [Choice(index) for index in range(self.call.n)]
         async with (
-            tokenized(self.service, await self.request(), self.clock) as source,
-            aclosing(generate(self.service, [source], self.params, self.n, self.id, self.clock)) as deltas,
+            self.call.prompts([await self.request()]) as (source,),
+            aclosing(self.call.deltas([source])) as deltas,
         ):
             spans = self._spans(source.prompt)
             async for index, delta in deltas:
-                if not choices[index].texts:
-                    yield (
-                        self._chunk([{"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}]) | spans
-                    )
-                    spans = {}  # the first chunk alone has them
+                first = not choices[index].texts
                 choices[index].add(delta)
+                so_far = {"usage": usage([source.prompt], choices)} if self.body.continuous_usage else {}
+                if first:
+                    role = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
+                    yield self._chunk([role]) | spans | so_far
+                    spans = {}  # the first chunk alone has them
                 if delta.text or delta.logprobs or delta.finish_reason:
-                    yield self._chunk([self._delta(index, delta)])
-        tail = self._timings(choices)
+                    yield self._chunk([self._delta(index, delta)]) | so_far
+        tail = self.call.timings(choices)
         if self.body.include_usage:
             tail["usage"] = usage([source.prompt], choices)
         if tail:
             yield self._chunk([]) | tail
 
-    def _timings(self, choices: list[Choice]) -> dict[str, Any]:
-        return {"timings": timings(self.clock, choices)} if self.body.timings else {}
-
     def _spans(self, prompt: Prompt) -> dict[str, Any]:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model_name}
+        return {"id": self.call.id, "object": kind, "created": self.created, "model": self.call.service.model_name}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        tokenizer = self.service.worker.tokenizer
+        tokenizer = self.call.service.worker.tokenizer
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -125,7 +116,7 @@ class _Chat:
         }
 
     def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
-        tokenizer = self.service.worker.tokenizer
+        tokenizer = self.call.service.worker.tokenizer
         return {
             "index": index,
             "delta": {"content": delta.text},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.worker import Delta
 from mindie_mm.inputs import KINDS
-from mindie_mm.shm import Ref
 from mindie_mm.shm.layout import block_name
 from mindie_mm.tokenize.prompt import Prompt, Span
 
@@ -62,15 +60,6 @@ class Choice:
         return "".join(self.texts)
 
 
-async def collect(deltas: AsyncGenerator[tuple[int, Delta], None], num_choices: int) -> list[Choice]:
-    """All choices, once they are finished."""
-    choices = [Choice(index) for index in range(num_choices)]
-    async with aclosing(deltas) as stream:
-        async for index, delta in stream:
-            choices[index].add(delta)
-    return choices
-
-
 def usage(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, Any]:
     """OpenAI's usage object, of as many choices for each prompt; a prompt counts once, as its first choice found it."""
     n = len(choices) // len(prompts)
@@ -103,18 +92,10 @@ def media_spans(prompt: Prompt) -> list[dict[str, Any]]:
             "start": span.start,
             "stop": span.stop,
             "features": _features(prompt, span),
-            "block": _block(prompt, span),
+            "block": block_name(ref.arena, ref.block),  # as `mindie-mm shm list --blocks` names it
         }
-        for span in prompt.spans
+        for span, ref in zip(prompt.spans, prompt.refs(), strict=True)
     ]
-
-
-def _block(prompt: Prompt, span: Span) -> str:
-    """As `mindie-mm shm list --blocks` names it."""
-    ids = prompt.ids[span.start : span.stop]
-    words = ids[ids < 0]
-    ref = Ref.from_words(words[0], words[1] if len(words) > 1 else None)
-    return block_name(ref.arena, ref.block)
 
 
 def timings(clock: Clock, choices: Sequence[Choice]) -> dict[str, float]:

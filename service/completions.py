@@ -13,17 +13,16 @@ from starlette.responses import Response
 
 from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.engine.retry import PromptSource
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.choices import Choice, Clock, collect, timings, usage
+from service.call import Call
+from service.choices import Choice, Clock, usage
 from service.json_response import JSONResponse
-from service.line import all_tokenized, generate, prompt_of_ids
+from service.line import prompt_of_ids
 from service.openai_types import MAX_CHOICES, CompletionBody, check_format
 from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, Service, ServiceDep
+from service.state import Arrived, RequestId, ServiceDep
 from service.token_text import TextOffsets, completion_logprobs
 
 router = APIRouter()
@@ -36,7 +35,8 @@ async def completions(
     """Continues texts or token ids; streamed on request."""
     service.check_model(body.model)
     params = body.completion_sampling_params().check(service.worker.engine.info.vocab_size)
-    completion = _Completion(service, body, params, f"cmpl-{request_id}", int(time.time()), Clock(arrived))
+    call = Call(service, params, body.n or 1, f"cmpl-{request_id}", Clock(arrived), timed=bool(body.timings))
+    completion = _Completion(call, body, int(time.time()))
     if body.stream:
         return EventStream(completion.events, service.admission)
     async with service.admission.admit(request.receive):
@@ -47,82 +47,72 @@ async def completions(
 class _Completion:
     """One completion request."""
 
-    service: Service
+    call: Call
     body: CompletionBody
-    params: SamplingParams
-    id: str
     created: int
-    clock: Clock
-
-    @property
-    def n(self) -> int:
-        return self.body.n or 1
 
     @asynccontextmanager
     async def sources(self) -> AsyncIterator[list[PromptSource]]:
         """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
-        await check_format(self.params)
+        await check_format(self.call.params)
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty")
-        if len(given) * self.n > MAX_CHOICES:
-            raise LimitExceeded(f"{len(given)} prompts of {self.n} choices each, the limit is {MAX_CHOICES} choices")
+        n, service = self.call.n, self.call.service
+        if len(given) * n > MAX_CHOICES:
+            raise LimitExceeded(f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices")
         texts = [
-            self.service.worker.limited(TokenizeRequest(text=text), self.params)
+            service.worker.limited(TokenizeRequest(text=text), self.call.params)
             for text in given
             if isinstance(text, str)
         ]
         if not texts:
-            yield [PromptSource(prompt_of_ids(self.service, ids)) for ids in given if not isinstance(ids, str)]
+            yield [PromptSource(prompt_of_ids(service, ids)) for ids in given if not isinstance(ids, str)]
             return
-        async with all_tokenized(self.service, texts, self.clock) as sources:
+        async with self.call.prompts(texts) as sources:
             yield sources
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         async with self.sources() as sources:
-            choices = await collect(self._generate(sources), len(sources) * self.n)
+            choices = await self.call.choices(sources)
         prompts = [source.prompt for source in sources]
         return {
             **self._head(),
-            "choices": [self._choice(choice, prompts[choice.index // self.n]) for choice in choices],
+            "choices": [self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices],
             "usage": usage(prompts, choices),
-            **self._timings(choices),
+            **self.call.timings(choices),
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks, and the usage if it was asked for."""
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
-            choices = [Choice(index) for index in range(len(prompts) * self.n)]
-            offsets = [TextOffsets(self.service.worker.tokenizer) for _ in choices]
-            async with aclosing(self._generate(sources)) as deltas:
+            choices = [Choice(index) for index in range(len(prompts) * self.call.n)]
+            offsets = [TextOffsets(self.call.service.worker.tokenizer) for _ in choices]
+            async with aclosing(self.call.deltas(sources)) as deltas:
                 async for index, delta in deltas:
                     part = Choice(index)
                     part.add(delta)
                     first = not choices[index].texts
-                    chunk = self._choice(part, prompts[index // self.n] if first else None, offsets[index])
+                    chunk = self._choice(part, prompts[index // self.call.n] if first else None, offsets[index])
                     choices[index].add(delta)
                     if chunk["text"] or delta.logprobs or delta.finish_reason:
-                        yield {**self._head(), "choices": [chunk]}
-        tail = self._timings(choices)
+                        so_far = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
+                        yield {**self._head(), "choices": [chunk], **so_far}
+        tail = self.call.timings(choices)
         if self.body.include_usage:
             tail["usage"] = usage(prompts, choices)
         if tail:
             yield {**self._head(), "choices": [], **tail}
 
-    def _timings(self, choices: list[Choice]) -> dict[str, Any]:
-        return {"timings": timings(self.clock, choices)} if self.body.timings else {}
-
-    def _generate(self, sources: list[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
-        return generate(self.service, sources, self.params, self.n, self.id, self.clock)
-
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.model_name}
+        call = self.call
+        return {"id": call.id, "object": "text_completion", "created": self.created, "model": call.service.model_name}
 
     def _choice(self, choice: Choice, prompt: Prompt | None, offsets: TextOffsets | None = None) -> dict[str, Any]:
         """A choice, or the next part of one with its `offsets`; `prompt` is echoed if that was asked for."""
-        tokenizer = self.service.worker.tokenizer
+        tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs = None
         if self.body.logprobs is not None:

@@ -1,4 +1,4 @@
-"""A connection whose requests' heads must come in time, and be short."""
+"""A connection whose requests' heads must come in time, and be short; no request changes the protocol."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mindie_mm.errors import LimitExceeded
 from service.errors import error_body
@@ -41,7 +42,8 @@ class Connection(HttpToolsProtocol):
     """uvicorn's, closed when a request's head does not come; the wait between two requests is uvicorn's own.
 
     A head that is too long is answered with 431, what is not HTTP with 400; then the connection ends. Where requests
-    before it wait for their answers, it ends behind the last of these instead.
+    before it wait for their answers, it ends behind the last of these instead. A wish to upgrade is ignored (RFC 9110,
+    7.8). An answer of unknown length to a client of HTTP/1.0 has no chunks: it ends with the connection.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -65,7 +67,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             return
         lines = self._lines
-        super().data_received(data)
+        self._parse(data)
         if lines is not None and lines is self._lines and not self._refused:
             lines.num_read_bytes += len(data)
             if lines.num_read_bytes > MAX_HEAD_BYTES:
@@ -94,10 +96,16 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("a tunnel is for proxies")
+            return  # `_parse` has it come again, without the wish
         self._head_is_here()
         self._lines = None
         self._in_body = True
         super().on_headers_complete()
+        if self.scope["http_version"] != "1.1":
+            _send_no_chunks(self.cycle)
 
     def on_chunk_header(self) -> None:
         """Before a chunk's bytes, or before the trailers, which nothing else announces."""
@@ -108,6 +116,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._lines = None
         self._in_body = False
         super().on_message_complete()
@@ -123,6 +133,41 @@ class Connection(HttpToolsProtocol):
         self._head_is_here()
         self._unset_keepalive_if_required()  # where the client reset it, uvicorn leaves this, which holds what it has
         super().connection_lost(exc)
+
+    def drain(self) -> None:
+        """Ends the connection at once where it rests between requests, else with the answer that is due.
+
+        One that was just made, or has begun a request, goes on: its answer has to end it.
+        """
+        if self.cycle is None or (self.cycle.response_complete and self._lines is not None):
+            return
+        self.shutdown()
+
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn's, but that a request which asks for an upgrade is parsed again without it.
+
+        httptools takes the end of its head for its own, and its body for another protocol's (httptools' issue 124).
+        """
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+                self.parser = HttpRequestParser(self)  # the old one may still count the body that it did not read
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            except HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("")
+                return
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was just parsed, without its wish to upgrade."""
+        version = self.parser.get_http_version().encode()
+        first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
+        headers = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"".join((first, *headers, b"\r\n"))
 
     def _count(self, num_bytes: int, num_headers: int = 0) -> None:
         """Counts what was parsed; LimitExceeded, which ends the parsing, above the limits."""
@@ -171,3 +216,21 @@ class Connection(HttpToolsProtocol):
 
 def _too_many_bytes() -> LimitExceeded:
     return LimitExceeded(f"the request's head is longer than the limit of {MAX_HEAD_BYTES} bytes")
+
+
+def _send_no_chunks(cycle: RequestResponseCycle) -> None:
+    """For a client that knows none (RFC 9112, 6.1): an answer that names no length ends with its connection."""
+    send = cycle.send
+    ended_by_close = False
+
+    async def sent(message: Any) -> None:
+        nonlocal ended_by_close
+        if message["type"] == "http.response.start":
+            ended_by_close = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if ended_by_close:
+                cycle.chunked_encoding = cycle.keep_alive = False
+        elif ended_by_close:
+            cycle.expected_content_length = len(message.get("body", b""))  # of this piece; uvicorn compares
+        await send(message)
+
+    cycle.send = sent  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ TABLE: Mapping[type[BaseException], int] = {
     errors.ModelNotFound: 404,
     errors.WorldError: 500,
     errors.ArenaFull: 503,
+    errors.SpoolFull: 503,
     errors.ProcessDied: 503,
     errors.ServiceStopping: 503,
     errors.QueueFull: 429,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -12,13 +12,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.choices import Choice, Clock, collect, timings
-from service.infer import InferParameters, InputsBody, finish_reason
+from service.call import Call
+from service.choices import Choice, Clock
+from service.infer import InferParameters, InputsBody, details
 from service.json_response import JSONResponse
-from service.line import generate, tokenized
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
 from service.token_text import token_text
@@ -52,21 +51,21 @@ async def generate_text(
     body: GenerateBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
 ) -> Response:
     """Answers a text, or a list of texts, images and videos, in one piece."""
-    call = _call(body, service, request_id, arrived)
-    async with service.admission.admit(request.receive, call.parameters.timeout):
-        return JSONResponse(await call.answer())
+    generation = _generation(body, service, request_id, arrived)
+    async with service.admission.admit(request.receive, generation.parameters.timeout):
+        return JSONResponse(await generation.answer())
 
 
 @router.post("/generate_stream", response_class=Response, responses=STREAMED)
 async def generate_stream(body: GenerateBody, service: ServiceDep, request_id: RequestId, arrived: Arrived) -> Response:
     """Answers the same in events, one a step."""
-    call = _call(body, service, request_id, arrived)
-    if call.parameters.decoder_input_details:
+    generation = _generation(body, service, request_id, arrived)
+    if generation.parameters.decoder_input_details:
         raise InputError("decoder_input_details is true, which a stream does not take")
-    return EventStream(call.events, service.admission, last=b"", timeout_s=call.parameters.timeout)
+    return EventStream(generation.events, service.admission, last=b"", timeout_s=generation.parameters.timeout)
 
 
-def _call(body: GenerateBody, service: Service, request_id: str, arrived: float) -> _Generate:
+def _generation(body: GenerateBody, service: Service, request_id: str, arrived: float) -> _Generate:
     service.check_model(body.model)
     parameters = body.parameters or GenerateParameters()
     if parameters.adapter_id not in (None, _NO_ADAPTER):
@@ -74,30 +73,30 @@ def _call(body: GenerateBody, service: Service, request_id: str, arrived: float)
     if parameters.return_full_text and not isinstance(body.inputs, str):
         raise InputError("return_full_text is true, which needs inputs to be a text")
     params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    return _Generate(service, body, parameters, params, request_id, Clock(arrived))
+    call = Call(service, params, 1, request_id, Clock(arrived), timed=bool(parameters.timings))
+    return _Generate(call, body, parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class _Generate:
     """One request."""
 
-    service: Service
+    call: Call
     body: GenerateBody
     parameters: GenerateParameters
-    params: SamplingParams
-    id: str
-    clock: Clock
 
     def request(self) -> TokenizeRequest:
-        request = self.service.worker.limited(self.body.request(), self.params)
+        request = self.call.service.worker.limited(self.body.request(), self.call.params)
         if (most := self.parameters.truncate) is None:
             return request
-        return msgspec.structs.replace(request, max_tokens=min(most, request.max_tokens), truncate=True)
+        most = min(most, request.options.max_prompt_tokens)
+        options = replace(request.options, max_prompt_tokens=most, truncate=True)
+        return msgspec.structs.replace(request, options=options)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request(), self.clock) as source:
-            (choice,) = await collect(generate(self.service, [source], self.params, 1, self.id, self.clock), 1)
+        async with self.call.prompts([self.request()]) as (source,):
+            (choice,) = await self.call.choices([source])
             plain_ids: list[int] = source.prompt.plain_ids.tolist()
         answer: dict[str, Any] = {"generated_text": self._text(choice)}
         if self.parameters.details or self.parameters.decoder_input_details:
@@ -110,34 +109,24 @@ class _Generate:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """One event a step, the last with the whole text."""
         choice = Choice(0)
-        async with (
-            tokenized(self.service, self.request(), self.clock) as source,
-            aclosing(generate(self.service, [source], self.params, 1, self.id, self.clock)) as deltas,
-        ):
+        async with self.call.prompts([self.request()]) as (source,), aclosing(self.call.deltas([source])) as deltas:
             async for _, delta in deltas:
                 choice.add(delta)
                 last = delta.finish_reason is not None
-                details = last and self.parameters.details
                 yield {
                     "token": {"id": delta.token_ids, "text": delta.text, "logprob": None, "special": None},
                     "generated_text": self._text(choice) if last else None,
-                    "details": self._details(choice, len(source.prompt)) if details else None,
+                    "details": self._details(choice, len(source.prompt)) if last and self.parameters.details else None,
                 }
 
     def _text(self, choice: Choice) -> str:
         return f"{self.body.inputs}{choice.text}" if self.parameters.return_full_text else choice.text
 
     def _details(self, choice: Choice, prompt_tokens: int) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
-            "finish_reason": finish_reason(choice),
-            "generated_tokens": len(choice.token_ids),
-            "seed": self.params.seed,
-        }
-        return details | ({"timings": timings(self.clock, [choice])} if self.parameters.timings else {})
+        return {"prompt_tokens": prompt_tokens, **details(self.call, choice)}
 
     def _tokens(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
-        tokenizer = self.service.worker.tokenizer
+        tokenizer = self.call.service.worker.tokenizer
         return [
             {"id": token, "logprob": None, "special": None, "text": token_text(tokenizer, token)} for token in token_ids
         ]

@@ -1,8 +1,9 @@
-"""GET /health, /health/live, /metrics and /shm: how the service is."""
+"""GET /health, /health/live, /version, /metrics and /shm: how the service is."""
 
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.get("/v2/health/ready")  # MindIE's
+@router.get("/ping")  # vLLM's
 async def health(service: ServiceDep) -> Response:
     """200 if a request would be answered, else 503 and the reason; and how far each arena is faulted in."""
     service.check_healthy()
@@ -36,9 +39,16 @@ async def health(service: ServiceDep) -> Response:
 
 
 @router.get("/health/live", response_class=Response)
+@router.get("/v2/health/live", response_class=Response)  # MindIE's
 async def live() -> Response:
     """200 as long as the process answers."""
     return Response(status_code=200)
+
+
+@router.get("/version")
+async def own_version() -> Response:
+    """Of mindie_mm, where clients of vLLM look for its own."""
+    return JSONResponse({"version": version("mindie_mm")})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -15,14 +15,15 @@ from starlette.responses import Response
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.body import INT32_MAX, OFF, Array, Body, Fields, MaxTokens, NotServed, RepetitionPenalty, TopP
-from service.choices import Choice, Clock, collect, timings
+from service.body import INT32_MAX, Array, Body, Fields, MaxTokens, NotServed, RepetitionPenalty, Stop, TopP
+from service.call import Call
+from service.choices import Choice, Clock
 from service.json_response import JSONResponse
-from service.line import generate, tokenized
 from service.openai_types import NOT_SERVED
 from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, Service, ServiceDep
+from service.state import Arrived, RequestId, ServiceDep
 
 router = APIRouter()
 
@@ -49,7 +50,7 @@ class InferParameters(Fields):
     """None: sampled if temperature, top_k or top_p is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    stop: str | Array[str] | None = None
+    stop: Stop | None = None
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
     """Seconds."""
@@ -65,17 +66,12 @@ class InferParameters(Fields):
 
     def sampling_params(self) -> SamplingParams:
         """As the engine takes them."""
-        given: dict[str, Any] = {
-            "max_tokens": self.max_new_tokens or DEFAULT_NEW_TOKENS,
-            "temperature": self.temperature if self.draws else 0.0,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
+        return self.settings(
+            max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
+            temperature=self.temperature if self.draws else 0.0,
             # the answer names the seed, whoever chose it
-            "seed": randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
-            "repetition_penalty": self.repetition_penalty,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
-        }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+            seed=randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
+        )
 
 
 class InputsBody(Body):
@@ -110,44 +106,39 @@ async def infer(
     service.check_model(body.model)
     parameters = body.parameters or InferParameters()
     params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    call = _Infer(service, body, parameters, params, request_id, Clock(arrived))
+    call = Call(service, params, 1, request_id, Clock(arrived), timed=bool(parameters.timings))
+    inference = _Infer(call, body, parameters)
     if body.stream:
-        return EventStream(call.events, service.admission, last=b"", timeout_s=parameters.timeout)
+        return EventStream(inference.events, service.admission, last=b"", timeout_s=parameters.timeout)
     async with service.admission.admit(request.receive, parameters.timeout):
-        return JSONResponse(await call.answer())
+        return JSONResponse(await inference.answer())
 
 
 @dataclass(frozen=True, slots=True)
 class _Infer:
     """One request."""
 
-    service: Service
+    call: Call
     body: InferBody
     parameters: InferParameters
-    params: SamplingParams
-    id: str
-    clock: Clock
 
     def request(self) -> TokenizeRequest:
-        return self.service.worker.limited(self.body.request(), self.params)
+        return self.call.service.worker.limited(self.body.request(), self.call.params)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        async with tokenized(self.service, self.request(), self.clock) as source:
-            (choice,) = await collect(generate(self.service, [source], self.params, 1, self.id, self.clock), 1)
+        async with self.call.prompts([self.request()]) as sources:
+            (choice,) = await self.call.choices(sources)
         answer: dict[str, Any] = {"generated_text": choice.text}
         if self.parameters.details:
-            answer["details"] = self._details(choice) | {"generated_token_ids": choice.token_ids}
+            answer["details"] = details(self.call, choice) | {"generated_token_ids": choice.token_ids}
         return answer
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """One event a step, the last with the whole text; times in milliseconds."""
         last = time.perf_counter()
         choice = Choice(0)
-        async with (
-            tokenized(self.service, self.request(), self.clock) as source,
-            aclosing(generate(self.service, [source], self.params, 1, self.id, self.clock)) as deltas,
-        ):
+        async with self.call.prompts([self.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
             async for _, delta in deltas:
                 now = time.perf_counter()
                 elapsed_ms = round((now - last) * 1000, 3)
@@ -164,20 +155,22 @@ class _Infer:
                     yield {
                         **event,
                         "generated_text": choice.text,
-                        "details": self._details(choice) if self.parameters.details else None,
+                        "details": details(self.call, choice) if self.parameters.details else None,
                         "token": {"id": delta.token_ids, "text": None},
                     }
 
-    def _details(self, choice: Choice) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            "finish_reason": finish_reason(choice),
-            "generated_tokens": len(choice.token_ids),
-            "seed": self.params.seed,
-        }
-        return details | ({"timings": timings(self.clock, [choice])} if self.parameters.timings else {})
+
+def details(call: Call, choice: Choice) -> dict[str, Any]:
+    """What MindIE's forms of answer say about one that is finished."""
+    return {
+        "finish_reason": _finish_reason(choice),
+        "generated_tokens": len(choice.token_ids),
+        "seed": call.params.seed,
+        **call.timings([choice]),
+    }
 
 
-def finish_reason(choice: Choice) -> str:
+def _finish_reason(choice: Choice) -> str:
     """Why it ended, in MindIE's words."""
     if choice.finish_reason == "length":
         return "length"

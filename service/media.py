@@ -6,11 +6,15 @@ The tokenizers read files and nothing else: what a client names is resolved, fet
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from io import FileIO
 from pathlib import Path
@@ -19,12 +23,14 @@ from typing import Any, TypeVar
 import pybase64
 
 from mindie_mm.config import ServiceConfig
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, SharedMemoryError, SpoolFull
 from mindie_mm.inputs import KINDS, Item, Media, Message, Text
 from mindie_mm.media.fetch import fetch
 from mindie_mm.media.file_url import file_url_path
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # base64 that goes on without end is not searched for more
 _MAX_DATA_HEAD = 256
@@ -34,6 +40,8 @@ _KERNELS = ("/proc", "/sys")
 """Files that hold no media, have no size, and may have no end."""
 _PIECE_BYTES = 1 << 20
 _SNIFFED_BYTES = 48
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 # Format by content: (offset, magic, extension). What a name or a content type claims is not asked.
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
@@ -71,11 +79,13 @@ class MediaPolicy:
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
+        self._spool = _Spool(config.max_spool_bytes)
 
     async def spool(self, items: Sequence[Media], directory: Path) -> list[Path]:
         """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
 
-        Raises InputError and below, naming the item.
+        They are there, and count for the service's spool, until `remove`. Raises InputError and below, naming the item;
+        SpoolFull.
         """
         if len(items) > self.config.max_media_items:
             raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
@@ -86,7 +96,7 @@ class MediaPolicy:
                 raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
         # A request whose servers are slow leaves the others their turns.
         fetching = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
-        budget = _Budget(directory.name, config.max_media_bytes, fetching)
+        budget = _Budget(directory.name, config.max_media_bytes, fetching, self._spool)
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
@@ -94,18 +104,27 @@ class MediaPolicy:
             writes.append(self._spool_one(index, item, directory / item.kind / str(number), budget))
         return await gather(writes)
 
+    def remove(self, directory: Path) -> None:
+        """Deletes a request's media files, once none is being written; its path file stays."""
+        for kind in KINDS:
+            shutil.rmtree(directory / kind, ignore_errors=True)
+        self._spool.give_back(directory.name)
+
     async def _spool_one(self, index: int, item: Media, stem: Path, budget: _Budget) -> Path:
         try:
             source = item.source
             assert isinstance(source, str), "JSON has no bytes"
+            _require_unicode(source)
             if (path := self._local_path(source)) is not None:
                 return await _in_thread(lambda: self._copy(path, stem, budget))
             if source[:5].lower() == "http:" or source[:6].lower() == "https:":
                 data = await self._fetch(source, budget)
-            else:
-                data = self._inline(source)
-                budget.spend(len(data))
-            return await _in_thread(lambda: _write(data, stem))
+                return await _in_thread(lambda: _write(data, stem))
+            start = _base64_start(source)
+            num_bytes = (len(source) - start) // 4 * 3 - source.count("=", max(start, len(source) - 2))
+            self._check_size(num_bytes)
+            budget.spend(num_bytes)
+            return await _in_thread(lambda: _write(_decoded(source, start), stem))
         except InputError as error:
             raise type(error)(f"media item {index} ({item.kind}): {error}") from error
 
@@ -146,6 +165,8 @@ class MediaPolicy:
         try:
             opened = FileIO(path, "rb", opener=_open_nonblocking)
         except OSError as error:
+            if error.errno in _NO_FILES:
+                raise
             raise refused from error
         with opened as file:
             status = os.fstat(file.fileno())
@@ -167,24 +188,32 @@ class MediaPolicy:
             budget.spend(max(0, copied - status.st_size))
         return target
 
-    def _inline(self, source: str) -> bytes:
-        """The bytes of a base64 data: URL, or of bare base64."""
-        if source[:5].lower() == "data:":
-            stop = source.find(",", 0, _MAX_DATA_HEAD)
-            if not source[: max(0, stop)].lower().endswith(";base64"):
-                raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
-            source = source[stop + 1 :]
-        elif (scheme := _SCHEME.match(source)) is not None:
-            raise MediaError(f"a URL of scheme {scheme[1][:16]!r}; http, https, data and file are read")
-        self._check_size(len(source) // 4 * 3)
-        try:
-            return pybase64.b64decode(source, validate=True)
-        except ValueError as error:
-            raise MediaError("neither a path, a URL nor valid base64") from error
-
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.config.max_item_bytes:
             raise LimitExceeded(f"{num_bytes} bytes, the limit for one item is {self.config.max_item_bytes}")
+
+
+class _Spool:
+    """What all requests' media take."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._requests: dict[str, int] = {}
+        self._num_bytes = 0
+        self._lock = threading.Lock()  # files are copied on threads
+
+    def spend(self, request: str, num_bytes: int) -> None:
+        """SpoolFull where they would take more than the limit."""
+        with self._lock:
+            if (whole := self._num_bytes + num_bytes) > self._limit:
+                raise SpoolFull(f"the media of all requests take {whole} bytes, the limit is {self._limit}")
+            self._num_bytes = whole
+            self._requests[request] = self._requests.get(request, 0) + num_bytes
+
+    def give_back(self, request: str) -> None:
+        """What it has spent, if anything."""
+        with self._lock:
+            self._num_bytes -= self._requests.pop(request, 0)
 
 
 @dataclass(slots=True)
@@ -197,12 +226,14 @@ class _Budget:
     """Bytes."""
     fetching: asyncio.Semaphore
     """Of it, at a time."""
+    spool: _Spool
     spent: int = 0
 
     def spend(self, num_bytes: int) -> None:
         self.spent += num_bytes
         if self.spent > self.limit:
             raise LimitExceeded(f"the request's media take {self.spent} bytes, the limit is {self.limit}")
+        self.spool.spend(self.request, num_bytes)
 
 
 def with_paths(items: Sequence[Item], paths: Iterator[Path]) -> list[dict[str, Any]]:
@@ -222,10 +253,17 @@ def messages_with_paths(messages: Sequence[Message], paths: Iterator[Path]) -> l
     ]
 
 
-def remove_media(directory: Path) -> None:
-    """Deletes a request's media files; its path file stays."""
-    for kind in KINDS:
-        shutil.rmtree(directory / kind, ignore_errors=True)
+@contextmanager
+def room_to_spool() -> Iterator[None]:
+    """SpoolFull in the place of an error by which the system has no more room, or no more files."""
+    try:
+        yield
+    except (OSError, SharedMemoryError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in _NO_ROOM | _NO_FILES:
+            raise
+        _log.warning("the spool takes no more: %s", cause.strerror)
+        raise SpoolFull(f"the spool takes no more: {cause.strerror}") from error
 
 
 async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
@@ -259,6 +297,35 @@ def _as_dict(item: Item, paths: Iterator[Path]) -> dict[str, Any]:
 def _open_nonblocking(path: str, flags: int) -> int:
     """Opening a pipe waits for its other end otherwise."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _require_unicode(source: str) -> None:
+    """URL parsers pass over lone surrogates."""
+    try:
+        if not source.isascii():  # base64 is, however long
+            source.encode()
+    except UnicodeEncodeError as error:
+        raise MediaError(f"the source holds a lone surrogate at character {error.start}") from None
+
+
+def _base64_start(source: str) -> int:
+    """Where the base64 of a data: URL begins; 0 for bare base64."""
+    if source[:5].lower() == "data:":
+        stop = source.find(",", 0, _MAX_DATA_HEAD)
+        if not source[: max(0, stop)].lower().endswith(";base64"):
+            raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
+        return stop + 1
+    if (scheme := _SCHEME.match(source)) is not None:
+        raise MediaError(f"a URL of scheme {scheme[1][:16]!r}; http, https, data and file are read")
+    return 0
+
+
+def _decoded(source: str, start: int) -> bytes:
+    """The bytes of `source`'s base64, which begins at `start`."""
+    try:
+        return pybase64.b64decode(source[start:], validate=True)
+    except ValueError as error:
+        raise MediaError("neither a path, a URL nor valid base64") from error
 
 
 def _write(data: bytes, stem: Path) -> Path:

@@ -78,6 +78,9 @@ class Metrics:
         }
         self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
         self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
+        self._longest_choice = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest choice of one prompt.", _TOKENS
+        )
         self._params_n = histogram("request_params_n", "Choices asked for, of one prompt.", _CHOICES)
         self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens, where it is given.", _TOKENS)
 
@@ -115,6 +118,10 @@ class Metrics:
             self._inference_s.observe(timings.prefill_s + timings.decode_s)
             if num_tokens > 1:
                 self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
+
+    def count_longest(self, num_tokens: int) -> None:
+        """All choices of a prompt are finished, the longest with `num_tokens` tokens."""
+        self._longest_choice.observe(num_tokens)
 
     def count_error(self, error: Exception) -> None:
         """A choice failed with `error`; counts references that no longer led to their data."""
@@ -208,43 +215,27 @@ class _SharedMemory(Collector):
 
     def collect(self) -> Iterator[Metric]:
         arenas = self._arenas()
+        # A series an arena: sums of counters would fall back when a tokenizer is started again.
+        for family, rows in ((GaugeMetricFamily, _ARENA_GAUGES), (CounterMetricFamily, _ARENA_COUNTERS)):
+            for name, text, value in rows:
+                metric = family(f"{PREFIX}shm_{name}", text, labels=("model_name", "arena"))
+                for arena in arenas:
+                    if arena.stats is not None:
+                        metric.add_metric((self._model_name, arena.name), value(arena, arena.stats))
+                yield metric
+        yield self._blocks(arenas)
+        yield from self._filesystem()
+        yield from self._reclaimed()
 
-        def family(
-            kind: type[GaugeMetricFamily | CounterMetricFamily],
-            name: str,
-            text: str,
-            value: Callable[[ArenaInfo, ArenaStats], float],
-        ) -> Metric:
-            # A series an arena: sums of counters would fall back when a tokenizer is started again.
-            metric = kind(f"{PREFIX}shm_{name}", text, labels=("model_name", "arena"))
-            for arena in arenas:
-                if arena.stats is not None:
-                    metric.add_metric((self._model_name, arena.name), value(arena, arena.stats))
-            return metric
-
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield family(gauge, "capacity_bytes", "Bytes for blocks.", lambda arena, _: arena.capacity_bytes)
-        yield family(gauge, "used_bytes", "Bytes in blocks that nobody freed.", lambda arena, _: arena.used_bytes)
-        yield family(gauge, "peak_bytes", "The most bytes that were ever in blocks.", lambda _, stats: stats.peak_bytes)
-        yield family(
-            gauge, "populated_ratio", "Faulted-in share, 1 is all of it.", lambda arena, _: arena.populated_fraction
-        )
-        yield family(
-            gauge,
-            "oldest_block_age_seconds",
-            "Age of the oldest block, 0 without one.",
-            lambda arena, _: _oldest(arena),
-        )
-        yield family(counter, "allocations", "Blocks allocated.", lambda _, stats: stats.allocations)
-        yield family(counter, "waits", "Allocations that had to wait for room.", lambda _, stats: stats.waits)
-        yield family(counter, "full", "Allocations that waited in vain: ArenaFull.", lambda _, stats: stats.full)
-        yield family(counter, "taken_back", "Published blocks freed and taken back.", lambda _, stats: stats.taken_back)
+    def _blocks(self, arenas: Sequence[ArenaInfo]) -> Metric:
         blocks = GaugeMetricFamily(f"{PREFIX}shm_blocks", "Blocks by state.", labels=("model_name", "arena", "state"))
         for arena in arenas:
             states = Counts(block.state for block in arena.blocks)
             for state in ("filling", "published"):
                 blocks.add_metric((self._model_name, arena.name, state), states[state])
-        yield blocks
+        return blocks
+
+    def _filesystem(self) -> Iterator[Metric]:
         room = Room.now()
         for name, text, num_bytes in (
             ("filesystem_bytes", "Size of /dev/shm, whoever uses it.", room.total_bytes),
@@ -253,7 +244,6 @@ class _SharedMemory(Collector):
             metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))
             metric.add_metric((self._model_name,), num_bytes)
             yield metric
-        yield from self._reclaimed()
 
     def _reclaimed(self) -> Iterator[Metric]:
         labels = ("model_name", "cause")
@@ -270,3 +260,21 @@ class _SharedMemory(Collector):
 
 def _oldest(arena: ArenaInfo) -> float:
     return max((block.age_s for block in arena.blocks), default=0.0)
+
+
+_ArenaValues = Sequence[tuple[str, str, Callable[[ArenaInfo, ArenaStats], float]]]
+"""Metrics that have a series for each arena: name, text, value."""
+
+_ARENA_GAUGES: _ArenaValues = (
+    ("capacity_bytes", "Bytes for blocks.", lambda arena, _: arena.capacity_bytes),
+    ("used_bytes", "Bytes in blocks that nobody freed.", lambda arena, _: arena.used_bytes),
+    ("peak_bytes", "The most bytes that were ever in blocks.", lambda _, stats: stats.peak_bytes),
+    ("populated_ratio", "Faulted-in share, 1 is all of it.", lambda arena, _: arena.populated_fraction),
+    ("oldest_block_age_seconds", "Age of the oldest block, 0 without one.", lambda arena, _: _oldest(arena)),
+)
+_ARENA_COUNTERS: _ArenaValues = (
+    ("allocations", "Blocks allocated.", lambda _, stats: stats.allocations),
+    ("waits", "Allocations that had to wait for room.", lambda _, stats: stats.waits),
+    ("full", "Allocations that waited in vain: ArenaFull.", lambda _, stats: stats.full),
+    ("taken_back", "Published blocks freed and taken back.", lambda _, stats: stats.taken_back),
+)

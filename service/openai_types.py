@@ -7,59 +7,65 @@ import json
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.grammar import check_schema
 from mindie_mm.engine.sampling_params import MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import template_variables
-from service.body import INT32_MAX, OFF, Array, Body, Logprobs, MaxTokens, NotServed, Penalty, RepetitionPenalty, TopP
+from mindie_mm.inputs import OFF, PROMPT_FIELDS, template_variables
+from service.body import (
+    INT32_MAX,
+    Array,
+    Body,
+    Fields,
+    Logprobs,
+    MaxTokens,
+    NotServed,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    TopP,
+)
 
 MAX_CHOICES = 64
 
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """How an answer is streamed."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
     """One more chunk at the end, with the usage and no choice."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: the usage so far in every other chunk, too."""
 
 
 NOT_SERVED: NotServed = {
+    **PROMPT_FIELDS,
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
     **dict.fromkeys(("structural_tag", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF),
-    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output", "return_token_ids"), OFF),
-    **dict.fromkeys(("return_tokens_as_token_ids", "logprob_token_ids", "prompt_logprobs"), OFF),
-    **dict.fromkeys(("chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"), OFF),
-    **dict.fromkeys(("thinking_token_budget", "functions", "audio"), OFF),
-    "function_call": (None, "none", "auto"),
+    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), OFF),
+    **dict.fromkeys(("logprob_token_ids", "prompt_logprobs", "thinking_token_budget", "audio"), OFF),
+    "repetition_detection": OFF,
+    "detokenize": (None, True),
     "modalities": (*OFF, ["text"]),
     "skip_special_tokens": (None, True),
-    # vLLM's word for what the context holds: no prompt that is taken here changes by it.
-    "truncate_prompt_tokens": (*OFF, -1),
     "web_search_options": (None,),  # OpenAI searches with empty ones, too
 }
 """Of vLLM's and OpenAI's fields, those of all requests."""
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(Fields):
     """`response_format.json_schema`; `name` and `strict` are not asked: the answer fits the schema in any case."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     content: dict[str, Any] | None = Field(None, alias="schema")
     """None, as OpenAI and vLLM allow: any JSON object."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """The form of the answer."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -101,8 +107,8 @@ class GenerationBody(Body):
     """By token id, written as a string."""
     # FastAPI describes limits as floats, and 2**63 - 1 is none.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Array[str] | None = None
-    stop_token_ids: Array[int] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[Array[int], AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     timings: bool | None = None
@@ -127,6 +133,11 @@ class GenerationBody(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The settings given here, under `changes`; what is absent or null keeps its default.
 
@@ -134,25 +145,12 @@ class GenerationBody(Body):
         """
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; it is not served")
-        given = {
-            "max_tokens": self.max_tokens,
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        made = {
             "top_k": None if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
-            "seed": self.seed,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
-            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
-            "ignore_eos": self.ignore_eos,
-            "cache_salt": self.cache_salt,
             "json_schema": self.response_format.schema_text() if self.response_format else None,
-        } | changes
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        }
+        return self.settings(**(made | changes))
 
 
 async def check_format(params: SamplingParams) -> None:
@@ -180,6 +178,8 @@ class ChatBody(GenerationBody):
     tools: Array[dict[str, Any]] | None = None
     """Handed to the chat template, where it has them; the answer is text as the model writes it."""
     tool_choice: Any = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template, where it has one."""
 
     def chat_sampling_params(self) -> SamplingParams:
         """The sampling settings; InputError for what contradicts itself or is not served."""
@@ -196,7 +196,7 @@ class ChatBody(GenerationBody):
 
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template; InputError for a tool_choice that is not served."""
-        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice)
+        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
 
 
 class CompletionBody(GenerationBody):
@@ -224,7 +224,6 @@ class CompletionBody(GenerationBody):
         """The sampling settings; InputError for what is not served."""
         return self.sampling_params(
             max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
-            logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
 

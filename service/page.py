@@ -10,34 +10,15 @@ from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
 
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
 FOLDER = Path(__file__).with_name("static")
 INDEX = "index.html"
-FILES = (
-    "api.js",
-    "bar.js",
-    "chart.js",
-    "composer.js",
-    "conversation.js",
-    "dom.js",
-    "format.js",
-    "history.js",
-    "icon.svg",
-    "items.js",
-    "key.js",
-    "load.js",
-    "main.js",
-    "memory.js",
-    "page.css",
-    "recorder.js",
-    "timings.js",
-    "tokens.js",
-    "watch.js",
-)
-"""All that is served of the folder, besides the page itself."""
-PATHS = frozenset({"/", *(f"/static/{name}" for name in FILES)})
+FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
+"""By name, as they were when the service started: the page itself, and what it is made of."""
+PATHS = frozenset({"/", *(f"/static/{name}" for name in FILES if name != INDEX)})
 """Where they are; they hold nothing that a key guards."""
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "media-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -62,11 +43,10 @@ async def page() -> Response:
 @router.get("/static/{name}")
 async def file(name: str) -> Response:
     """One of its files; no other of the folder, and none outside."""
-    if name not in FILES:
+    if f"/static/{name}" not in PATHS:
         raise HTTPException(404)
     return _file(name)
 
 
 def _file(name: str) -> Response:
-    path = FOLDER / name
-    return Response(path.read_bytes(), media_type=_TYPES[path.suffix], headers=_HEADERS)
+    return Response(FILES[name], media_type=_TYPES[Path(name).suffix], headers=_HEADERS)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -76,6 +78,8 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         require_folders(config)  # loading takes minutes
         async with _started(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
+            with _listening_errors(config):
+                listener.listen(server.config.backlog)
             for number in _SIGNALS:
                 loop.add_signal_handler(number, server.ask_to_stop)
             faults.point("starting")
@@ -100,9 +104,13 @@ async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
 
 @contextlib.contextmanager
 def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
-    """A socket bound to where `config` says, not listening yet; WorldError names an address that cannot be had."""
+    """A socket bound to where `config` says, not listening yet; WorldError names an address that cannot be had.
+
+    As long as none listens, several programs can be bound to one address: a name that one process alone can have, and
+    that the kernel drops with it, tells a second service so before it loads.
+    """
     with contextlib.ExitStack() as stack:
-        try:
+        with _listening_errors(config):
             family, kind, protocol, _, address = socket.getaddrinfo(
                 config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
@@ -111,9 +119,18 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
             # Inherited by each connection; the kernel alone can tell a client that takes nothing from one that is slow.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(config.send_timeout_s * 1000))
             listener.bind(address)
-        except OSError as error:
-            raise WorldError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+            host, port = listener.getsockname()[:2]
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0mindie_mm {host} {port}")
         yield listener
+
+
+@contextlib.contextmanager
+def _listening_errors(config: ServiceConfig) -> Iterator[None]:
+    """WorldError, which names the address, in the place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise WorldError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
 
 
 class _Server(uvicorn.Server):
@@ -153,13 +170,24 @@ class _Server(uvicorn.Server):
         assert sockets is not None
         host, port = sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        print(f"mindie_mm serves {self._service.model_name} at http://{host}:{port}", flush=True)
+        line = f"mindie_mm serves {self._service.model_name} at http://{host}:{port}"
+        try:
+            print(line, flush=True)
+        except OSError as error:  # who read it is gone, or the disk is full
+            _log.warning("%s (standard output: %s)", line, error.strerror)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at its exit Python tries once more
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new requests, gives running ones the grace time, ends the rest, then closes.
 
-        Until then it listens: who asks is told that it stops, and /health/live that it lives.
+        Until then it listens: who asks is told that it stops, and /health/live that it lives. Every answer is the last
+        of its connection, so that a client who keeps one finds another service behind the same address.
         """
+        state = self.server_state
+        state.default_headers = [*state.default_headers, (b"connection", b"close")]
+        for connection in list(state.connections):
+            assert isinstance(connection, Connection)
+            connection.drain()
         admission, grace_s = self._service.admission, self._settings.grace_s
         _log.info("stopping: %d requests are being answered, they have %g s", len(admission), grace_s)
         await admission.stop(grace_s)

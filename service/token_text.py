@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
+from mindie_mm.engine.detokenizer import TextStream
 from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.tokenize.prompt import Prompt
 
@@ -19,9 +20,6 @@ _BEFORE = "a"
 """A token that every vocabulary has: sentencepiece's take a blank off the first one of a text."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-
-_UNFINISHED = 64
-"""Tokens without text after which none is waited for any longer; a character has 4 bytes."""
 
 _INLINE_MEDIA = re.compile(r"(data:[^,\s]*;base64,)[A-Za-z0-9+/=_-]+")
 
@@ -79,52 +77,23 @@ class TextOffsets:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._answer = _Spelling(tokenizer, skip_special_tokens=True)
-        self._answer_start = 0
+        self._answer = TextStream(tokenizer)
+        self._length = 0  # of the text before the answer's next token
 
     def echoed(self, token_ids: Sequence[int]) -> list[int]:
         """Of the prompt in front of the answer, special tokens spelled out."""
-        self._answer_start += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-        spelling = _Spelling(self._tokenizer, skip_special_tokens=False)
-        return [spelling.add(token_id) for token_id in token_ids]
+        self._length += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0)[:-1]
 
     def answered(self, token_ids: Sequence[int]) -> list[int]:
         """Of the answer's next tokens."""
-        return [self._answer_start + self._answer.add(token_id) for token_id in token_ids]
+        *starts, self._length = _starts(self._answer, token_ids, self._length)
+        return starts
 
 
-class _Spelling:
-    """Token ids as text that grows, of which only the length is kept. As Detokenizer, without its stop strings."""
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._behind: list[int] = []  # ids that have given no text yet
-        self._length = 0
-
-    def add(self, token_id: int) -> int:
-        """Takes a token; the text's length before it."""
-        start = self._length
-        self._behind.append(token_id)
-        if (piece := self._step(token_id)) is not None:
-            self._length += len(piece)
-            self._behind.clear()
-        return start
-
-    def _step(self, token_id: int) -> str | None:
-        if len(self._behind) > _UNFINISHED:  # the stream would decode all of them anew with each that follows
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._tokenizer.decode(self._behind, skip_special_tokens=self._skip)
-        try:
-            return self._stream.step(self._tokenizer, token_id)
-        except Exception as error:
-            if "Invalid prefix" not in str(error):
-                raise
-        # A byte spoils the character that those before it made; what is behind that begins anew.
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
-        pieces = [self._stream.step(self._tokenizer, one) for one in self._behind]
-        return "".join(piece for piece in pieces if piece)
+def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> list[int]:
+    """Where each of the stream's next tokens begins, and the one behind them, if the first one does at `start`."""
+    return [*accumulate((len(stream.push(token_id)) for token_id in token_ids), initial=start)]
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from starlette.responses import Response
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.prompt import PromptOptions
 from service.body import Array, Body, NotServed
 from service.choices import Clock
 from service.json_response import JSONResponse
-from service.line import prompt_of_ids, tokenized
+from service.line import prompt_of_ids, prompts
 from service.openai_types import NOT_SERVED
 from service.state import Arrived, ServiceDep
 from service.token_text import token_text
@@ -35,8 +36,9 @@ class TokenizeBody(Body):
     """None, or what vLLM's default is: true for a prompt, false for a chat."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Array[dict[str, Any]] | None = None
-    """As in a chat completion, and so is `tool_choice`."""
+    """As in a chat completion, and so are `tool_choice` and `reasoning_effort`."""
     tool_choice: Any = None
+    reasoning_effort: str | None = None
     return_token_strs: bool | None = None
 
 
@@ -59,10 +61,12 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, ar
         messages=body.messages,
         items=body.inputs,
         add_generation_prompt=body.add_generation_prompt is not False,
-        chat_template_kwargs=template_variables(body.chat_template_kwargs, body.tools, body.tool_choice),
-        max_tokens=service.worker.engine.info.max_model_len,
+        chat_template_kwargs=template_variables(
+            body.chat_template_kwargs, body.tools, body.tool_choice, body.reasoning_effort
+        ),
+        options=PromptOptions(service.worker.engine.info.max_model_len),
     )
-    async with service.admission.admit(request.receive), tokenized(service, wanted, Clock(arrived)) as source:
+    async with service.admission.admit(request.receive), prompts(service, [wanted], Clock(arrived)) as (source,):
         ids: list[int] = source.prompt.plain_ids.tolist()
     answer: dict[str, Any] = {
         "count": len(ids),

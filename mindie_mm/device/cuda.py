@@ -21,7 +21,9 @@ class CUDA(Device):
     @classmethod
     def missing(cls) -> str | None:
         if torch.version.cuda is None:
-            return f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started names the one with it"
+            return (
+                f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started names the one with it"
+            )
         if torch.cuda.is_available():
             return None
         try:

@@ -24,6 +24,10 @@ def check_schema(schema: str) -> None:
         raise InputError(f"the JSON schema has {num_bytes} bytes, the limit is {MAX_SCHEMA_BYTES}")
     if said := LLMatcher.validate_grammar(_grammar(schema), limits=_LIMITS):
         raise InputError(f"the JSON schema cannot be served: {said[:_MAX_SAID]}")
+    begun = LLMatcher(LLTokenizer("byte"), _grammar(schema), log_level=0, limits=_LIMITS)
+    begun.compute_logit_bias()
+    if begun.is_error():  # of one that refers to itself alone, llguidance says so no sooner
+        raise InputError("the JSON schema cannot be served: nothing can begin an answer that fits it")
 
 
 class Constraint:

@@ -339,7 +339,7 @@ class QwenVLModel(Model):
         """By how much a prompt of `length` tokens stretches the rotary base."""
         if not self._dynamic_ntk or not length:
             return 1
-        return max(2 ** math.ceil(math.log2(length / self._trained_length) + 1) - 1, 1)
+        return max(int(2 ** math.ceil(math.log2(length / self._trained_length) + 1)) - 1, 1)
 
 
 class QwenVL(Family):

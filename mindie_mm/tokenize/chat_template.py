@@ -23,8 +23,13 @@ _PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
 _RESERVED_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-    | {"sanitize_control_tokens"}
+    | {"sanitize_control_tokens", "conversations", "self"}
 )
+_PLACED = {
+    "tools": "tools are not served: the model's chat template has no place for them",
+    "reasoning_effort": "reasoning_effort is not served: the model's chat template has no place for it",
+}
+"""Variables that a template is given where it names them alone, and what is said otherwise."""
 
 
 class ChatTemplate:
@@ -37,7 +42,7 @@ class ChatTemplate:
         self._spelling = spelling
         # Several families' templates pass over a content that is a string, and read parts alone.
         self._wraps_strings = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
-        self._takes_tools = re.search(r"\btools\b", source) is not None
+        self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
         self._is_lasting = not _PASSING.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
             lambda conversation, opens: self._rendered(msgspec.json.decode(conversation), opens, {})
@@ -49,8 +54,9 @@ class ChatTemplate:
         """`messages` as a prompt. InputError where the template refuses them."""
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
             raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
-        if "tools" in template_kwargs and not self._takes_tools:
-            raise InputError("tools are not served: the model's chat template has no place for them")
+        for name in self._placeless:
+            if name in template_kwargs:
+                raise InputError(_PLACED[name])
         conversation = [as_dict(message, self._wraps_strings) for message in messages]
         if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
@@ -66,6 +72,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **escapes.apply(template_kwargs),
             )
+        except RecursionError as error:
+            raise InputError("the chat template refuses these messages: they nest too deeply") from error
         except Exception as error:  # a template is a program: it raises what it likes
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return escapes.rendered(text)

@@ -27,6 +27,7 @@ SERVICE = (
     "max_request_values",
     "max_item_bytes",
     "max_media_bytes",
+    "max_spool_bytes",
     "max_media_items",
     "max_images",
     "max_videos",

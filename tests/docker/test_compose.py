@@ -67,6 +67,14 @@ def test_shared_memory_is_worked_out_from_the_arenas() -> None:
     assert nbytes(plain(service["shm_size"])) == shm_bytes(defaults.num_tokenizers, defaults.arena_bytes)
 
 
+def test_the_spool_stays_below_its_folder() -> None:
+    """With as much again for what else is written there."""
+    (tmp,) = of_device("cpu")["tmpfs"]
+    (size,) = re.findall("size=([^,]+)", tmp)
+    assert "MINDIE_MM_MAX_SPOOL_BYTES" not in of_device("cpu")["environment"]
+    assert 2 * ServiceConfig().max_spool_bytes <= nbytes(size)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_more_rights_than_it_needs(device: str) -> None:
     service = of_device(device)

@@ -125,6 +125,13 @@ def test_shared_memory_is_worked_out_from_the_arenas() -> None:
     assert nbytes(shm["sizeLimit"]) == shm_bytes(tokenizers, arena_bytes)
 
 
+def test_the_spool_stays_below_its_folder() -> None:
+    """Above which the pod is evicted, with as much again for what else is written there."""
+    (tmp,) = [volume["emptyDir"] for volume in pod_of(base())["volumes"] if volume["name"] == "tmp"]
+    assert "MINDIE_MM_MAX_SPOOL_BYTES" not in env_of(container_of(base()))
+    assert 2 * ServiceConfig().max_spool_bytes <= nbytes(tmp["sizeLimit"])
+
+
 def test_the_memory_limit_covers_shared_memory_and_decoding() -> None:
     container = container_of(base())
     env, resources = env_of(container), container["resources"]

@@ -72,6 +72,7 @@ def test_what_is_no_key(bare: httpx2.Client, header: str | None) -> None:
 
 def test_health_and_metrics_need_no_key(bare: httpx2.Client) -> None:
     assert [bare.get(path).status_code for path in ("/health", "/health/live", "/metrics")] == [200] * 3
+    assert [bare.get(path).status_code for path in ("/ping", "/v2/health/ready", "/v2/health/live")] == [200] * 3
 
 
 def test_the_description_says_where_a_key_is_asked_for(bare: httpx2.Client, http: Any) -> None:

@@ -26,13 +26,18 @@ WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the request's body; at /early before it comes, at /late some time after it.
 
-    At /lines with its headers' names.
+    At /lines with its headers' names, at /stream with the body twice, and no length.
     """
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
     if scope["path"] == "/late":
         await asyncio.sleep(TIMEOUT_S)
     if scope["path"] == "/lines":
         content = b",".join(name for name, _ in scope["headers"])
+    if scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": content})
+        return
     await PlainTextResponse(content)(scope, receive, send)
 
 
@@ -259,16 +264,122 @@ async def test_many_requests_at_once(address: tuple[str, int]) -> None:
     writer.close()
 
 
-async def test_an_upgrade_is_not_served(address: tuple[str, int]) -> None:
+async def test_who_closes_its_sending_half_has_left(address: tuple[str, int]) -> None:
+    """One that is gone looks the same, and is not to be worked for."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(20):
-        for protocol in (b"websocket", b"h2c"):
-            upgrade = b"Host: a\r\nConnection: upgrade\r\nUpgrade: " + protocol
-            writer.write(b"GET /lines HTTP/1.1\r\n" + upgrade + b"\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\nhost,connection,upgrade")
-            writer.write(b"GET /lines HTTP/1.1\r\nHost: a\r\nb: c\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\nhost,b")
+        writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi")
+        await asyncio.sleep(TIMEOUT_S / 3)
+        writer.write_eof()
+        assert await reader.read() == b""
     writer.close()
+
+
+OFFER = b"Host: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+H2C = OFFER % b"h2c"
+NEXT = b"GET /lines HTTP/1.1\r\nHost: a\r\nb: c\r\n\r\n"
+OFFERED = {
+    "length": b"POST / HTTP/1.1\r\n" + H2C + b"Content-Length: 2\r\n\r\nhi",
+    "chunks": b"POST / HTTP/1.1\r\n"
+    + H2C
+    + b"Transfer-Encoding: chunked\r\n\r\n1\r\nh\r\n1\r\ni\r\n0\r\nUpgrade: h2c\r\n\r\n",
+    "no body": b"GET / HTTP/1.1\r\n" + H2C + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"foo"])
+async def test_an_upgrade_is_not_served(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture, protocol: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(b"GET /lines HTTP/1.1\r\n" + OFFER % protocol + b"\r\n")
+        await reader.readuntil(b"\r\n\r\nhost,connection,http2-settings")
+        writer.write(NEXT)
+        await reader.readuntil(b"\r\n\r\nhost,b")
+    writer.close()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("offered", OFFERED.values(), ids=OFFERED)
+async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(address: tuple[str, int], offered: bytes) -> None:
+    """Wherever its packets end."""
+    body = b"" if offered.startswith(b"GET") else b"hi"
+    sent = offered + NEXT.replace(b"b: c", b"Connection: close")
+
+    async def assert_answered(*packets: bytes) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        for packet in packets:
+            writer.write(packet)
+            await asyncio.sleep(0.02 if len(packets) == 2 else 0)
+        first, second = (await reader.read()).split(b"HTTP/1.1 200 OK")[1:]
+        writer.close()
+        assert first.endswith(b"\r\n\r\n" + body)
+        assert second.endswith(b"\r\n\r\nhost,connection")
+
+    async with asyncio.timeout(30):
+        await assert_answered(sent)
+        await assert_answered(*(bytes([byte]) for byte in sent))
+        await asyncio.gather(*(assert_answered(sent[:stop], sent[stop:]) for stop in range(1, len(sent))))
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"foo"])
+async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(
+    address: tuple[str, int], protocol: bytes
+) -> None:
+    head = b"POST / HTTP/1.1\r\n" + OFFER % protocol + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(NEXT)
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(head)
+        await asyncio.sleep(0.1)
+        writer.write(NEXT)
+        answer = await reader.read()
+    writer.close()
+    for one in (answer, await answers_to(address, head + NEXT)):
+        assert one.count(b"HTTP/1.1 200 OK") == 1
+        assert one.endswith(b"\r\n\r\n" + NEXT)
+
+
+async def test_lengths_of_requests_that_offer_an_upgrade(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            writer.write(OFFERED["length"] * connection.MAX_PIPELINED)
+            for _ in range(connection.MAX_PIPELINED):
+                assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
+    writer.close()
+    offered = b"POST / HTTP/1.1\r\n" + H2C
+    assert_refused(await answers_to(address, offered + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nhi"), 400)
+    assert_refused(
+        await answers_to(address, offered + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nhi"), 400
+    )
+
+
+async def test_a_tunnel_is_not_served(address: tuple[str, int]) -> None:
+    for target in (b"a:443", b"/"):
+        head = b"CONNECT " + target + b" HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(NEXT)
+        assert_refused(await answers_to(address, head + NEXT), 400)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"0.9", b"2.0"])
+async def test_a_client_of_another_version_gets_no_chunks(address: tuple[str, int], version: bytes) -> None:
+    """But an answer that ends with the connection, though it would keep that."""
+    head = b"%s HTTP/" + version + b"\r\nHost: a\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\n"
+    answer = await answers_to(address, head % b"POST /stream" + b"hi")
+    lines, _, body = answer.partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in lines
+    assert b"connection: close" in lines.split(b"\r\n")
+    assert body == b"hihi"
+    lines, _, body = (await answers_to(address, head % b"HEAD /stream" + b"hi")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in lines
+    assert body == b""
+
+
+async def test_a_client_of_http_1_1_gets_chunks(address: tuple[str, int]) -> None:
+    answer = await answers_to(address, WHOLE.replace(b"POST /", b"POST /stream") + b"hi" + HEAD + LONG)
+    assert b"transfer-encoding: chunked" in answer
+    assert answer.endswith(b"\r\n\r\n2\r\nhi\r\n2\r\nhi\r\n0\r\n\r\n")
 
 
 async def answers_to(address: tuple[str, int], sent: bytes) -> bytes:

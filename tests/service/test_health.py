@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from importlib.metadata import version
 from typing import Any
 
 import openai
@@ -28,6 +29,14 @@ def test_health(http: Any) -> None:
     assert 0 <= arena["populated"] <= 1
     assert told["shared_memory"]["populated"] == pytest.approx(arena["populated"])
     assert http.get("/health/live").status_code == 200
+
+
+def test_the_probes_of_others(http: Any) -> None:
+    """MindIE's and vLLM's mean the same as ours."""
+    for path in ("/v2/health/ready", "/ping"):
+        assert http.get(path).json()["status"] == "ok"
+    assert http.get("/v2/health/live").status_code == 200
+    assert http.get("/version").json() == {"version": version("mindie_mm")}
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/", "/static/api.js", "/metrics", "/v1/models"])
@@ -142,6 +151,17 @@ def test_metrics_tell_shared_memory(http: Any, service: RunningService, red_squa
     assert 0 < after["shm_filesystem_free_bytes"][""] < after["shm_filesystem_bytes"][""]
     assert after["shm_full_total"][""] == 0
     assert {"shm_waits_total", "shm_taken_back_total", "shm_populated_ratio"} <= after.keys()
+
+
+def test_the_longest_choice_of_a_prompt_is_measured(http: Any) -> None:
+    def read() -> list[float]:
+        """Count and sum."""
+        lines = re.findall(r"request_max_num_generation_tokens_(count|sum){.*} (.*)", http.get("/metrics").text)
+        return [float(value) for _, value in sorted(lines)]
+
+    before = read()
+    http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "ignore_eos": True})
+    assert read() == [before[0] + 2, before[1] + 6]
 
 
 def test_bad_references_are_counted_by_kind() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import json
 import os
 import re
@@ -89,6 +90,7 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
         {"logprob_token_ids": [5]},
         {"thinking_token_budget": 10},
         {"audio": {"voice": "alloy", "format": "wav"}},
+        {"repetition_detection": {"max_pattern_size": 4}},
     ],
 )
 def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str, field: Any) -> None:
@@ -108,6 +110,7 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         (CHAT, {"add_special_tokens": True}, "not served"),
         (CHAT, {"best_of": 3}, "not served"),
         (CHAT, {"skip_special_tokens": False}, "not served, but for true"),
+        (CHAT, {"detokenize": False}, "not served, but for true"),
         (CHAT, {"modalities": ["text", "audio"]}, 'not served, but for ["text"]'),
         (CHAT, {"function_call": {"name": "weigh"}}, 'not served, but for "none" or "auto"'),
         (CHAT, {"web_search_options": {}}, "not served"),
@@ -201,6 +204,38 @@ def test_a_body_that_is_not_said_to_be_json(http: Any, path: str, kind: str | No
     assert error["message"] == "body: the request needs the header Content-Type: application/json"
 
 
+@pytest.mark.parametrize("name", ["Content-Encoding", "Transfer-Encoding"])
+def test_a_body_that_is_packed(service: RunningService, name: str) -> None:
+    address = urlsplit(service.url)
+    packed = gzip.compress(json.dumps({"messages": HELLO}).encode())
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode()
+    if name == "Content-Encoding":
+        head += b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
+    else:
+        head += b"Transfer-Encoding: gzip, chunked\r\n\r\n%x\r\n" % len(packed) + packed + b"\r\n0\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(head)
+        with connection.makefile("rb") as file:
+            answer = file.read()
+    assert answer.startswith(b"HTTP/1.1 415 ")
+    assert b"accept-encoding: identity\r\n" in answer.lower()
+    assert f"the request's body has {name}: gzip" in answer.decode()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"self": 1}, "chat_template_kwargs cannot hold 'self'"),
+        ({"conversations": 1}, "chat_template_kwargs cannot hold 'conversations'"),
+        ({"a": json.loads("[" * 900 + "]" * 900)}, "nest"),
+    ],
+)
+def test_variables_of_the_template_that_cannot_be(http: Any, kwargs: dict[str, Any], said: str) -> None:
+    message = check(http.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": kwargs}), 400)["message"]
+    assert said in message
+    assert "recursion" not in message
+
+
 def test_not_a_number(http: Any) -> None:
     body = json.dumps({"messages": HELLO, "temperature": float("nan")})
     check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)
@@ -224,6 +259,12 @@ def test_unknown_routes_and_methods(http: Any) -> None:
     check(http.get(CHAT), 405)
     assert http.head(CHAT).status_code == 405
     assert http.head("/v1/nothing").status_code == 404
+
+
+def test_a_slash_behind_a_route_leads_nowhere_else(http: Any) -> None:
+    """A redirect would go to the Host that the client names, and by http: with what it posts."""
+    check(http.get("/health/", headers={"Host": "example.org"}), 404)
+    check(http.post(f"{CHAT}/", json={"messages": HELLO}), 404)
 
 
 def test_a_prompt_that_is_too_long(http: Any) -> None:
@@ -278,6 +319,10 @@ def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
         ("data:image/png;base64,abc", "valid base64"),
         ("data:image/png;base64,", "media item 0 (image)"),
         ("data:image/png;base64,aGVsbG8gd29ybGQ=", "media item 0 (image)"),
+        ("data:image/png;base64,\ud800", "lone surrogate at character 22"),
+        ("http://127.0.0.1:1/\ud800.png", "lone surrogate"),
+        ("{media}/\ud800.png", "lone surrogate"),
+        ("file:///\ud800.png", "lone surrogate"),
         ("", "image_url"),
         ({"url": 5}, "image_url.url"),
         ({"url": "x", "detail": "huge"}, "detail"),
@@ -292,7 +337,8 @@ def test_media_that_cannot_be_had(http: Any, media_dir: Path, url: Any, said: st
     (media_dir / "large.png").write_bytes(bytes((4 << 20) + 1))
     if isinstance(url, str):
         url = url.format(media=media_dir)
-    message = check(http.post(CHAT, json=with_image(url)), 400)["message"]
+    body = json.dumps(with_image(url))  # as ASCII, which can hold lone surrogates
+    message = check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)["message"]
     assert said in message
     assert "root:" not in message
 

@@ -100,7 +100,7 @@ def test_keys_and_media_are_never_logged(talk: Talk) -> None:
 
 def test_prompts_are_logged_where_that_was_asked_for(talk: Talk) -> None:
     asked, log, _, _ = talk
-    said = [record for record in records(log) if record["logger"] == "service.line"]
+    said = [record for record in records(log) if record["logger"] == "service.call"]
     if not asked:
         assert said == []
         for word in ("Ozymandias", "Xanadu", SCHEMA_NAME, "Whisper"):

@@ -23,6 +23,10 @@ ROUTES = {
     "/detokenize",
     "/health",
     "/health/live",
+    "/v2/health/ready",
+    "/v2/health/live",
+    "/ping",
+    "/version",
     "/metrics",
     "/shm",
 }

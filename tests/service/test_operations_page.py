@@ -49,7 +49,12 @@ VLLM = {
     *("request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),
     *("request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket"),
     *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_n_bucket"),
-    *("request_params_max_tokens_bucket", "admission_rejections_total", "http_requests_total"),
+    *(
+        "request_max_num_generation_tokens_bucket",
+        "request_params_max_tokens_bucket",
+        "admission_rejections_total",
+        "http_requests_total",
+    ),
     "process_resident_memory_bytes",
 }
 """Names of vLLM 0.32 whose meaning is the same here."""
@@ -144,7 +149,7 @@ def test_the_alert_of_errors_is_about_requests_that_are_answered(service: Runnin
     page = {path.replace(path.rpartition("/")[2], "{name}") for path in page_paths if path != "/"} | {"/"}
     paths = service.get("/openapi.json")["paths"]
     assert {path for path in {*paths, *page} if re.fullmatch(left_out, path)} == {
-        *("/health", "/health/live", "/metrics", "/shm"),
+        *("/health", "/health/live", "/metrics", "/shm", "/v2/health/ready", "/v2/health/live", "/ping", "/version"),
         *page,
     }
 

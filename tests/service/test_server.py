@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -135,6 +137,36 @@ def test_while_it_stops_it_lives_and_is_not_ready_and_a_second_signal_ends_the_g
     assert list((tmp_path / "spool").iterdir()) == []
 
 
+def test_while_it_stops_each_answer_ends_its_connection_and_those_at_rest_are_closed(
+    settings: dict[str, object], tmp_path: Path, red_square: str
+) -> None:
+    """Clients that keep connections find another service behind the address, not this one again and again."""
+    with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 600}, tmp_path / "log") as service:
+        asking = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        with (
+            start_endless_stream(service, red_square) as stream,
+            connected(service) as at_rest,
+            connected(service) as fresh,
+            connected(service) as halfway,
+        ):
+            halfway.sendall(asking[:9])
+            at_rest.sendall(asking)
+            assert at_rest.recv(12) == b"HTTP/1.1 200"
+            service.process.send_signal(signal.SIGTERM)
+            read_all(at_rest)
+            fresh.sendall(asking)
+            halfway.sendall(asking[9:])
+            for connection in (fresh, halfway):
+                head, _, body = read_all(connection).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503")
+                assert b"connection: close" in head.split(b"\r\n")
+                assert b"the service is stopping" in body
+            assert httpx2.get(f"{service.url}/health/live").headers["connection"] == "close"
+            service.process.send_signal(signal.SIGTERM)
+            assert b"the service stopped before the request was finished" in read_all(stream)
+        assert service.process.wait(30) == 0
+
+
 def test_an_answer_that_has_not_begun_when_the_grace_is_over_is_a_503(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
@@ -169,11 +201,13 @@ def test_clients_that_write_and_read_slowly_do_not_keep_it_from_stopping(
 
 
 @contextlib.contextmanager
-def loading_service(settings: dict[str, object], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def loading_service(
+    settings: dict[str, object], log: Path, stdout: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[bytes]]:
     """A service that has begun to load, and its processes with it."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", *flags]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+    with log.open("w") as errors, subprocess.Popen(command, stdout=stdout, stderr=errors) as process:
         try:
             deadline = time.monotonic() + 60
             while len(psutil.Process(process.pid).children()) < 2:
@@ -283,6 +317,57 @@ def test_a_port_in_use(settings: dict[str, object], tmp_path: Path) -> None:
             running_service(settings | {"port": port, "spool": tmp_path}, tmp_path / "log"),
         ):
             pytest.fail("started")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert isinstance(port, int)
+        return port
+
+
+def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object], tmp_path: Path) -> None:
+    with _bound(ServiceConfig(port=free_port())) as first:
+        port = first.getsockname()[1]
+        with (
+            pytest.raises(RuntimeError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"),
+            running_service(settings | {"port": port, "spool": tmp_path}, tmp_path / "log"),
+        ):
+            pytest.fail("started")
+    assert "loading" not in (tmp_path / "log").read_text()
+    with _bound(ServiceConfig(port=port)):
+        pass
+
+
+def test_a_port_that_is_taken_while_it_loads(settings: dict[str, object], tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        loading_service(settings | {"port": port, "spool": tmp_path / "spool"}, tmp_path / "log") as process,
+        socket.create_server(("127.0.0.1", port)),
+    ):
+        assert process.wait(60) == 1
+    said = (tmp_path / "log").read_text()
+    assert said.endswith(f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+    assert "Traceback" not in said
+
+
+def test_nobody_reads_what_it_prints(settings: dict[str, object], tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    log = tmp_path / "log"
+    with loading_service(settings | {"spool": tmp_path / "spool"}, log, stdout=write) as process:
+        os.close(write)
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"WARNING.* mindie_mm serves tiny at (\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert httpx2.get(f"{found[1]}/health/live").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert "ignored" not in said
 
 
 def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_a_port_that_is_none(port: int) -> None:
     assert ServiceConfig(port=65535).port == 65535
 
 
+@pytest.mark.parametrize(
+    "origin", ["example.org", "https://example.org/", "https://example.org/page", "https://Example.org", "", "https://"]
+)
+def test_an_origin_that_no_browser_sends(origin: str) -> None:
+    with pytest.raises(InputError, match="cors_origin is '"):
+        ServiceConfig(cors_origin=("https://example.org", origin))
+    ServiceConfig(cors_origin=("*", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc"))
+
+
 def test_a_misspelt_variable_is_in_the_log(tmp_path: Path) -> None:
     """And the start goes on: here to a mistake that ends it."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]

@@ -3,9 +3,12 @@
 import asyncio
 import os
 import stat
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pybase64
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -14,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.inputs import Media
-from service.media import MediaPolicy, remove_media
+from service.media import MediaPolicy
 
 
 async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
@@ -33,7 +36,7 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
         *(f"image/{n}.png" for n in range(4, 12)),
     ]
     assert paths[0].read_bytes() == source.read_bytes()
-    remove_media(request)
+    policy.remove(request)
     assert list(request.iterdir()) == []
 
 
@@ -42,6 +45,28 @@ async def test_the_request_has_a_budget(tmp_path: Path) -> None:
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
     with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media take 30 bytes, the limit is 20"):
         await policy.spool(items, tmp_path)
+
+
+async def test_an_item_may_be_as_long_as_the_limit(tmp_path: Path) -> None:
+    policy = MediaPolicy(ServiceConfig(max_item_bytes=4, max_media_bytes=4))
+    (path,) = await policy.spool([Media("image", "data:;base64,QUJDRA==")], tmp_path)
+    assert path.read_bytes() == b"ABCD"
+    with pytest.raises(LimitExceeded, match="5 bytes, the limit for one item is 4"):
+        await policy.spool([Media("image", "QUJDREU=")], tmp_path)
+
+
+async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noted(*args: Any, **kwargs: Any) -> bytes:
+        threads.append(threading.get_ident())
+        return decode(*args, **kwargs)
+
+    decode = pybase64.b64decode
+    monkeypatch.setattr("service.media.pybase64.b64decode", noted)
+    await MediaPolicy(ServiceConfig()).spool([Media("image", "data:;base64,AAAA")], tmp_path)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("path", ["/proc/self/environ", "/proc/version", "/sys/kernel/uevent_seqnum"])

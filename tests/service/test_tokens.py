@@ -53,6 +53,7 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
     ("change", "said"),
     [
         ({"tools": [{"type": "function"}]}, "tools are not served"),
+        ({"reasoning_effort": "low"}, "reasoning_effort is not served"),
         ({"continue_final_message": True}, "continue_final_message is not served"),
         ({"chat_template": "{{ messages }}"}, "chat_template is not served"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),

@@ -63,6 +63,15 @@ def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, giv
     assert counted == prompt_tokens(handy)
 
 
+def test_the_effort_reaches_the_template(handy: RunningService, handy_http: httpx2.Client) -> None:
+    body = {"messages": MESSAGES, "reasoning_effort": "low"}
+    tokens = handy_http.post("/tokenize", json=body).json()["tokens"]
+    prompt = handy_http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert prompt.startswith("effort: low\n")
+    assert prompt_tokens(handy, reasoning_effort="low") == len(tokens) > prompt_tokens(handy)
+    assert handy_http.post("/v1/chat/completions", json=body | {"reasoning_effort": 3}).status_code == 400
+
+
 def test_no_call_is_enforced(handy_http: httpx2.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weigh"}}):
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}

@@ -107,6 +107,24 @@ def test_timings_of_a_stream(client: openai.OpenAI) -> None:
     assert set(both[-1].timings) == STAGES
 
 
+def test_the_usage_so_far(client: openai.OpenAI) -> None:
+    """In each chunk, of all choices together; the last says the same as the chunk of the usage alone."""
+    options: dict[str, Any] = {"stream": True, "n": 2, "max_tokens": 8}
+    wanted = {"include_usage": True, "continuous_usage_stats": True}
+    completion: dict[str, Any] = {"model": "tiny", "prompt": "What colour"}
+    for chunks in (
+        list(ask(client, "Hello!", **options, stream_options=wanted)),
+        list(client.completions.create(**completion, **options, stream_options=wanted)),  # type: ignore[call-overload]
+    ):
+        tokens = [chunk.usage.completion_tokens for chunk in chunks]
+        assert tokens == sorted(tokens)
+        assert tokens[0] < tokens[-1]
+        assert chunks[-2].usage == chunks[-1].usage
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+    for without in ({"include_usage": True}, {"continuous_usage_stats": True}):
+        assert [chunk.usage for chunk in ask(client, "Hello!", **options, stream_options=without)][:-1].count(None) > 1
+
+
 def test_timings_of_a_completion(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3, "extra_body": {"timings": True}}
     answer: Any = client.completions.create(**asked)

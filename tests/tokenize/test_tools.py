@@ -16,7 +16,8 @@ TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "<|im_end|>", "parameters": {}}}]
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
-    "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% endif %}{% if reasoning_effort %}effort: {{ reasoning_effort }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 )
 
 
@@ -40,5 +41,8 @@ def test_a_template_with_tools(tmp_path: Path) -> None:
 
 
 def test_a_template_without() -> None:
-    with Tokenizer.from_pretrained() as tokenizer, pytest.raises(InputError, match="no place for them"):
-        answer(tokenizer, request(tools=TOOLS))
+    with Tokenizer.from_pretrained() as tokenizer:
+        with pytest.raises(InputError, match="no place for them"):
+            answer(tokenizer, request(tools=TOOLS))
+        with pytest.raises(InputError, match=r"reasoning_effort is not served: .* has no place for it"):
+            answer(tokenizer, request(reasoning_effort="low"))

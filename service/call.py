@@ -1,0 +1,167 @@
+"""What a request asks of the engine, whichever route it came by: its choices, as they grow or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from mindie_mm import faults
+from mindie_mm.engine.retry import PromptSource
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Delta
+from mindie_mm.errors import InputError, RequestAborted
+from mindie_mm.tokenize.messages import TokenizeRequest
+from service import tracing
+from service.admission import cause_of_end
+from service.choices import Choice, Clock, timings
+from service.line import prompts
+from service.state import Service
+from service.token_text import prompt_text
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request's use of the service."""
+
+    service: Service
+    params: SamplingParams
+    n: int
+    """Choices for each prompt."""
+    id: str
+    """The answer's, and its choices' with an index behind it."""
+    clock: Clock
+    timed: bool
+    """Whether the answer says where its time went."""
+
+    def prompts(self, requests: Sequence[TokenizeRequest]) -> AbstractAsyncContextManager[list[PromptSource]]:
+        """As `line.prompts`."""
+        return prompts(self.service, requests, self.clock)
+
+    async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
+        """All choices, once they are finished."""
+        choices = [Choice(index) for index in range(len(sources) * self.n)]
+        async with aclosing(self.deltas(sources)) as deltas:
+            async for index, delta in deltas:
+                choices[index].add(delta)
+        return choices
+
+    def timings(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """An answer's `timings`, where they are asked for."""
+        return {"timings": timings(self.clock, choices)} if self.timed else {}
+
+    async def deltas(self, sources: Sequence[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt."""
+        n = self.n
+        failed: list[str] = []
+        streams = [self._measured(sources[index // n], index, failed) for index in range(len(sources) * n)]
+        for source in sources:
+            self.service.metrics.count_prompt(len(source.prompt), n, self.params.max_tokens)
+            if self.service.config.log_prompts:
+                text = prompt_text(self.service.worker.tokenizer, source.prompt)
+                _log.info("prompt of %d tokens: %s", len(source.prompt), text)
+        if (trace := tracing.current.get()) is not None:
+            trace.asked(self.params, n, sum(len(source.prompt) for source in sources))
+        silent = [set(range(n)) for _ in sources]  # each prompt's choices that have given no output yet
+        lengths = [0] * len(streams)
+        async with aclosing(_merged(streams)) as deltas:
+            async for index, delta in deltas:
+                waiting = silent[index // n]
+                lengths[index] += len(delta.token_ids)
+                if index % n in waiting:
+                    waiting.remove(index % n)
+                    faults.point("first-delta")
+                    if not waiting:
+                        sources[index // n].settle()
+                else:
+                    faults.point("next-delta")
+                yield index, delta
+        for start in range(0, len(lengths), n):
+            self.service.metrics.count_longest(max(lengths[start : start + n]))
+
+    async def _measured(self, source: PromptSource, index: int, failed: list[str]) -> AsyncGenerator[Delta, None]:
+        """One choice, counted, timed and traced. `failed` has the reasons of the request's choices that failed.
+
+        One that ends unfinished counts as an `error`, unless its client gave it up (`abort`) or it cannot be answered
+        (`refused`); one that is ended because another failed counts as that one. Latencies count from the arrival.
+        """
+        metrics, trace = self.service.metrics, tracing.current.get()
+        asked = time.perf_counter()
+        first = last = self.clock.arrived
+        num_tokens = 0
+        reason, ended, stages = "abort", False, None
+        outputs = self.service.worker.generate(source, self._seeded(index % self.n), f"{self.id}-{index}")
+        try:
+            async with aclosing(outputs) as deltas:
+                async for delta in deltas:
+                    now = time.perf_counter()
+                    (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
+                    first, last = first if num_tokens else now, now
+                    num_tokens += len(delta.token_ids)
+                    metrics.count_tokens(len(delta.token_ids))
+                    reason = delta.finish_reason or reason
+                    ended = delta.finish_reason is not None
+                    stages = delta.timings
+                    yield delta
+        except Exception as error:
+            reason = "refused" if isinstance(error, InputError) else "error"
+            failed.append(reason)
+            metrics.count_error(error)
+            if trace is not None:
+                trace.error = type(error).__name__
+            raise
+        finally:
+            if reason == "abort" and failed:
+                reason = failed[0]
+            elif reason == "abort" and not isinstance(cause_of_end(), RequestAborted | None):
+                reason = "error"  # its deadline, or the service's stop
+            metrics.count_choice(reason, num_tokens, stages if ended else None)
+            metrics.e2e_s.observe(time.perf_counter() - self.clock.arrived)
+            if trace is not None and stages is not None:
+                trace.answered(index, asked, first, last, num_tokens, stages)
+
+    def _seeded(self, index: int) -> SamplingParams:
+        """For a prompt's choice of that index: seeds follow one another, the least int64 behind the greatest."""
+        if self.params.seed is None or not index:
+            return self.params
+        return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What the streams give, as it comes, each with its stream's index; leaving closes them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    waiting = {asyncio.create_task(_next(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                found = task.result()
+                if found is None:
+                    continue
+                waiting[asyncio.create_task(_next(streams[index]))] = index
+                yield index, found
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[T, None]) -> T | None:
+    return await anext(stream, None)

@@ -1,0 +1,49 @@
+"""A request's media are parted from it before the rest is looked through."""
+
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.errors import InputError
+from mindie_mm.tokenize.messages import TokenizeRequest
+from service.line import _checked
+
+MiB = 2**20
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
+def test_media_take_no_part_in_the_check() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 8 * MiB}}, {"text": "What is it?"}]
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    media, with_files = _checked(TokenizeRequest(messages=[{"role": "user", "content": parts}]), 1)
+    assert tracemalloc.get_traced_memory()[1] - before < MiB
+    assert len(media) == 1
+    assert with_files(iter([Path("/spool/1.png")])).messages == [
+        {"role": "user", "content": [{"image": "/spool/1.png"}, {"text": "What is it?"}]}
+    ]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        TokenizeRequest(text="\ud800"),
+        TokenizeRequest(messages=[{"role": "user", "content": "x", "name": "\ud800"}]),
+        TokenizeRequest(messages=[{"role": "user", "content": [{"image": "AAAA"}], "weight": 2**64}]),
+        TokenizeRequest(items=[{"video": "AAAA", "fps": 10**400}]),
+        TokenizeRequest(items=[{"text": "x"}], chat_template_kwargs={"x": -(2**63) - 1}),
+    ],
+    ids=["text", "surrogate", "beside-media", "too-large-for-a-float", "variable"],
+)
+def test_what_no_message_to_a_tokenizer_holds(request_: TokenizeRequest) -> None:
+    with pytest.raises(InputError, match=r"^the (request|prompt) holds an? .*lone surrogate"):
+        _checked(request_, 1)

@@ -1,0 +1,131 @@
+"""The spool is bounded for the whole service: what finds no room in it is told to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pybase64
+import pytest
+
+from mindie_mm.config import ServiceConfig
+from mindie_mm.errors import InputError, SharedMemoryError, SpoolFull
+from mindie_mm.inputs import Media
+from mindie_mm.shm import request_directory
+from service.media import MediaPolicy, room_to_spool
+from tests.service.conftest import SETTINGS, TINY
+from tools.demo import picture
+from tools.serving import running_service
+
+KiB = 2**10
+
+
+def of_size(num_bytes: int) -> Media:
+    return Media("image", pybase64.b64encode(bytes(num_bytes)).decode())
+
+
+async def test_what_all_requests_spool_is_bounded_and_given_back(tmp_path: Path) -> None:
+    policy = MediaPolicy(ServiceConfig(max_media_bytes=30, max_spool_bytes=50))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+    await policy.spool([of_size(15), of_size(15)], first)
+    for _ in range(3):  # what is refused takes nothing
+        with pytest.raises(SpoolFull, match="the media of all requests take 54 bytes, the limit is 50"):
+            await policy.spool([of_size(24)], second)
+        policy.remove(second)
+    for _ in range(2):  # nor is anything given back twice
+        policy.remove(first)
+    await asyncio.gather(policy.spool([of_size(30)], first), policy.spool([of_size(20)], second))
+    with pytest.raises(SpoolFull, match="take 51 bytes"):
+        await policy.spool([of_size(1)], tmp_path)
+
+
+def test_one_request_finds_room_at_least() -> None:
+    with pytest.raises(InputError, match="max_spool_bytes is 29, it must be at least 30"):
+        ServiceConfig(max_media_bytes=30, max_spool_bytes=29)
+
+
+async def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image/1.bin").symlink_to("/dev/full")
+    with pytest.raises(SpoolFull, match="the spool takes no more: No space left on device"), room_to_spool():
+        await MediaPolicy(ServiceConfig()).spool([of_size(9)], tmp_path)
+    assert [record.getMessage() for record in caplog.records] == ["the spool takes no more: No space left on device"]
+
+
+async def test_no_more_descriptors(tmp_path: Path) -> None:
+    """Neither the client's mistake nor ours; all else stays what it is."""
+    (tmp_path / "in.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
+    await policy.spool([Media("image", str(tmp_path / "in.png"))], tmp_path)  # its thread is there
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open("/dev/null", os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(SpoolFull, match="Too many open files"), room_to_spool():
+            await policy.spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
+        with pytest.raises(SpoolFull, match="Too many open files"), room_to_spool(), request_directory(tmp_path / "s"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    (tmp_path / "file").touch()
+    with pytest.raises(SharedMemoryError), room_to_spool(), request_directory(tmp_path / "file"):
+        pass
+
+
+def test_the_service_says_come_again(tmp_path: Path) -> None:
+    """While another request's picture is on its way from the web; once that is answered, there is room."""
+    body = tmp_path / "a.png"
+    picture("red", (220, 40, 40), "square", x=0.4).save(body)
+    data = body.read_bytes()
+    data += bytes(40 * KiB - len(data))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(KiB)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:-1])
+            begun.set()
+            go_on.wait(30)
+            connection.sendall(data[-1:])
+
+    def ask(url: str) -> Any:
+        content = [{"type": "image_url", "image_url": url}]
+        return http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        )
+
+    inline = f"data:;base64,{pybase64.b64encode(data).decode()}"
+    settings = SETTINGS | {"spool": tmp_path / "spool", "max_media_bytes": 64 * KiB, "max_spool_bytes": 64 * KiB}
+    settings |= {"allow_private_media": True}
+    with (
+        running_service(settings, tmp_path / "log", TINY) as running,
+        httpx2.Client(base_url=running.url, timeout=60) as http,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor() as threads,
+    ):
+        served = threads.submit(serve, listener)
+        asked = threads.submit(ask, f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        try:
+            assert begun.wait(30)
+            refused = ask(inline)
+            while refused.status_code == 200:  # the piece was not read yet
+                refused = ask(inline)
+        finally:
+            go_on.set()
+        served.result()
+        assert asked.result().status_code == 200, asked.result().text
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        assert "the limit is 65536" in refused.json()["error"]["message"]
+        assert ask(inline).status_code == 200
