@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from mindie_mm import faults
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, SharedMemoryError
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
@@ -55,7 +55,7 @@ class NativeWire(Wire):
     def __init__(self, arena: Arena | None, preprocessed: Preprocessed | None = None) -> None:
         """Without `arena` it makes one at the first item, to be removed on `close` or when the process ends well.
 
-        First it reclaims what earlier processes left, whose room that may be. Its own is replaced should another
+        Where there is no room for it, it reclaims what killed processes left. Its own is replaced should another
         program take it away. `preprocessed` saves what comes again; None: nothing.
         """
         self._arena, self._is_own = arena, arena is None
@@ -88,8 +88,11 @@ class NativeWire(Wire):
         if self._is_own and self._arena is not None and self._arena.lost:
             self.close()
         if self._arena is None:
-            collect()
-            self._arena = Arena.create(ARENA_BYTES)
+            try:
+                self._arena = Arena.create(ARENA_BYTES)
+            except SharedMemoryError:
+                collect()
+                self._arena = Arena.create(ARENA_BYTES)
         return self._arena
 
 

@@ -25,7 +25,8 @@ SPECS = {"pixel_values": ArraySpec((4, 588), "uint8")}
 DEAD_ARENA = """
 import os, signal
 from mindie_mm.shm import Arena
-print(Arena.create(1 << 20).path, flush=True)
+arena = Arena.create(1 << 20)  # by a name: what is dropped is removed
+print(arena.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 DEAD_REQUEST = """

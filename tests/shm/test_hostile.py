@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mindie_mm.errors import (
     ArenaFull,
@@ -89,9 +90,9 @@ def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[sub
             started.kill()
 
 
-def run(prefix: tuple[str, ...], script: str) -> list[str]:
+def run(prefix: tuple[str, ...], script: str, *args: object) -> list[str]:
     """What a script says; AssertionError if a signal ends it."""
-    command = [*prefix, sys.executable, "-c", PREAMBLE + script]
+    command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}"
     return done.stdout.splitlines()
@@ -127,6 +128,27 @@ def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
             assert advice in message
     assert "has 0 bytes free" in none
     assert left_then == left == "['another-program']", "what could not be made leaves nothing"
+
+
+KILLED = """
+import signal, subprocess
+killed = "from mindie_mm.shm import Arena; import os; a = Arena.create(20 << 20); os.kill(os.getpid(), 9)"
+assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+(left,) = os.listdir("/dev/shm")
+from mindie_mm.tokenize import Tokenizer, wires
+wires.ARENA_BYTES = 20 << 20
+with Tokenizer.from_pretrained() as tokenizer:
+    tokenizer.tokenize([{"image": sys.argv[1]}], sys.argv[2])
+    (own,) = os.listdir("/dev/shm")
+    say(own != left)
+say(os.listdir("/dev/shm"))
+"""
+
+
+def test_a_tokenizer_takes_the_room_of_one_that_was_killed(tmp_path: Path) -> None:
+    require(FULL_SHM)
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    assert run(FULL_SHM, KILLED, tmp_path / "a.png", tmp_path / "shm_name.txt") == ["True", "[]"]
 
 
 RESERVED = """

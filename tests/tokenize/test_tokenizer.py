@@ -1,5 +1,4 @@
 import base64
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
-from mindie_mm.shm import Arena, Ref, attach, release, survey
+from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from tests import transformers_reference as reference
@@ -236,23 +235,6 @@ if __name__ == "__main__":
 """
     (spool / "work.py").write_text(script)
     subprocess.run([sys.executable, spool / "work.py"], timeout=120, check=True)
-
-
-def test_its_own_arena_takes_the_room_of_a_killed_ones(checkpoint_path, spool):
-    script = f"""
-import os, signal
-from mindie_mm.tokenize import Tokenizer
-print(os.getpid(), flush=True)
-tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
-tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}])
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGTERM
-    (left,) = (Path(arena.file) for arena in survey() if arena.owner and arena.owner.pid == int(done.stdout))
-    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
-        tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}])
-        assert not left.exists()
 
 
 def test_its_own_arena_goes_on_close_and_it_takes_nothing_then(checkpoint_path, spool):
