@@ -189,15 +189,19 @@ class AsyncEngine:
     async def _keep(self) -> None:
         """Serves the process, and its successors, until cancelled."""
         while True:
+            hung = ""
             with logged(f"engine process {self.pid} cannot be served"):
-                await self._serve()
+                hung = await self._serve()
             with logged(f"engine process {self.pid} cannot be ended"):
-                await self._bury("process died, another is being started")
-            _log.warning("engine process %d died with status %s", self.pid, self._child.status)
+                await self._bury("process died, another is being started", hung)
+            _log.warning("engine process %d %s", self.pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
-    async def _serve(self) -> None:
-        """Until the process is gone, or hangs: it makes no step for so long, though a request waits all the while."""
+    async def _serve(self) -> str:
+        """Until the process is gone, or hangs: it makes no step for so long, though a request waits all the while.
+
+        What there is to say of one that hangs; empty of one that is gone.
+        """
         patience_s = self._start.config.step_timeout_s
         dispatching = asyncio.create_task(self._dispatch())
         try:
@@ -205,9 +209,9 @@ class AsyncEngine:
                 num_steps, waiting = self._num_steps, {*self._requests}
                 await asyncio.wait({dispatching}, timeout=patience_s)
                 if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
-                    _log.error("engine process %d has made no step for %g s, and is ended", self.pid, patience_s)
-                    return
+                    return f"made no step for {patience_s:g} s, and was ended"
             dispatching.result()
+            return ""
         finally:
             dispatching.cancel()
 
@@ -227,7 +231,7 @@ class AsyncEngine:
                 if queue := self._requests.get(progress.request_id):
                     queue.put_nowait(progress)
 
-    async def _bury(self, why: str) -> None:
+    async def _bury(self, why: str, hung: str = "") -> None:
         """Ends and reaps the process, and fails what it has not answered."""
         self._up.clear()
         self._why_down = why
@@ -235,8 +239,9 @@ class AsyncEngine:
         try:
             await self._child.end()
         finally:
+            ended = hung or f"died with status {self._child.status}"
             for queue in self._requests.values():
-                queue.put_nowait(ProcessDied(f"the engine process {self.pid} died with status {self._child.status}"))
+                queue.put_nowait(ProcessDied(f"the engine process {self.pid} {ended}"))
 
     def _send(self, message: ToEngine | Start) -> None:
         self._child.channel.send(msgspec.msgpack.encode(message))

@@ -150,9 +150,10 @@ async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, d
         await asyncio.sleep(2.5 * patience_s)
         assert engine.pid == before, "at rest it makes no step, and need not"
         os.kill(before, signal.SIGSTOP)
-        with pytest.raises(ProcessDied, match=f"engine process {before} died with status -9"):
+        said = f"engine process {before} made no step for 1.5 s, and was ended"
+        with pytest.raises(ProcessDied, match=said):
             await tokens(engine, "hung")
-        assert f"engine process {before} has made no step for 1.5 s, and is ended" in caplog.text
+        assert said in caplog.text
         assert await tokens(engine, "later") == right
     finally:
         await engine.close()

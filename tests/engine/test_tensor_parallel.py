@@ -188,6 +188,20 @@ async def test_a_killed_process_ends_all_and_they_come_back(engine, which):
     assert not {process.pid for process in everything(engine)} & {process.pid for process in processes}
 
 
+@pytest.mark.slow
+async def test_a_rank_that_hangs_ends_all_and_they_come_back(random_checkpoint):
+    engine = await AsyncEngine.start(random_checkpoint, dataclasses.replace(TWO, step_timeout_s=2))
+    try:
+        right, processes = await tokens(engine, "before"), everything(engine)
+        processes[2].suspend()
+        with pytest.raises(ProcessDied, match=f"engine process {processes[0].pid} made no step for 2 s"):
+            await tokens(engine, "hung")
+        assert_gone(processes)
+        assert await tokens(engine, "after") == right
+    finally:
+        await engine.close()
+
+
 OWNER = """
 import asyncio, sys
 from pathlib import Path
