@@ -12,17 +12,18 @@ import tempfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
+from msgspec import Meta
+
 from mindie_mm.errors import InputError
+from mindie_mm.limits import Count, CountOrNone, Seconds, converted, require
 
 MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
-_MAX_SEND_TIMEOUT_S = 86_400.0
-_MAX_PORT = 65_535
 _PREFIX = "MINDIE_MM_"
 _NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
 """Variables that are read and set no field."""
@@ -33,9 +34,7 @@ _SERVICE_LINK = re.compile(
 _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
 """What such a Service's variable holds that ends with PORT alone."""
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
-TOWER_PARALLEL = ("replicate", "items")
-LOG_FORMATS = ("text", "json")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+TowerParallel = Literal["replicate", "items"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,38 +45,38 @@ class EngineConfig:
     """auto, npu, cuda or cpu."""
     dtype: str = "auto"
     """auto (float32 on the CPU, else the checkpoint's own), float32, bfloat16 or float16."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Most tokens of prompt and output together, of an encoder-decoder of each; None: the checkpoint's own."""
-    max_num_seqs: int = 64
+    max_num_seqs: Count = 64
     """Most requests in one step."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Count = 2048
     """Most tokens in one step; longer prompts are prefilled in chunks."""
-    max_tower_tokens: int = 16384
+    max_tower_tokens: Count = 16384
     """Most features that the towers compute in one step, unless a single item has more."""
-    max_tower_bytes: int = 256 * MiB
+    max_tower_bytes: Count = 256 * MiB
     """Most bytes of the media that they take, and of the features that they give, in one step; as above."""
-    memory_share: float | None = None
+    memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of the memory that is free beside the weights, for the KV cache, the encoder cache and the largest step
     together; None: 0.5 on the CPU, else 0.9."""
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: Count | None = None
     """Memory for the KV cache; None: what the others leave of memory_share. Never more than max_num_seqs full contexts
     need."""
-    measure_s: float | None = None
+    measure_s: Annotated[float, Meta(ge=0)] | None = None
     """About how long the largest step is tried at the start, for the memory that it takes: larger sizes are reckoned
     from smaller ones. 0: not at all; None: 0.5 on the CPU, else 10."""
-    kv_block_size: int | None = None
+    kv_block_size: Count | None = None
     """Tokens in one block of the KV cache; None: what suits the device, 128 on an NPU, else 16."""
-    encoder_cache_bytes: int = 256 * MiB
+    encoder_cache_bytes: CountOrNone = 256 * MiB
     """Memory for the towers' features, kept by content."""
     prefix_caching: bool = True
     """Whether prompts that begin alike, media included, share what the KV cache holds of them."""
-    step_timeout_s: float = 300.0
+    step_timeout_s: Seconds = 300.0
     """Longest that a step may take while requests wait: an engine that hangs is ended, and started again."""
-    num_threads: int = 0
+    num_threads: CountOrNone = 0
     """Threads of the engine process on the CPU, of each rank if it has several; 0 is torch's own choice, shared."""
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     """Processes, and devices, that share the text model's weights and heads."""
-    tower_parallel: str = "replicate"
+    tower_parallel: TowerParallel = "replicate"
     """What their towers do, which are whole on each: replicate, each encodes all items; items, each a share of them."""
     vision_device: str | None = None
     """Where the vision tower runs, as `device`; None: where the rest does."""
@@ -89,61 +88,37 @@ class EngineConfig:
     """Precision of the projector: 32 or 16; None: the model's dtype."""
 
     def __post_init__(self) -> None:
+        require(self)
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
                     f"{name} is {bits}, it must be 16 or 32: a part is not quantised at load; a checkpoint that is "
                     "quantised says so in its config.json, and is loaded as it says"
                 )
-        at_least_one = (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_tower_tokens",
-            "max_tower_bytes",
-            "tensor_parallel",
-        )
-        _require(self, dict.fromkeys(at_least_one, 1) | {"encoder_cache_bytes": 0, "num_threads": 0})
-        for name, least in (("kv_cache_bytes", 1), ("kv_block_size", 1), ("measure_s", 0), ("max_model_len", 2)):
-            if getattr(self, name) is not None:
-                _require(self, {name: least})
-        if self.tower_parallel not in TOWER_PARALLEL:
-            raise InputError(
-                f"tower_parallel is {self.tower_parallel!r}, it must be one of {', '.join(TOWER_PARALLEL)}"
-            )
-        if not self.step_timeout_s > 0:
-            raise InputError(f"step_timeout_s is {self.step_timeout_s}, it must be above 0")
-        if self.memory_share is not None and not 0 < self.memory_share <= 1:
-            raise InputError(f"memory_share is {self.memory_share}, it must be above 0 and at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaCaps:
     """How much a media item may be, told by its header before it is decoded, or while it is decoded."""
 
-    max_image_pixels: int = MAX_IMAGE_PIXELS
+    max_image_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = MAX_IMAGE_PIXELS
     """Most pixels of an image, as stored. No more than the default, above which Pillow reads no image."""
-    max_video_pixels: int = 2**25
+    max_video_pixels: Count = 2**25
     """Most pixels of one frame of a video."""
-    max_video_frames: int = 2**18
+    max_video_frames: Count = 2**18
     """Most frames of a video as encoded, sampled or not."""
-    max_video_seconds: float = 4 * 3600.0
+    max_video_seconds: Seconds = 4 * 3600.0
     """Longest video."""
-    max_audio_seconds: float = 4 * 3600.0
+    max_audio_seconds: Seconds = 4 * 3600.0
     """Longest clip of sound, as its container states it."""
-    max_audio_samples: int = 2**26
+    max_audio_samples: Count = 2**26
     """Most samples of one channel that are decoded of a clip, whatever its container states."""
-    max_decode_bytes: int = 4 * GiB
+    max_decode_bytes: CountOrNone = 4 * GiB
     """Memory of its own that a tokenizer process may take while it decodes, beyond what it has when it is ready; what
     asks for more fails alone. 0: no limit."""
 
     def __post_init__(self) -> None:
-        counts = ("max_image_pixels", "max_video_pixels", "max_video_frames", "max_audio_samples")
-        _require(self, dict.fromkeys(counts, 1) | {"max_decode_bytes": 0})
-        if self.max_image_pixels > MAX_IMAGE_PIXELS:
-            raise InputError(f"max_image_pixels is {self.max_image_pixels}, it must be at most {MAX_IMAGE_PIXELS}")
-        for name in ("max_video_seconds", "max_audio_seconds"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
+        require(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +129,13 @@ class WorkerConfig:
     """Checkpoint directory; None is the embedded one."""
     family: str | None = None
     """Family that serves it, whatever its config.json suggests; None: the one that its config.json names."""
-    num_tokenizers: int = 1
+    num_tokenizers: Count = 1
     """Tokenizer processes."""
-    arena_bytes: int = 256 * MiB
+    arena_bytes: Count = 256 * MiB
     """Shared memory of each tokenizer process."""
-    arena_request_bytes: int | None = None
+    arena_request_bytes: Count | None = None
     """Most of it that one request may hold; None: half."""
-    preprocessed_cache_bytes: int = 256 * MiB
+    preprocessed_cache_bytes: CountOrNone = 256 * MiB
     """Memory in which each tokenizer process keeps media that it preprocessed, for requests that bring them again, as
     every turn of a chat does. 0: none."""
     truncate: bool = False
@@ -169,9 +144,7 @@ class WorkerConfig:
     media: MediaCaps = field(default_factory=MediaCaps)
 
     def __post_init__(self) -> None:
-        _require(self, {"num_tokenizers": 1, "arena_bytes": 1, "preprocessed_cache_bytes": 0})
-        if self.arena_request_bytes is not None:
-            _require(self, {"arena_request_bytes": 1})
+        require(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +153,7 @@ class ServiceConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = 8000
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 takes a free port; the line printed when ready names it."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """Keys, one of which a request must bear, as `Authorization: Bearer KEY`; empty: nobody is asked for one. /health
@@ -189,61 +162,61 @@ class ServiceConfig:
     """Web pages' origins, such as https://example.org, whose scripts may call the service; * is every page."""
     web_page: bool = True
     """Serve a page at / to ask with, and to watch the service."""
-    served_model_name: str | None = None
+    served_model_name: Annotated[str, Meta(min_length=1)] | None = None
     """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
     spool: Path | None = None
     """Folder in which requests keep their path files and media; None: mindie_mm-<uid> in the
     temporary directory."""
-    reclaim_interval_s: float = 60.0
+    reclaim_interval_s: Seconds = 60.0
     """How often shared memory of dead processes is looked for."""
-    max_concurrent_requests: int = 256
+    max_concurrent_requests: Count = 256
     """Most requests being answered; further ones are refused."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: Seconds = 600.0
     """Longest that one request may take, media fetching included."""
-    send_timeout_s: float = 60.0
+    send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
     """Longest that a client may take nothing of an answer before its connection is dropped."""
-    grace_s: float = 5.0
+    grace_s: Annotated[float, Meta(ge=0)] = 5.0
     """How long running requests may go on after a stop was asked for, before they are aborted; a second signal ends
     it."""
-    log_format: str = "text"
+    log_format: Literal["text", "json"] = "text"
     """text, or json: an object a line."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe records that are logged: debug, info, warning or error. Of other libraries, no debug records."""
     log_prompts: bool = False
     """Log the text of prompts, too; media never are."""
     otlp_endpoint: str | None = None
     """URL that takes OpenTelemetry spans, as http://localhost:4318/v1/traces: one a request. Needs the extra otel."""
-    max_request_bytes: int = 64 * MiB
+    max_request_bytes: Count = 64 * MiB
     """Longest request body."""
-    max_request_values: int = 2**18
+    max_request_values: Count = 2**18
     """Most values in a request body: brackets, braces and commas are counted, in texts too. Each takes memory and time
     before anything else is known of the request."""
-    max_held_bytes: int = 1 * GiB
+    max_held_bytes: Count = 1 * GiB
     """Longest sum of the bodies of the requests being read and answered; further ones are refused."""
-    max_item_bytes: int = 64 * MiB
+    max_item_bytes: Count = 64 * MiB
     """Longest media item, decoded from base64, before it is decoded as media."""
-    max_media_bytes: int = 256 * MiB
+    max_media_bytes: Count = 256 * MiB
     """Longest sum of a request's media items."""
-    max_spool_bytes: int = 2 * GiB
+    max_spool_bytes: Count = 2 * GiB
     """Longest sum of the media items of all requests, as files in the spool; further ones are refused. At least
     max_media_bytes."""
-    max_media_items: int = 32
+    max_media_items: CountOrNone = 32
     """Most media items in one request."""
-    max_images: int = 32
+    max_images: CountOrNone = 32
     """Most images in one request."""
-    max_videos: int = 8
+    max_videos: CountOrNone = 8
     """Most videos in one request."""
-    max_audios: int = 8
+    max_audios: CountOrNone = 8
     """Most clips of sound in one request."""
-    fetch_timeout_s: float = 30.0
+    fetch_timeout_s: Seconds = 30.0
     """Longest that fetching one item over HTTP may take, redirects included."""
-    fetch_connect_timeout_s: float = 5.0
+    fetch_connect_timeout_s: Seconds = 5.0
     """Longest that connecting to a media server may take."""
-    fetch_read_timeout_s: float = 10.0
+    fetch_read_timeout_s: Seconds = 10.0
     """Longest that a media server may be silent."""
-    max_fetch_redirects: int = 3
+    max_fetch_redirects: CountOrNone = 3
     """Most redirects that a fetch follows, each judged as the first URL is."""
-    max_concurrent_fetches: int = 16
+    max_concurrent_fetches: Count = 16
     """Most items being fetched over HTTP, a quarter of them for one request; further ones wait."""
     allowed_media_dir: Path | None = None
     """Files named by a request must lie under this folder; None: no file is read."""
@@ -253,35 +226,13 @@ class ServiceConfig:
     """Fetch from addresses that are not public, too."""
 
     def __post_init__(self) -> None:
-        at_least_one = (
-            "max_concurrent_requests",
-            "max_request_bytes",
-            "max_request_values",
-            "max_held_bytes",
-            "max_concurrent_fetches",
-            "max_item_bytes",
-            "max_media_bytes",
-        )
-        counts = ("max_media_items", "max_images", "max_videos", "max_audios", "max_fetch_redirects")
-        _require(self, dict.fromkeys(at_least_one, 1) | dict.fromkeys(counts, 0))
-        _require(self, {"max_spool_bytes": self.max_media_bytes})
+        require(self)
+        if self.max_spool_bytes < self.max_media_bytes:
+            raise InputError(f"max_spool_bytes is {self.max_spool_bytes}, it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
-        _require_within(self, "port", 0, _MAX_PORT)  # the system takes one beyond modulo 65536
-        _require_within(self, "send_timeout_s", 0.001, _MAX_SEND_TIMEOUT_S)
-        positive = ("request_timeout_s", "fetch_timeout_s", "fetch_connect_timeout_s", "fetch_read_timeout_s")
-        for name in (*positive, "reclaim_interval_s"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} is {getattr(self, name)}, it must be above 0")
         for origin in self.cors_origin:
             _require_origin(origin)
-        if self.served_model_name == "":
-            raise InputError("served_model_name is empty; leave it out for the checkpoint's own")
-        if not self.grace_s >= 0:
-            raise InputError(f"grace_s is {self.grace_s}, it must be at least 0")
-        for name, known in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}")
         if self.otlp_endpoint is not None:
             _require_url("otlp_endpoint", self.otlp_endpoint)
 
@@ -305,19 +256,6 @@ def _require_url(name: str, url: str) -> None:
         raise InputError(f"{name} holds a user name or a query, which may be secret, and settings are logged")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InputError(f"{name} is {url!r}, it must be a URL of http or https")
-
-
-def _require(settings: Any, least: dict[str, int]) -> None:
-    """InputError for a setting below its least value."""
-    for name, value in least.items():
-        if getattr(settings, name) < value:
-            raise InputError(f"{name} is {getattr(settings, name)}, it must be at least {value}")
-
-
-def _require_within(settings: Any, name: str, least: float, most: float) -> None:
-    """InputError for a setting outside [least, most], NaN included."""
-    if not least <= getattr(settings, name) <= most:
-        raise InputError(f"{name} is {getattr(settings, name)}, it must be from {least} to {most}")
 
 
 def foreign(names: Iterable[str]) -> dict[str, str]:
@@ -390,7 +328,7 @@ def unknown_variables(settings: Collection[str]) -> list[str]:
 
 def environment(cls: type[Any]) -> dict[str, Any]:
     """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     return {
         one.name: _parse(variable(one.name), text, hints[one.name])
         for one in fields(cls)
@@ -398,23 +336,9 @@ def environment(cls: type[Any]) -> dict[str, Any]:
     }
 
 
-def kind_of(hint: Any) -> tuple[type, bool]:
-    """The type of a field, None left aside, and whether it is a tuple of those."""
-    kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if kind not in (type(None), ...)]
-    return kinds[0], getattr(hint, "__origin__", None) is tuple
-
-
 def _parse(name: str, text: str, hint: Any) -> Any:
-    kind, many = kind_of(hint)
-    if kind is bool:
-        if text.lower() not in ("0", "1", "true", "false"):
-            raise InputError(f"{name} is {text!r}, it must be true or false")
-        return text.lower() in ("1", "true")
-    if many:
-        if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
-            raise InputError(f"{name} is {text!r}, which holds no value: unset it, or give one")
-        return parts
-    try:
-        return kind(text)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is {text!r}, it must be of type {kind.__name__}") from error
+    if get_origin(hint) is not tuple:
+        return converted(name, text, hint, strict=False)
+    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
+        raise InputError(f"{name} is {text!r}, which holds no value: unset it, or give one")
+    return parts

@@ -19,17 +19,17 @@ from mindie_mm.config import (
     WorkerConfig,
     config_file,
     environment,
-    kind_of,
     unknown_variables,
     variable,
 )
 from mindie_mm.errors import InputError
+from mindie_mm.limits import converted
 
 CLASSES: tuple[type[Any], ...] = (WorkerConfig, EngineConfig, MediaCaps, ServiceConfig)
 PARTS = frozenset({"engine", "media"})
 """Fields that are settings classes themselves, not settings."""
+SECRETS = frozenset(field.name for cls in CLASSES for field in fields(cls) if "secret" in field.metadata)
 MASK = "***"
-_TOML_NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Configuration:
         return [
             Setting(
                 field.name,
-                _shown(getattr(owner, field.name), secret="secret" in field.metadata),
+                _shown(getattr(owner, field.name), secret=field.name in SECRETS),
                 self.origins.get(field.name, "default"),
             )
             for owner in owners
@@ -124,7 +124,12 @@ def read_file(file: Path) -> dict[str, Any]:
 
 def _hints() -> dict[str, Any]:
     """The type of each setting."""
-    return {name: hint for cls in CLASSES for name, hint in get_type_hints(cls).items() if name not in PARTS}
+    return {
+        name: hint
+        for cls in CLASSES
+        for name, hint in get_type_hints(cls, include_extras=True).items()
+        if name not in PARTS
+    }
 
 
 def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
@@ -133,22 +138,7 @@ def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
             raise InputError(f"{file}: [{key}] is a table; every setting stands at the top, by its own name")
         near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
         raise InputError(f"{file}: there is no setting {key!r}{f'; {near[0]!r} is one' if near else ''}")
-    kind, many = kind_of(hints[key])
-    parts = value if many and isinstance(value, list) else [value]
-    if (many and not isinstance(value, list)) or not all(_is(part, kind) for part in parts):
-        wanted = f"a list, each {_TOML_NAMES[kind]}" if many else _TOML_NAMES[kind]
-        # A secret of the wrong type is a secret still.
-        raise InputError(f"{file}: {key} is of type {type(value).__name__}, it must be {wanted}")
-    return tuple(map(kind, parts)) if many else kind(value)
-
-
-def _is(value: object, kind: type) -> bool:
-    """Whether TOML's value is of that type; an integer will do for a number, true and false will not."""
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    if kind is float:
-        return isinstance(value, int | float)
-    return isinstance(value, str if kind is Path else kind)
+    return converted(f"{file}: {key}", value, hints[key], secret=key in SECRETS)
 
 
 def _flag(name: str, value: object) -> str:

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "faults"},
+    {"limits"},
     {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},
     {"device", "shm", "child"},

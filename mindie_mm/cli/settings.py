@@ -8,11 +8,10 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
-from mindie_mm.config import kind_of
 from mindie_mm.sources import PARTS, Configuration, configuration
 
 Command = Callable[..., Any]
@@ -41,14 +40,21 @@ def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Co
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, text: str) -> Callable[[Command], Command]:
-    kind, many = kind_of(hint)
     name = field.name.replace("_", "-")
     # A flag that was not given stays None, so that the environment counts; the default shown is the class's own.
     text += "" if field.default is None or field.default == () else f"  [default: {field.default}]"
-    if kind is bool:
+    if hint is bool:
         return click.option(f"--{name}/--no-{name}", default=None, help=text)
-    parameter = click.Path(path_type=Path) if kind is Path else kind
-    return click.option(f"--{name}", type=parameter, multiple=many, default=None, help=text)
+    many = get_origin(hint) is tuple
+    return click.option(f"--{name}", type=_parameter(hint), multiple=many, default=None, help=text)
+
+
+def _parameter(hint: Any) -> Any:
+    """What click reads: of a tuple its elements, of an optional value the value."""
+    if get_origin(hint) is Literal:
+        return click.Choice(get_args(hint))
+    kind, *_ = get_args(hint) or (hint,)
+    return click.Path(path_type=Path) if kind is Path else kind
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:

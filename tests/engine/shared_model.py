@@ -9,11 +9,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
-from mindie_mm.config import TOWER_PARALLEL, EngineConfig
+from mindie_mm.config import EngineConfig, TowerParallel
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.ranks import Ranks, join
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -33,7 +34,7 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
     prompts = {file.stem: torch.from_numpy(np.load(file)) for file in sorted(case.glob("*.npy"))}
     for name, ids in prompts.items():
         np.save(case / f"{name}.{ranks.number}.logits", model.logits(ids).cpu().numpy())
-    for way in TOWER_PARALLEL:
+    for way in get_args(TowerParallel):
         engine = Engine(model, EngineConfig(tower_parallel=way), 2**24, ranks)
         outputs, errors = run(engine, list(prompts.values()), max_tokens=NUM_TOKENS)
         assert not errors, errors

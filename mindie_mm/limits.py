@@ -1,0 +1,67 @@
+"""Types of settings that hold their limits, and what is said of a value that is none of them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from mindie_mm.errors import InputError
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrNone = Annotated[int, Meta(ge=0)]
+"""Where 0 means something: no limit, no cache, none allowed."""
+Seconds = Annotated[float, Meta(gt=0)]
+_NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def converted(name: str, value: object, hint: Any, *, strict: bool = True, secret: bool = False) -> Any:
+    """`value` as the type `hint`; InputError names the setting, its value unless it is secret, and what it must be.
+
+    Not `strict`, texts are read as numbers and truth values, as in the environment.
+    """
+    try:
+        return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        said = f"of type {type(value).__name__}" if secret or not isinstance(value, str | int | float) else repr(value)
+        raise InputError(f"{name} is {said}, it must be {_wanted(hint)}") from error
+
+
+def require(settings: Any) -> None:
+    """InputError for a field of a settings dataclass that is not of its type, or beyond its limits."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in fields(settings):
+        if not is_dataclass(value := getattr(settings, field.name)):
+            converted(field.name, value, hints[field.name], secret="secret" in field.metadata)
+
+
+def _path(hint: type, value: object) -> Path:
+    if hint is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise msgspec.ValidationError
+
+
+def _wanted(hint: Any) -> str:
+    """What a value must be, in words."""
+    if hint in _NAMES:
+        return _NAMES[hint]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin is tuple:
+        return f"a list, each {_wanted(parts[0])}"
+    if origin is Annotated:
+        return f"{_wanted(parts[0])} {_limits(parts[1])}"
+    return _wanted(parts[0])  # of X | None
+
+
+def _limits(meta: Meta) -> str:
+    if meta.min_length == 1:
+        return "that is not empty"
+    if meta.ge is not None and meta.le is not None:
+        return f"from {meta.ge} to {meta.le}"
+    least = f"above {meta.gt}" if meta.gt is not None else f"of at least {meta.ge}"
+    return least if meta.le is None else f"{least} and at most {meta.le}"
