@@ -6,16 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mindie_mm.batch.dataset import Dataset
+    from mindie_mm.config import EngineConfig, WorkerConfig
     from mindie_mm.engine.llm import LLM, Output
     from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.errors import MindieMMError
+    from mindie_mm.tokenize.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Output", "SamplingParams"]
+__all__ = ["LLM", "Dataset", "EngineConfig", "MindieMMError", "Output", "SamplingParams", "Tokenizer", "WorkerConfig"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "mindie_mm.engine.llm",
+    "Dataset": "mindie_mm.batch.dataset",
+    "EngineConfig": "mindie_mm.config",
+    "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.engine.llm",
     "SamplingParams": "mindie_mm.engine.sampling_params",
+    "Tokenizer": "mindie_mm.tokenize.tokenizer",
+    "WorkerConfig": "mindie_mm.config",
 }
 
 
@@ -24,3 +33,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    # What a REPL completes: by itself it would offer what is imported here, and not what is late.
+    return [*__all__, "__version__"]

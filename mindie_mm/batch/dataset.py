@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +56,13 @@ class Dataset(Sequence[Sample]):
     def __len__(self) -> int:
         return self.manifest.num_rows
 
-    def __getitem__(self, row: Any) -> Any:
+    @overload
+    def __getitem__(self, row: SupportsIndex) -> Sample: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Sample]: ...
+
+    def __getitem__(self, row: SupportsIndex | slice) -> Sample | list[Sample]:
         """The row of that number, counted from the end if negative; of a slice, a list.
 
         IndexError; where files were lost or changed since they were written, CorruptReference or SegmentMissing.

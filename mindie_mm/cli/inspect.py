@@ -29,7 +29,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
     dataset.shard(row).verify(folder)
     sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
-    if sample.error is not None:
+    if sample.ids is None:
         click.echo(f"failed: {sample.error}")
         return
     from mindie_mm.models import family_of  # late: it imports torch, which a run's table needs none of

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class MediaShape:
         return np.array([KINDS.index(self.kind), self.token, self.num_features, *self.grid], np.int64)
 
     @classmethod
-    def of(cls, view: ItemView) -> MediaShape:
+    def of(cls, view: Mapping[str, NDArray[Any]]) -> MediaShape:
         """From a block's `item`; CorruptReference where it has none, or one that cannot be."""
         if ITEM not in view:
             raise CorruptReference(f"the block holds {', '.join(view)}, and no {ITEM} that says what they are")

@@ -20,3 +20,7 @@ def __getattr__(name: str) -> Any:
     if name != "Tokenizer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("mindie_mm.tokenize.tokenizer").Tokenizer
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
