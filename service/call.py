@@ -15,7 +15,7 @@ import msgspec
 from mindie_mm import faults
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.worker import Delta
+from mindie_mm.engine.worker import Answer, Delta
 from mindie_mm.errors import InputError, RequestAborted
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service import tracing
@@ -50,13 +50,13 @@ class Call:
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """All choices, once they are finished."""
-        choices = [Choice(index) for index in range(len(sources) * self.n)]
+        choices = [Choice(index=index) for index in range(len(sources) * self.n)]
         async with aclosing(self.deltas(sources)) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
         return choices
 
-    def timings(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def timings(self, choices: Sequence[Answer]) -> dict[str, Any]:
         """An answer's `timings`, where they are asked for."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 

@@ -77,7 +77,7 @@ class _Chat:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
-        choices = [Choice(index) for index in range(self.call.n)]
+        choices = [Choice(index=index) for index in range(self.call.n)]
         async with (
             self.call.prompts([await self.request()]) as (source,),
             aclosing(self.call.deltas([source])) as deltas,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.engine.messages import Timings, TokenLogprob
-from mindie_mm.engine.worker import Delta
+from mindie_mm.engine.worker import Answer
 from mindie_mm.inputs import KINDS
 from mindie_mm.shm.layout import block_name
 from mindie_mm.tokenize.prompt import Prompt, Span
@@ -31,36 +30,13 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Choice:
-    """What one choice has come to."""
+class Choice(Answer):
+    """One of several answers."""
 
-    index: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    timings: Timings | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Appends `delta`."""
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.prompt_logprobs += delta.prompt_logprobs or []
-        self.cached_tokens += delta.cached_tokens or 0
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.timings = delta.timings or self.timings
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.texts)
+    index: int = field(kw_only=True)
 
 
-def usage(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(prompts: Sequence[Prompt], choices: Sequence[Answer]) -> dict[str, Any]:
     """OpenAI's usage object, of as many choices for each prompt; a prompt counts once, as its first choice found it."""
     n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
@@ -98,7 +74,7 @@ def media_spans(prompt: Prompt) -> list[dict[str, Any]]:
     ]
 
 
-def timings(clock: Clock, choices: Sequence[Choice]) -> dict[str, float]:
+def timings(clock: Clock, choices: Sequence[Answer]) -> dict[str, float]:
     """Where a finished request's time went, in seconds; of several choices, the longest of each stage."""
     found = [choice.timings for choice in choices if choice.timings is not None]
     stages = {name: max((getattr(one, name) for one in found), default=0.0) for name in _ENGINE_STAGES}

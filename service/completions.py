@@ -88,11 +88,11 @@ class _Completion:
         """The answer's chunks, and the usage if it was asked for."""
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
-            choices = [Choice(index) for index in range(len(prompts) * self.call.n)]
+            choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
             offsets = [TextOffsets(self.call.service.worker.tokenizer) for _ in choices]
             async with aclosing(self.call.deltas(sources)) as deltas:
                 async for index, delta in deltas:
-                    part = Choice(index)
+                    part = Choice(index=index)
                     part.add(delta)
                     first = not choices[index].texts
                     chunk = self._choice(part, prompts[index // self.call.n] if first else None, offsets[index])

@@ -12,10 +12,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service.call import Call
-from service.choices import Choice, Clock
+from service.choices import Clock
 from service.infer import InferParameters, InputsBody, details
 from service.json_response import JSONResponse
 from service.sse import STREAMED, EventStream
@@ -108,7 +109,7 @@ class _Generate:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """One event a step, the last with the whole text."""
-        choice = Choice(0)
+        choice = Answer()
         async with self.call.prompts([self.request()]) as (source,), aclosing(self.call.deltas([source])) as deltas:
             async for _, delta in deltas:
                 choice.add(delta)
@@ -119,10 +120,10 @@ class _Generate:
                     "details": self._details(choice, len(source.prompt)) if last and self.parameters.details else None,
                 }
 
-    def _text(self, choice: Choice) -> str:
+    def _text(self, choice: Answer) -> str:
         return f"{self.body.inputs}{choice.text}" if self.parameters.return_full_text else choice.text
 
-    def _details(self, choice: Choice, prompt_tokens: int) -> dict[str, Any]:
+    def _details(self, choice: Answer, prompt_tokens: int) -> dict[str, Any]:
         return {"prompt_tokens": prompt_tokens, **details(self.call, choice)}
 
     def _tokens(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:

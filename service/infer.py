@@ -14,12 +14,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service.body import INT32_MAX, Array, Body, Fields, MaxTokens, NotServed, RepetitionPenalty, Stop, TopP
 from service.call import Call
-from service.choices import Choice, Clock
+from service.choices import Clock
 from service.json_response import JSONResponse
 from service.openai_types import NOT_SERVED
 from service.sse import STREAMED, EventStream
@@ -137,7 +138,7 @@ class _Infer:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """One event a step, the last with the whole text; times in milliseconds."""
         last = time.perf_counter()
-        choice = Choice(0)
+        choice = Answer()
         async with self.call.prompts([self.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
             async for _, delta in deltas:
                 now = time.perf_counter()
@@ -160,7 +161,7 @@ class _Infer:
                     }
 
 
-def details(call: Call, choice: Choice) -> dict[str, Any]:
+def details(call: Call, choice: Answer) -> dict[str, Any]:
     """What MindIE's forms of answer say about one that is finished."""
     return {
         "finish_reason": _finish_reason(choice),
@@ -170,7 +171,7 @@ def details(call: Call, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _finish_reason(choice: Choice) -> str:
+def _finish_reason(choice: Answer) -> str:
     """Why it ended, in MindIE's words."""
     if choice.finish_reason == "length":
         return "length"

@@ -10,8 +10,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -76,7 +75,9 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
         require_folders(config)  # loading takes minutes
-        async with _started(worker_config) as worker:
+        model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
+        _log.info("loading %s on device %s with %d tokenizer processes", model, device, worker_config.num_tokenizers)
+        async with await Worker.start(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
             with _listening_errors(config):
                 listener.listen(server.config.backlog)
@@ -89,17 +90,6 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """As the loop's own, without the look of tasks and results, which may quote what a client sent."""
     _log.error("%s", context["message"], exc_info=context.get("exception"))
-
-
-@asynccontextmanager
-async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
-    model = config.model or "the embedded checkpoint"
-    _log.info("loading %s on device %s with %d tokenizer processes", model, config.engine.device, config.num_tokenizers)
-    worker = await Worker.start(config)
-    try:
-        yield worker
-    finally:
-        await worker.close()
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Ask QUESTION about pictures, videos and sound, once."""
+    import math
+
     import msgspec
     from rich.console import Console
 
@@ -49,11 +51,12 @@ def command(
     items.append({"text": question})
     flags = {"device": device, "family": family, "tensor_parallel": tensor_parallel}
     config = configured(model, flags).worker
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # loading may take minutes
     status = Console(stderr=True)
     with status.status("loading the model"):
         llm = LLM(config.model, config)
     with llm, status.status("thinking"):
-        (output,) = llm.generate([items], SamplingParams(max_tokens=max_tokens, temperature=temperature))
+        (output,) = llm.generate([items], params)
     if as_json:
         answer = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "timings")}
         click.echo(msgspec.json.encode(answer).decode())

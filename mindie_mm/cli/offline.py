@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mindie_mm.batch.shard import ShardRow, arena_path
 from mindie_mm.cli.answer_file import Origin, continued
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.worker import Worker
+from mindie_mm.engine.worker import Answer, Worker
 from mindie_mm.errors import (
     BadReference,
     DeviceError,
@@ -35,7 +36,8 @@ from mindie_mm.nn.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 
-Answer = dict[str, Any]
+Line = dict[str, Any]
+"""An answer as it is written."""
 
 _ENGINE_FAILED = (ProcessDied, DeviceError)
 _BACK_S = 900.0
@@ -53,10 +55,12 @@ async def generate(
 ) -> tuple[int, int]:
     """Appends the answers of rows that `output` does not have yet; how many rows it has then, and errors among them.
 
-    InputError if `output` is not this run's, or, without `other_model`, its rows are not of `config`'s checkpoint;
+    InputError if `output` is not this run's, or, without `other_model`, its rows are not of `config`'s checkpoint, or
+    for a setting in `params` that is none, before the model is loaded;
     StorageError if it cannot be written, CorruptReference, SegmentMissing if a shard is not what the run wrote;
     ProcessDied, DeviceError if the engine does not come back, or answers nothing; errors as Worker.start.
     """
+    params = params.check(math.inf)
     stop, run = min(len(dataset), limit or len(dataset)), dataset.manifest.run
     checkpoint = Checkpoint.open(config.model)
     if not other_model:
@@ -76,7 +80,7 @@ async def generate(
         if done == stop:
             return stop, errors
         async with (
-            _started(config) as worker,
+            await Worker.start(config, in_process=True) as worker,
             aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers,
         ):
             try:
@@ -90,9 +94,7 @@ async def generate(
     return stop, errors
 
 
-async def _answers(
-    dataset: Dataset, rows: range, worker: Worker, params: SamplingParams
-) -> AsyncGenerator[Answer, None]:
+async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:
     """As many rows at a time as the engine runs, and as many again that wait; a shard is mounted while they are asked.
 
     CorruptReference, SegmentMissing for a shard that is not what the run wrote, once the rows before it are answered.
@@ -132,7 +134,7 @@ class _Asked:
     mount: ExitStack | None
     """Its shard's, which ends with it."""
     task: asyncio.Task[None] = field(init=False)
-    answer: Answer | None = None
+    answer: Line | None = None
     failure: MindieMMError | None = None
     """Why the task has brought no answer: the engine failed under it, and maybe because of it."""
 
@@ -158,7 +160,7 @@ class _Asking:
         self._begin(asked)
         self._asked.append(asked)
 
-    async def next(self) -> Answer:
+    async def next(self) -> Line:
         """The oldest row's. ProcessDied, DeviceError where the engine answers nothing any more."""
         oldest = self._asked[0]
         await oldest.task
@@ -188,20 +190,21 @@ class _Asking:
         if record.prompt is None:
             asked.answer = _failed(record, record.error)
             return
-        text, token_ids, reason = "", list[int](), None
         try:
             prompt = renumbered(record, asked.number)
-            async with aclosing(self._worker.generate_once(prompt, self._params, str(record.row))) as deltas:
-                async for delta in deltas:
-                    text, reason = text + delta.text, delta.finish_reason
-                    token_ids += delta.token_ids
+            answer = await Answer.of(self._worker.generate_once(prompt, self._params, str(record.row)))
         except _ENGINE_FAILED as error:
             asked.failure = error
         except MindieMMError as error:
             asked.answer = _failed(record, error)
         else:
-            asked.answer = {"row": record.row, "id": record.id, "text": text, "token_ids": token_ids}
-            asked.answer["finish_reason"] = reason
+            asked.answer = {
+                "row": record.row,
+                "id": record.id,
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+            }
 
     async def _ask_again(self, rows: Sequence[_Asked]) -> None:
         """While nothing else is asked. Each of them has an answer then."""
@@ -233,7 +236,7 @@ class _Asking:
             return  # such an answer will do
 
 
-def _failed(record: ShardRow, error: MindieMMError | str | None) -> Answer:
+def _failed(record: ShardRow, error: MindieMMError | str | None) -> Line:
     why = f"{error_name(error)}: {error}" if isinstance(error, MindieMMError) else error
     return {"row": record.row, "id": record.id, "error": why}
 
@@ -244,12 +247,3 @@ def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
         own = range(max(rows.start, shard.info.first_row), min(rows.stop, shard.info.stop_row))
         if own:
             yield shard.info.first_row, own
-
-
-@asynccontextmanager
-async def _started(config: WorkerConfig) -> AsyncIterator[Worker]:
-    worker = await Worker.start(config, in_process=True)
-    try:
-        yield worker
-    finally:
-        await worker.close()

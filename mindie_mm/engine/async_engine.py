@@ -29,7 +29,7 @@ from mindie_mm.engine.messages import (
     Unmount,
 )
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import InputError, MindieMMError, ProcessDied
+from mindie_mm.errors import MindieMMError, ProcessDied
 from mindie_mm.ipc import Child, Failure
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 
@@ -95,7 +95,7 @@ class AsyncEngine:
         and such, and ProcessDied.
         """
         assert request_id not in self._requests, request_id
-        params = _typed(params).check(self.info.vocab_size)
+        params = params.check(self.info.vocab_size)
         await self.wait_until_up()
         queue: asyncio.Queue[Progress | MindieMMError] = asyncio.Queue()
         self._requests[request_id] = queue
@@ -245,11 +245,3 @@ class AsyncEngine:
 
     def _send(self, message: ToEngine | Start) -> None:
         self._child.channel.send(msgspec.msgpack.encode(message))
-
-
-def _typed(params: SamplingParams) -> SamplingParams:
-    """`params` as the engine process will read it; InputError names a setting of another type."""
-    try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise InputError(f"the sampling parameters are not of their types: {error}") from error

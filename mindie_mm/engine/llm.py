@@ -7,7 +7,6 @@ import threading
 import uuid
 import weakref
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.worker import Worker
+from mindie_mm.engine.worker import Answer, Worker
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
 from mindie_mm.tokenize.messages import TokenizeRequest
 
@@ -31,9 +30,13 @@ class Output:
     token_ids: list[int]
     finish_reason: str | None
     """`stop` or `length`; None where `error` says why there is none."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """One per token of the prompt but the first, where asked for."""
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
     error: MindieMMError | None = None
@@ -79,21 +82,38 @@ class LLM:
 
         An input is a `List[Dict]`, one user turn through the checkpoint's chat template (`chat_template=False`: as it
         stands), or a text. One that fails leaves the others alone: its error is raised once they are done, or
-        returned in its Output.
+        returned in its Output. InputError before anything is made of any for what is no list of inputs, or a setting
+        in `params` that is none.
         """
         if not isinstance(inputs, Sequence) or isinstance(inputs, str):
             raise InputError(f"inputs is a {type(inputs).__name__}, it must be a list of inputs")
         requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
-        outputs = self._loop.run(self._generate(requests, params or SamplingParams()))
+        outputs = self._loop.run(self._generate(requests, self._checked(params)))
         if on_error == "raise":
             for output in outputs:
                 if output.error is not None:
                     raise output.error
         return outputs
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Output:
-        """The assistant's answer to chat messages, as /v1/chat/completions takes them."""
-        (output,) = self._loop.run(self._generate([TokenizeRequest(messages=messages)], params or SamplingParams()))
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Output:
+        """The assistant's answer to chat messages, as /v1/chat/completions takes them.
+
+        `chat_template_kwargs` holds further variables of the chat template, such as `tools`; without
+        `add_generation_prompt` the prompt does not end with the head of the assistant's turn.
+        """
+        request = TokenizeRequest(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        (output,) = self._loop.run(self._generate([request], self._checked(params)))
         if output.error is not None:
             raise output.error
         return output
@@ -105,6 +125,9 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        return (params or SamplingParams()).check(self._worker.engine.info.vocab_size)
 
     async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
         # As many at a time as the engine runs: more would only fill the arena with pictures that wait.
@@ -134,15 +157,17 @@ class LLM:
         return await asyncio.gather(*(one(request) for request in requests))
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
-        text, token_ids, logprobs, cached_tokens = "", list[int](), list[TokenLogprob](), 0
-        async with aclosing(self._worker.answer(request, params, uuid.uuid4().hex)) as deltas:
-            async for delta in deltas:
-                text += delta.text
-                token_ids += delta.token_ids
-                logprobs += delta.logprobs or []
-                cached_tokens += delta.cached_tokens or 0
-        asked = params.logprobs is not None
-        return Output(text, token_ids, delta.finish_reason, delta.timings, logprobs if asked else None, cached_tokens)
+        answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex))
+        return Output(
+            text=answer.text,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            timings=answer.timings,
+            logprobs=None if params.logprobs is None else answer.logprobs,
+            prompt_logprobs=None if params.prompt_logprobs is None else answer.prompt_logprobs,
+            cached_tokens=answer.cached_tokens,
+        )
 
 
 class _Loop:

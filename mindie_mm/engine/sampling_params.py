@@ -61,8 +61,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the likeliest token is taken: below 1e-5 a temperature no longer divides a float32."""
         return self.temperature < 1e-5
 
-    def check(self, vocab_size: int) -> SamplingParams:
-        """Returns itself; InputError names the setting, its value and its limits."""
+    def check(self, vocab_size: float) -> SamplingParams:
+        """The same, each setting of its type; InputError names the setting, its value and its limits.
+
+        `vocab_size` may be math.inf before the model is loaded: all but the upper limit of ids is checked.
+        """
+        try:
+            typed = msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            raise InputError(f"the sampling parameters are not of their types: {error}") from error
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
@@ -82,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_ids(vocab_size)
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
             raise InputError("a JSON schema says where the output ends: neither ignore_eos nor min_tokens goes with it")
-        return self
+        return typed
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -92,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
             raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
 
-    def _check_ids(self, vocab_size: int) -> None:
+    def _check_ids(self, vocab_size: float) -> None:
         for name, ids, most in (
             ("logit_bias", self.logit_bias, MAX_BIASES),
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -47,11 +48,49 @@ class Delta:
     """Up to this delta."""
 
 
+@dataclass(slots=True)
+class Answer:
+    """What a request's output has come to: the sum of its deltas, each field as theirs."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    timings: Timings | None = None
+
+    @classmethod
+    async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
+        """All of `deltas`, which are closed however this ends."""
+        answer = cls()
+        async with aclosing(deltas):
+            async for delta in deltas:
+                answer.add(delta)
+        return answer
+
+    def add(self, delta: Delta) -> None:
+        """Appends `delta`."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs += delta.prompt_logprobs or []
+        self.cached_tokens += delta.cached_tokens or 0
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.timings = delta.timings or self.timings
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
 class Worker:
     """Tokenizer processes and an engine process over one checkpoint.
 
-    `answer` is a request's whole way. A service that spools media first has its own directory for each request, and
-    calls `tokenize` and `generate` inside it.
+    A context manager. `answer` is a request's whole way. A service that spools media first has its own directory for
+    each request, and calls `tokenize` and `generate` inside it.
     """
 
     def __init__(
@@ -154,6 +193,14 @@ class Worker:
     async def close(self) -> None:
         """Ends every process; the arenas go with the tokenizers."""
         await asyncio.gather(self.engine.close(), self.tokenizer_stage.close())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:

@@ -165,6 +165,7 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
         (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has other answers: run was "),
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
+        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0, it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
         assert (refused.exit_code, differing in refused.stderr) == (2, True), refused.stderr

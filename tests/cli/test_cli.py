@@ -53,6 +53,8 @@ def test_mistakes_are_one_line(random_checkpoint):
     said = run_warm("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
     assert "/no/such.png" in said
     assert "Traceback" not in said
+    unheard = ("ask", "What?", "--model", random_checkpoint, "--family", "none", "--temperature", -1)
+    assert "temperature is -1" in run_warm(*unheard, status=2), "before the model is loaded"
     assert "MINDIE_MM_NUM_TOKENIZERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_NUM_TOKENIZERS="two")
 
 

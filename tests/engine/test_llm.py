@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -72,6 +73,43 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
     assert isinstance(bad.error, WorldError)
     assert isinstance(bad.error.__cause__, ZeroDivisionError)
     assert (good.error, bool(good.text)) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"temperature": -1}, "temperature is -1, it must be in"),
+        ({"max_tokens": "5"}, r"int.*max_tokens"),
+        ({"stop": None}, r"array.*stop"),
+        ({"stop_token_ids": (10**6,)}, "stop_token_ids names token 1000000"),
+    ],
+)
+def test_a_wrong_setting_is_told_before_any_input_is_read(llm, wrong, said):
+    params = SamplingParams(**wrong)
+    with pytest.raises(InputError, match=said):
+        llm.generate([[{"image": "/no/such/file.png"}]], params, on_error="return")
+    with pytest.raises(InputError, match=said):
+        llm.chat([], params)
+
+
+def test_an_output_has_all_that_was_asked_for(llm):
+    plain, asked = (
+        llm.generate(["Hello"], msgspec.structs.replace(GREEDY, **more))[0]
+        for more in ({}, {"prompt_logprobs": 1, "logprobs": 0, "cache_salt": "not kept"})
+    )
+    assert (plain.prompt_logprobs, plain.logprobs, plain.stop_reason) == (None, None, None)
+    assert len(asked.logprobs) == len(asked.token_ids)
+    assert asked.prompt_logprobs
+    third = plain.token_ids[2]
+    (stopped,) = llm.generate(["Hello"], msgspec.structs.replace(GREEDY, stop_token_ids=(third,)))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", third)
+
+
+def test_a_chat_takes_what_its_template_does(llm):
+    messages = [{"role": "user", "content": "Hello"}]
+    assert llm.chat(messages, GREEDY).token_ids != llm.chat(messages, GREEDY, add_generation_prompt=False).token_ids
+    with pytest.raises(InputError, match="cannot hold 'messages'"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"messages": []})
 
 
 def test_chat_and_logprobs(llm):
