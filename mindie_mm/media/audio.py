@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import check_codec, frames_of, open_container
+from mindie_mm.media.container import best_stream, check_codec, frames_of, open_container
 
 CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf")
 """Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
@@ -53,9 +53,7 @@ class EncodedAudio:
         limits = caps()
         try:
             with open_container(data, CONTAINERS, limits.max_video_pixels) as container:
-                if not container.streams.audio:
-                    raise MediaError("the file has no audio stream")
-                stream = container.streams.audio[0]
+                stream = best_stream(container, "audio")
                 check_codec(stream.codec_context, "the file's sound")
                 rate, num_channels = stream.rate or 0, stream.channels or 0
                 durations = [container.duration and container.duration / av.time_base]
@@ -100,7 +98,7 @@ class EncodedAudio:
 
     def _frames(self) -> Iterator[av.AudioFrame]:
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-            frames = frames_of(container, container.streams.audio[0], len(self.data))
+            frames = frames_of(container, best_stream(container, "audio"), len(self.data))
             yield from (frame for frame in frames if frame.samples)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import av
 from av.audio.stream import AudioStream
@@ -54,6 +54,14 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     }
     container: InputContainer = av.open(io.BytesIO(without_compression(data)), options=options)
     return container
+
+
+def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> Any:
+    """The stream of `kind` that players take, not a preview or a commentary beside it. MediaError for none."""
+    stream = container.streams.best(kind)
+    if stream is None:
+        raise MediaError(f"the file has no {kind} stream")
+    return stream
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:

@@ -24,6 +24,12 @@ _READ = frozenset(
     b"free stsz stz2 trun sidx".split()
 )
 """Outermost boxes in which FFmpeg's demuxer finds tables of samples, whatever the standard says; not media data."""
+_UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
+"""A matrix of no change, as far as it can turn."""
+_MATROSKA_ROLLS = (b"\x76\x75\x84", b"\x76\x75\x88")
+"""The identifier and size of ProjectionPoseRoll; by chance elsewhere, too, which costs no more than a look."""
+_MATROSKA_HEAD = 2**16
+"""Bytes in which a track's entry is looked for."""
 Span = tuple[int, int]
 """Start and stop of bytes."""
 
@@ -46,6 +52,19 @@ def check_tables(data: bytes) -> None:
         raise LimitExceeded(f"the container states {edits} edits of {num_samples} samples; it has {len(data)} bytes")
     if any(True for _ in _found(data, b"cmov", spans)):
         raise MediaError("the container's index is compressed, which is not read")
+
+
+def may_be_turned(data: bytes) -> bool:
+    """Whether a container has what turns its frames: an MP4's matrix that changes something, or Matroska's roll."""
+    if any(roll in data[:_MATROSKA_HEAD] for roll in _MATROSKA_ROLLS):
+        return True
+    spans = _read_spans(data)
+    for kind, place_of_matrix in ((b"tkhd", (40, 52)), (b"mvhd", (36, 48))):
+        for place in _found(data, kind, spans):
+            matrix = place + place_of_matrix[data[place : place + 1] == b"\1"]
+            if data[matrix : matrix + 20] != _UPRIGHT:
+                return True
+    return False
 
 
 def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:

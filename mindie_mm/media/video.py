@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,17 +12,24 @@ from itertools import islice
 import av
 import numpy as np
 import torch
+from av.container import InputContainer
 from av.video.stream import VideoStream
+from numpy.typing import NDArray
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import check_codec, coded_pixels, frames_of, open_container, packets_of
+from mindie_mm.media.container import best_stream, check_codec, coded_pixels, frames_of, open_container, packets_of
 from mindie_mm.media.image import Data, Pixels
+from mindie_mm.media.sample_tables import may_be_turned
 from mindie_mm.media.segments import check_scans
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv")
 """Containers that are opened, told by content (mov is MP4 too, matroska WebM too). Playlists are none of them: they
 would make the library open files and addresses of the client's choice."""
+_RATE_TOLERANCE = 0.02
+"""Share of a video's length by which its frames' times may differ from the rate that its container states."""
+_LONGEST_PAUSE_S = 10.0
+"""Between two frames of MPEG-TS; a longer one is where captures were joined, as for the ffmpeg program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +37,51 @@ class EncodedVideo:
     """A video whose container was read, and checked against the caps, but that is not decoded yet."""
 
     height: int
-    """Pixels, as coded: as in transformers, a display rotation is not applied."""
+    """Pixels, upright: after the display rotation."""
     width: int
     num_frames: int
     """Frames of the video, all of them."""
     fps: float | None
-    """Mean frames per second; None where the container does not say."""
+    """Mean frames per second; None where neither the container nor the frames' times say it."""
+    turns: int
+    """Quarter turns, counter-clockwise, that make a frame upright; 0 to 3."""
     data: bytes
     max_pixels: int
     """Of a frame, whatever the container states."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
-        """Reads the container of `data`; decodes nothing. MediaError for what is no video, LimitExceeded."""
+        """Reads the container of `data`; decodes one frame, of what is turned. MediaError, LimitExceeded."""
         limits = caps()
         max_pixels, max_frames, max_s = limits.max_video_pixels, limits.max_video_frames, limits.max_video_seconds
         try:
             with open_container(data, CONTAINERS, max_pixels) as container:
-                if not container.streams.video:
-                    raise MediaError("the file has no video stream")
-                stream = container.streams.video[0]
+                stream = best_stream(container, "video")
                 check_codec(stream.codec_context, "the video")
-                height, width, rate = stream.height, stream.width, stream.average_rate
-                stated = stream.frames
+                height, width, stated = stream.height, stream.width, stream.frames
                 _check_size(height, width, max_pixels)
                 is_avi = container.format.name == "avi"
                 packets = packets_of(container, stream, len(data))
-                counts = _count(packets, stream.codec_context.name, max_frames, max_pixels)
+                walk = _walk(packets, stream.codec_context.name, max_frames, max_pixels)
                 # Fewer packets than the container states may be all: edits leave some out of FFmpeg's index, and AVI
                 # repeats a frame by an empty chunk.
-                is_cut = counts.packets < stated and (
+                is_cut = walk.packets < stated and (
                     (is_avi and int.from_bytes(data[4:8], "little") + 8 > len(data))
-                    or counts.packets < sum(entry.size > 0 for entry in islice(stream.index_entries, max_frames + 1))
+                    or walk.packets < sum(entry.size > 0 for entry in islice(stream.index_entries, max_frames + 1))
                 )
+                rate = _rate(stream, walk, container.format.name)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError, OSError):
-            raise MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})") from None
-        if counts.packets > max_frames:
-            raise LimitExceeded(f"the video has {max(stated, counts.packets)} frames; the limit is {max_frames}")
+            raise _unreadable(data) from None
+        if walk.packets > max_frames:
+            raise LimitExceeded(f"the video has {max(stated, walk.packets)} frames; the limit is {max_frames}")
         if is_cut:
-            raise MediaError(f"the video is truncated: it states {stated} frames and holds {counts.packets}")
+            raise MediaError(f"the video is truncated: it states {stated} frames and holds {walk.packets}")
         if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
             raise LimitExceeded(f"the video's frames have no size, or more than the limit of {max_pixels} pixels")
         # Where the container counts its frames, its count is the one that samplers go by, unless an edit hides some.
-        num_frames = min(stated, counts.shown) if stated else counts.shown - counts.early
+        num_frames = min(stated or walk.shown, walk.shown - walk.early)
         if not num_frames:
             raise MediaError("the video has no frames")
         if is_avi and rate and stated:  # of its frames and of the empty chunks that repeat them
@@ -81,7 +89,10 @@ class EncodedVideo:
         fps = float(rate) if rate else None
         if fps and num_frames / fps > max_s:
             raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_s:g} s")
-        return cls(height, width, num_frames, fps, data, max_pixels)
+        turns = _turns(data, max_pixels)
+        if turns % 2:
+            height, width = width, height
+        return cls(height, width, num_frames, fps, turns, data, max_pixels)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Frames uint8 [height, width, 3], RGB, one per index; `indices` ascend. Frames of other sizes are scaled.
@@ -91,15 +102,10 @@ class EncodedVideo:
         taken = 0
         try:
             with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-                stream = container.streams.video[0]
-                stream.codec_context.options = {"max_pixels": str(coded_pixels(self.max_pixels))}
-                stream.thread_type = "AUTO"
-                stream.codec_context.thread_count = torch.get_num_threads()
+                stream = _stream_to_decode(container, self.max_pixels)
                 for index, frame in enumerate(frames_of(container, stream, len(self.data))):
                     while taken < len(indices) and index == indices[taken]:
-                        _check_size(frame.height, frame.width, self.max_pixels)
-                        pixels = frame.to_ndarray(width=self.width, height=self.height, format="rgb24")
-                        yield np.asarray(pixels, np.uint8)
+                        yield self._upright(frame)
                         taken += 1
                     if taken == len(indices):
                         return
@@ -108,6 +114,12 @@ class EncodedVideo:
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded") from None
         raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
+
+    def _upright(self, frame: av.VideoFrame) -> Pixels:
+        _check_size(frame.height, frame.width, self.max_pixels)
+        height, width = (self.width, self.height) if self.turns % 2 else (self.height, self.width)
+        pixels = frame.to_ndarray(width=width, height=height, format="rgb24")
+        return np.ascontiguousarray(np.rot90(pixels, self.turns), np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,34 +159,97 @@ def open_video(data: Data) -> Video:
     return EncodedVideo.open(data) if isinstance(data, bytes) else DecodedVideo(data)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Walk:
+    """What is known of a stream once its packets were read."""
+
     packets: int
     shown: int
     """Packets that become frames which are shown."""
     early: int
     """Of `shown`, those that refer to what was cut off before the first keyframe; no decoder gives them."""
+    times: NDArray[np.int64] | None
+    """[shown - early], ascending, in the stream's time base; None where some are not stated, or go back."""
+    end: int
+    """When the last of them ends."""
 
 
-def _count(packets: Iterable[av.Packet[VideoStream]], codec: str, max_packets: int, max_pixels: int) -> _Counts:
-    """Counts at most one more than `max_packets`. LimitExceeded for a frame of more scans than `max_pixels` allow."""
+def _walk(packets: Iterable[av.Packet[VideoStream]], codec: str, max_packets: int, max_pixels: int) -> _Walk:
+    """Takes at most one more than `max_packets`. LimitExceeded for a frame of more scans than `max_pixels` allow."""
     side = math.isqrt(max_pixels)  # whatever the container states: a JPEG has its own size
     num_packets = num_shown = num_early = 0
-    key_time, is_early = None, True
+    key_time, is_early, in_order = None, True, True
+    last = end = -(2**63)
+    times = array("q")
     for packet in islice(packets, max_packets + 1):
         num_packets += 1
         if codec == "mjpeg":
             check_scans(bytes(packet), side, side)
+        time, decoded_at = packet.pts, packet.dts
+        if is_first_key := key_time is None and packet.is_keyframe:
+            key_time = time or 0
         # What an edit list hides is decoded for the sake of others, and so is a frame of VP8 without this bit.
         if packet.is_discard or (codec == "vp8" and not memoryview(packet)[0] & 0x10):
             continue
         num_shown += 1
-        if key_time is None and packet.is_keyframe:
-            key_time = packet.pts or 0
-        elif is_early:
-            is_early = key_time is None or (packet.pts is not None and packet.pts < key_time)
+        if is_early and not is_first_key:
+            is_early = key_time is None or (time is not None and time < key_time)
             num_early += is_early
-    return _Counts(num_packets, num_shown, num_early if key_time is not None else 0)
+        if time is None or (decoded_at is not None and decoded_at < last):
+            in_order = False
+        else:
+            times.append(time)
+            end = max(end, time + (packet.duration or 0))
+            last = last if decoded_at is None else decoded_at
+    if key_time is None:
+        num_early = 0
+    ordered = np.sort(np.array(times, np.int64))[num_early:] if in_order else None
+    return _Walk(num_packets, num_shown, num_early, ordered, end)
+
+
+def _rate(stream: VideoStream, walk: _Walk, container: str) -> Fraction | None:
+    """Frames per second: what the container states, unless the frames' times tell otherwise, which are then believed.
+
+    Without a rate in the container FFmpeg makes one of the first few frames. As torchcodec, frames by the time from the
+    first one's beginning to the last one's end.
+    """
+    stated, time_base, times = stream.average_rate, stream.time_base, walk.times
+    if container == "avi" or not time_base or times is None or not len(times) or walk.end <= times[0]:
+        return stated  # an AVI has no times, only its rate
+    if container == "mpegts" and np.diff(times).max(initial=0) * time_base > _LONGEST_PAUSE_S:
+        return stated
+    lasts = int(times[-1] - times[0]) * time_base
+    if stated and abs((len(times) - 1) / stated - lasts) <= _RATE_TOLERANCE * len(times) / stated + 2 * time_base:
+        return stated
+    return len(times) / ((walk.end - int(times[0])) * time_base)
+
+
+def _turns(data: bytes, max_pixels: int) -> int:
+    """Quarter turns, counter-clockwise, that make the frames of `data` upright, as torchcodec. MediaError."""
+    if not may_be_turned(data):
+        return 0
+    try:
+        with open_container(data, CONTAINERS, max_pixels) as container:
+            for frame in frames_of(container, _stream_to_decode(container, max_pixels), len(data)):
+                # A matrix of zeros has no angle, and FFmpeg's number for it is none.
+                return round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 180 else 0
+    except MemoryError:
+        raise
+    except (av.FFmpegError, ValueError, OSError):
+        raise _unreadable(data) from None
+    return 0
+
+
+def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream:
+    stream: VideoStream = best_stream(container, "video")
+    stream.codec_context.options = {"max_pixels": str(coded_pixels(max_pixels))}
+    stream.thread_type = "AUTO"
+    stream.codec_context.thread_count = torch.get_num_threads()
+    return stream
+
+
+def _unreadable(data: bytes) -> MediaError:
+    return MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})")
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

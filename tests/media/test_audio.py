@@ -4,9 +4,11 @@ import struct
 import wave
 from collections.abc import Sequence
 
+import av
 import numpy as np
 import pytest
 from av.container import InputContainer
+from av.stream import Disposition
 from transformers.audio_utils import load_audio
 
 from mindie_mm.config import MediaCaps
@@ -98,6 +100,18 @@ def test_the_sound_of_a_video_file():
     silent = encode_video(moving_frames(4))
     with pytest.raises(MediaError, match="no audio stream"):
         open_audio(silent)
+
+
+def test_the_default_track_is_taken():
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        commentary, sound = (output.add_stream("pcm_s16le", rate=RATE, layout="mono") for _ in range(2))
+        commentary.disposition, sound.disposition = Disposition(0), Disposition.default
+        for stream, value in ((commentary, 100), (sound, 200)):
+            frame = av.AudioFrame.from_ndarray(np.full((1, RATE), value, np.int16), format="s16", layout="mono")
+            frame.sample_rate = RATE
+            output.mux([*stream.encode(frame), *stream.encode()])
+    assert set(decode(file.getvalue())) == {np.float32(200 / 2**15)}
 
 
 @pytest.mark.parametrize("rate", [RATE, 44_100])
