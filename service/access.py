@@ -1,10 +1,13 @@
-"""Who may ask: API keys."""
+"""Who may ask: API keys, and without any, who names a host that is this one."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -41,3 +44,53 @@ class Access:
         # Digests are of one length, and all are compared: the time says nothing about any key.
         known = [compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(known)
+
+
+class OwnHost:
+    """ASGI middleware for a service on loopback without keys: 403 where Host is another machine's name.
+
+    Whoever owns a name can let it lead to 127.0.0.1 (DNS rebinding). To a browser a page of that name is of one origin
+    with the service then, so that no CORS holds it off; but the Host that it names is its own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._names = {"localhost", socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] != "http" or self._is_own(Headers(scope=scope).get("host")):
+            await self._app(scope, receive, send)
+            return
+        message = (
+            "the Host that the request names is neither an IP address nor localhost: a service that asks for no API "
+            "key answers those alone, so that no web page reaches it by a name of its own"
+        )
+        await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
+
+    def _is_own(self, host: str | None) -> bool:
+        if host is None:  # browsers always send it
+            return True
+        name = _host_name(host)
+        return name in self._names or name.endswith(".localhost") or _is_address(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what listens on `host` is reached from this machine alone."""
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def _host_name(host: str) -> str:
+    """Of a Host header, in small letters, without the port; empty where there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -16,7 +16,7 @@ from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
-from service.access import OPEN_PATHS, Access
+from service.access import OPEN_PATHS, Access, OwnHost, is_loopback
 from service.admission import Admission
 from service.border import Border
 from service.media import MediaPolicy
@@ -65,6 +65,8 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     # The last one added is the outermost: a browser's preflight bears no key.
     if config.api_key:
         app.add_middleware(Access, keys=config.api_key)
+    elif is_loopback(config.host):
+        app.add_middleware(OwnHost)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

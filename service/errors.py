@@ -38,6 +38,7 @@ TABLE: Mapping[type[BaseException], int] = {
 
 KINDS: Mapping[int, str] = {
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "TimeoutError",

@@ -118,16 +118,16 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> URL:
         raise MediaError("a URL with a backslash, white space or a control character")
     try:
         target = URL(url)
-        port = target.port
+        own, port = target.host, target.port  # decoded when they are asked for: xn-- may be no name
     except ValueError as error:
         raise MediaError("a URL that cannot be parsed") from error
     if target.scheme not in ("http", "https"):
         raise MediaError(f"a URL of scheme {target.scheme!r}, http and https are fetched")
-    if not target.host or port == 0:
+    if not own or port == 0:
         raise MediaError("a URL without a host or with port 0")
     if target.user is not None or target.password is not None:
         raise MediaError("a URL with a user name or password")
-    host = target.host.rstrip(".").lower()
+    host = own.rstrip(".").lower()
     if allowed_domains and not any(host == d.lower() or host.endswith(f".{d.lower()}") for d in allowed_domains):
         raise MediaError(f"{host} is none of the allowed media domains")
     return target.with_fragment(None)

@@ -79,6 +79,8 @@ SPELLED = [
     ("http://[::1/x.png", "cannot be parsed"),
     ("http://127.0.0.1:0/x.png", "port 0"),
     ("http:///x.png", "without a host"),
+    ("http://xn--/x.png", "cannot be parsed"),
+    ("http://a.xn--.example/x.png", "cannot be parsed"),
     ("http:", ""),
     ("HTTP://127.0.0.1/x.png", "not public"),
     ("http:127.0.0.1", ""),

@@ -1,5 +1,6 @@
 """API keys, pages of other origins, and ids that clients give their requests."""
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx2
 import openai
 import pytest
 
+from service.access import is_loopback
 from tests.warm import running_service
 from tools.serving import RunningService
 
@@ -106,6 +108,35 @@ def test_a_page_of_another_origin_may_not(bare: httpx2.Client) -> None:
 
 def test_without_the_setting_no_page_may(http: Any) -> None:
     assert "access-control-allow-origin" not in http.get("/health", headers={"Origin": ORIGIN}).headers
+
+
+@pytest.mark.parametrize("path", ["/", "/shm", "/metrics", "/v1/models", "/health"])
+@pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[::1", ""])
+def test_a_page_that_rebinds_its_name_reads_nothing(http: Any, path: str, host: str) -> None:
+    """To the browser it is of the service's own origin."""
+    answer = http.get(path, headers={"Host": host})
+    assert answer.status_code == 403
+    assert answer.json()["error"]["type"] == "PermissionDeniedError"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "LocalHost", "app.localhost", "127.0.0.1", "[::1]:8000", "10.1.2.3", socket.gethostname()]
+)
+def test_hosts_that_no_page_can_bear(http: Any, host: str) -> None:
+    assert http.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_a_key_makes_any_host_right(bare: httpx2.Client) -> None:
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "Host": "behind.a.proxy"}
+    assert bare.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)],
+)
+def test_what_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
 
 
 def test_a_requests_own_id(service: RunningService, http: Any) -> None:
