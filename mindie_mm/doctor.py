@@ -19,10 +19,12 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.weights import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.arena_info import Room
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.sources import Configuration, misspelt_variables
+from mindie_mm.tokenize import Tokenizer
 
 MIN_OPEN_FILES = 1024
 
@@ -98,6 +100,8 @@ def _checkpoint(config: WorkerConfig) -> Finding:
     try:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
+        Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
+        weight_files(checkpoint)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))
     return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}")

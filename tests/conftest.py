@@ -18,6 +18,8 @@ from mindie_mm.shm import survey
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.checkpoints", "tests.warm"]
+# What these assert is shown with its values, as in test modules.
+pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
 
 settings.register_profile("here", deadline=None)  # a busy machine makes no test wrong; pytest's own time limit holds
 settings.load_profile("here")

@@ -7,6 +7,7 @@ entry points of the group `mindie_mm.models`, which name `Family` classes of oth
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 
 GROUP = "mindie_mm.models"
+_log = logging.getLogger(__name__)
 
 
 def family_names() -> list[str]:
@@ -50,13 +52,18 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
         return _loaded(entries[name])
     if name not in _own_names():
         raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    (family,) = (
+    try:
+        module = importlib.import_module(f"{__name__}.{name}")
+    except Exception as error:  # a family that is being written: it fails as it likes, and has to be told by name
+        raise InputError(f"the family {name!r}, {__name__}.{name}, does not load: {error!r}") from error
+    families = [
         value
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Family) and value.__module__ == module.__name__
-    )
-    return family
+    ]
+    if len(families) != 1:
+        raise InputError(f"{module.__file__} defines {len(families)} Family classes, it must be one")
+    return families[0]
 
 
 def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
@@ -72,7 +79,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     for candidate in _candidates(str(model_type), entries):
         try:
             family = _named_of(candidate, entries)
-        except InputError as error:  # another package's: no reason to refuse what others serve
+        except InputError as error:  # that is broken: no reason to refuse what others serve
             broken = broken or error
             continue
         if family.serves(checkpoint.config):
@@ -117,6 +124,7 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
+        _log.debug("%s cannot be read as %s", checkpoint.path, family.__name__, exc_info=True)
         raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read as {family.__name__}: {what}") from error
 
 

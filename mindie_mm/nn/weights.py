@@ -56,7 +56,7 @@ def build(
 
 def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Each weight by its name, on the CPU, from the files one after another."""
-    for file in _files(checkpoint):
+    for file in weight_files(checkpoint):
         try:
             if file.suffix == ".safetensors":
                 with safe_open(file, "pt") as weights:
@@ -68,10 +68,16 @@ def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
 
 
-def _files(checkpoint: Checkpoint) -> list[Path]:
+def weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files of a checkpoint's weights, in order. UnsupportedCheckpoint where there are none, or one is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (whole := checkpoint.path / name).is_file():
             return [whole]
-        if shards := checkpoint.json(f"{name}.index.json").get("weight_map"):
-            return [checkpoint.path / shard for shard in sorted(set(shards.values()))]
+        if weights := checkpoint.json(f"{name}.index.json").get("weight_map"):
+            shards = [checkpoint.path / shard for shard in sorted(set(weights.values()))]
+            if missing := [shard.name for shard in shards if not shard.is_file()]:
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}"
+                )
+            return shards
     raise UnsupportedCheckpoint(f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin")

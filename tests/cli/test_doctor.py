@@ -1,7 +1,11 @@
-"""What doctor says of the settings: of the spool, of the folder of media, and of variables that set nothing."""
+"""What doctor says of the settings: the checkpoint, the spool, the folder of media, variables that set nothing."""
 
 import json
+import shutil
 
+import pytest
+
+from mindie_mm.nn.checkpoint import Checkpoint
 from tests.cli.shell import run_warm
 
 
@@ -41,3 +45,34 @@ def test_folders_that_will_not_do(tmp_path):
         assert str(spool) in found["spool"]["found"]
         assert why in found["spool"]["found"]
         assert found["media folder"]["found"] == f"allowed_media_dir is {nothing}, which is no folder"
+
+
+def _lacks_a_shard(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    weights = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def _resizes_nothing(folder):
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (_lacks_a_shard, "lacks 1 of 2 files of weights, first model-2.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+        (_resizes_nothing, "do_resize"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served(tmp_path, spoil, said):
+    folder, file = tmp_path / "checkpoint", tmp_path / "settings.toml"
+    shutil.copytree(Checkpoint.open().path, folder)
+    file.write_text(f'model = "{folder}"\nspool = "{tmp_path / "spool"}"\n')
+    assert doctor(file)["checkpoint"]["status"] == "ok"
+    spoil(folder)
+    found = doctor(file, status=1)["checkpoint"]
+    assert found["status"] == "error"
+    assert said in found["advice"]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm import LLM, SamplingParams
+from mindie_mm import LLM, SamplingParams, models
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
 
@@ -105,6 +106,36 @@ def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module
         family_named("mine")
     assert family_of(Checkpoint.open()).__module__ == "mindie_mm.models.qwen2_5_omni", "others are served all the same"
     sys.modules.pop("broken_family", None)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("", "defines 0 Family classes"),
+        ("from mindie_mm.nothing import x", "does not load: ModuleNotFoundError"),
+        (
+            "from mindie_mm.nn.family import Family\nclass A(Family): ...\nclass B(Family): ...",
+            "defines 2 Family classes",
+        ),
+    ],
+)
+def test_a_file_that_is_no_family_yet_is_named(tmp_path, monkeypatch, module, said):
+    (tmp_path / "zz_new.py").write_text(module)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    with pytest.raises(InputError, match=f"zz_new.*{said}"):
+        family_named("zz_new")
+    assert family_of(Checkpoint.open()).__module__ == "mindie_mm.models.qwen2_5_omni", "others are served all the same"
+    sys.modules.pop("mindie_mm.models.zz_new", None)
+
+
+def test_a_slip_in_a_familys_code_is_traced_in_the_log(caplog):
+    with (
+        caplog.at_level("DEBUG", "mindie_mm.models"),
+        pytest.raises(UnsupportedCheckpoint, match="cannot be read as Family: ZeroDivisionError"),
+        models.reading(Checkpoint.open(), Family),
+    ):
+        _ = 1 / 0
+    assert "test_families.py" in caplog.text
 
 
 @pytest.mark.parametrize("name", [name for name in family_names() if name != "qwen2_5_omni"])
