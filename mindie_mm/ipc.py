@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from mindie_mm import faults, logs
-from mindie_mm.errors import MindieMMError, error_name, error_named
+from mindie_mm.errors import MindieMMError, ProcessDied, error_name, error_named
 
 T = TypeVar("T")
 
@@ -165,6 +165,17 @@ class Child:
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.returncode
+
+    async def ready(self, kind: type[T], what: str) -> T:
+        """The worker's first message, a `kind`. Raises the Failure in its place; ProcessDied where `what` ended."""
+        try:
+            reply: T | Failure = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure)
+        except EOFError:
+            await self.end()
+            raise ProcessDied(f"{what} exited with {self.status} before it was ready") from None
+        if isinstance(reply, Failure):
+            raise reply.exception()
+        return reply
 
     def kill(self) -> None:
         """Kills the worker, in the midst of whatever it does: `recv` says so with EOFError. Reap it with `end`."""

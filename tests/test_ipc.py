@@ -9,8 +9,9 @@ import msgspec
 import psutil
 import pytest
 
-from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError
+from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError, ProcessDied
 from mindie_mm.ipc import Channel, Child, ChildChannel, Failure, open_channel
+from tests.starting_worker import Begun
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -88,6 +89,19 @@ async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_h
     await child.end()
     assert child.status == 0, "by itself, not by a signal"
     assert not made.exists()
+    await child.end()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("fails", ArenaFull("no room")), ("ends", ProcessDied("it exited with 3 before it was ready"))]
+)
+async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: MindieMMError) -> None:
+    child = await Child.start("tests.starting_worker", "begins")
+    assert await child.ready(Begun, "it") == Begun(42)
+    await child.end()
+    child = await Child.start("tests.starting_worker", how)
+    with pytest.raises(type(error), match=f"^{error}$"):
+        await child.ready(Begun, "it")
     await child.end()
 
 

@@ -18,7 +18,6 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.engine.messages import (
     Abort,
     Add,
-    FromEngine,
     Mount,
     Progress,
     Ready,
@@ -29,7 +28,7 @@ from mindie_mm.engine.messages import (
     Unmount,
 )
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import MindieMMError, ProcessDied
+from mindie_mm.errors import ProcessDied
 from mindie_mm.ipc import Child, Failure
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 
@@ -43,9 +42,9 @@ class AsyncEngine:
         """For `start`."""
         self._start = Start(None if model is None else str(model), config, family)
         self._child: Child
-        self._requests: dict[str, asyncio.Queue[Progress | MindieMMError]] = {}
+        self._requests: dict[str, asyncio.Queue[Progress]] = {}
         self._mounts: dict[int, Mount] = {}
-        self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
+        self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
         self._starter = Starter("the engine process")
         self._up = asyncio.Event()
@@ -97,7 +96,7 @@ class AsyncEngine:
         assert request_id not in self._requests, request_id
         params = params.check(self.info.vocab_size)
         await self.wait_until_up()
-        queue: asyncio.Queue[Progress | MindieMMError] = asyncio.Queue()
+        queue: asyncio.Queue[Progress] = asyncio.Queue()
         self._requests[request_id] = queue
         finished = False
         try:
@@ -105,12 +104,9 @@ class AsyncEngine:
             faults.point("sent")
             while not finished:
                 progress = await queue.get()
-                finished = isinstance(progress, MindieMMError) or progress.error is not None
-                if isinstance(progress, MindieMMError):
-                    raise progress
+                finished = progress.finish_reason is not None or progress.error is not None
                 if progress.error is not None:
                     raise progress.error.exception()
-                finished = progress.finish_reason is not None
                 yield progress
         finally:
             del self._requests[request_id]
@@ -164,7 +160,7 @@ class AsyncEngine:
             self._child = await Child.start("mindie_mm.engine.launcher", str(config.tensor_parallel), config.device)
         try:
             self._send(self._start)
-            self.info = await self._started()
+            self.info = await self._child.ready(Ready, "its process")
         except BaseException as error:
             await self._bury(f"did not start: {error}")
             raise
@@ -174,17 +170,6 @@ class AsyncEngine:
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
         self._start = msgspec.structs.replace(self._start, config=config)
         self._up.set()
-
-    async def _started(self) -> Ready:
-        try:
-            reply = self._decoder.decode(await self._child.channel.recv())
-        except EOFError:
-            await self._child.end()
-            raise ProcessDied(f"its process exited with {self._child.status} before it was ready") from None
-        if isinstance(reply, Failure):
-            raise reply.exception()
-        assert isinstance(reply, Ready), reply
-        return reply
 
     async def _keep(self) -> None:
         """Serves the process, and its successors, until cancelled."""
@@ -222,7 +207,6 @@ class AsyncEngine:
                 stepped = self._decoder.decode(await self._child.channel.recv())
             except EOFError:
                 return
-            assert isinstance(stepped, Stepped), stepped
             self._num_steps += 1
             self.stats = stepped.stats
             if stepped.progress:
@@ -240,8 +224,9 @@ class AsyncEngine:
             await self._child.end()
         finally:
             ended = hung or f"died with status {self._child.status}"
-            for queue in self._requests.values():
-                queue.put_nowait(ProcessDied(f"the engine process {self.pid} {ended}"))
+            death = Failure.of(ProcessDied(f"the engine process {self.pid} {ended}"))
+            for request_id, queue in self._requests.items():
+                queue.put_nowait(Progress(request_id=request_id, error=death))
 
     def _send(self, message: ToEngine | Start) -> None:
         self._child.channel.send(msgspec.msgpack.encode(message))

@@ -94,7 +94,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes requests."""
+    """The engine takes requests; a Failure in its place says why it does not."""
 
     vocab_size: int
     max_model_len: int
@@ -126,13 +126,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
 
 
-class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
-    """One step's news."""
+class Stepped(msgspec.Struct, frozen=True):
+    """One step's news, once the engine is ready."""
 
     progress: list[Progress]
     stats: Stats
 
 
 ToEngine = Add | Abort | Mount | Unmount
-FromEngine = Ready | Failure | Stepped
-"""A Failure: the engine could not start."""

@@ -15,7 +15,7 @@ from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
-from mindie_mm.engine.messages import Abort, Add, FromEngine, Mount, Progress, Start, Stepped, ToEngine, Unmount
+from mindie_mm.engine.messages import Abort, Add, Mount, Progress, Ready, Start, Stepped, ToEngine, Unmount
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
@@ -46,7 +46,7 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
     start = msgspec.msgpack.decode(ranks.same(bytes, channel.recv), type=Start)
 
-    def send(message: FromEngine) -> None:
+    def send(message: Ready | Failure | Stepped) -> None:
         if ranks.number == 0:
             channel.send(msgspec.msgpack.encode(message))
 

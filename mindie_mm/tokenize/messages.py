@@ -60,8 +60,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     request: TokenizeRequest
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Process to pool, once: the checkpoint is read."""
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Process to pool, once: the checkpoint is read. A Failure in its place says what kept it from starting."""
 
     shown_tokens: list[str] = []
     """As `Tokenizer.shown_tokens`."""
@@ -86,10 +86,10 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Process to pool: request `id` failed; -1 is the process's own start."""
+    """Process to pool: request `id` failed."""
 
     id: int
     error: Failure
 
 
-Reply = Ready | Tokenized | Failed
+Reply = Tokenized | Failed

@@ -192,27 +192,16 @@ class TokenizerPool:
         process = _Process(await Child.start(_MODULE, self._setup))
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
-            await self._await_ready(process)
+            ready = await process.child.ready(Ready, "a tokenizer process")
         except Exception as error:
             self._why_down = f"the last one did not start: {error}"
             await self._bury(process)
             raise
-        self._why_down = _STARTING
+        self._why_down, self.shown_tokens = _STARTING, ready.shown_tokens
         self._dying.remove(process)
         self._processes.append(process)
         self._some_alive.set()
         return process
-
-    async def _await_ready(self, process: _Process) -> None:
-        try:
-            reply = self._decoder.decode(await process.child.channel.recv())
-        except EOFError:
-            await process.child.end()
-            raise ProcessDied(f"a tokenizer process exited with {process.child.status} before it was ready") from None
-        if isinstance(reply, Failed):
-            raise reply.error.exception()
-        assert isinstance(reply, Ready), reply
-        self.shown_tokens = reply.shown_tokens
 
     async def _keep(self, process: _Process, starter: Starter) -> None:
         """Serves `process`, and its successors, until cancelled."""
@@ -248,7 +237,6 @@ class TokenizerPool:
                 reply = self._decoder.decode(await process.child.channel.recv())
             except EOFError:
                 return
-            assert not isinstance(reply, Ready), reply
             starter.proved()
             _hand_over(reply, process.pending[reply.id])
             process.answered(reply.id)

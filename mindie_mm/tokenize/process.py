@@ -82,7 +82,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
         quota_bytes = setup.arena_request_bytes
         arena = lifeline.hold(lambda: Arena.create(setup.arena_bytes, quota_bytes=quota_bytes), Arena.close)
     except MindieMMError as error:
-        channel.send(msgspec.msgpack.encode(Failed(-1, Failure.of(error))))
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
     lifeline.before_end(collect)  # of another tokenizer that died before the parent, which nobody else would remove
     with arena:
@@ -91,7 +91,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
             wire = NativeWire(arena, Preprocessed(setup.preprocessed_cache_bytes))
             tokenizer = Tokenizer.from_pretrained(setup.model, wire, family=setup.family, caps=setup.media)
         except MindieMMError as error:
-            channel.send(msgspec.msgpack.encode(Failed(-1, Failure.of(error))))
+            channel.send(msgspec.msgpack.encode(Failure.of(error)))
             return
         if setup.media.max_decode_bytes:
             _limit_memory(setup.media.max_decode_bytes + setup.preprocessed_cache_bytes)
