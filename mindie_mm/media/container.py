@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 import av
@@ -25,6 +26,8 @@ MAX_READ = 4
 """Most bytes of a stream's packets, as a multiple of the container's: samples of an MP4 may be the same bytes."""
 SPARE_BYTES = 2**24
 """Bytes that packets may have beyond that."""
+BARE = ("mp3", "aac")
+"""Formats of frames one after another that decoders find by themselves: tags and zeroes lie between and behind them."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo"
@@ -82,9 +85,14 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
 
 
 def frames_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[Any]:
-    """What they are decoded to, with what the decoder holds back. LimitExceeded as `packets_of`."""
+    """What they are decoded to, with what the decoder holds back. LimitExceeded as `packets_of`.
+
+    A stream with no container round it (`BARE`) may have anything between its frames, which is passed over.
+    """
+    passed_over = (av.InvalidDataError,) if container.format.name in BARE else ()
     for packet in packets_of(container, stream, num_bytes):
-        yield from packet.decode()
+        with suppress(*passed_over):
+            yield from packet.decode()
     yield from stream.decode(None)
 
 

@@ -124,6 +124,37 @@ def test_what_lies_behind_the_limit_is_not_decoded(rate):
     assert np.array_equal(decode(broken_behind, max_samples=5 * RATE + 7), found)
 
 
+LYRICS = b"LYRICSBEGININD0000200" + b"000021LYRICS200" + b"TAG" + bytes(125)
+
+
+@pytest.mark.parametrize("behind", [b"\0", bytes(4096), b"helloworld", LYRICS])
+def test_what_stands_behind_an_mp3_is_passed_over(behind):
+    data = encode_sound(tone(2.0, 44_100), 44_100, "MP3", "MPEG_LAYER_III")
+    whole = open_audio(data).decode(44_100, 10**6)
+    found = open_audio(data + behind).decode(44_100, 10**6)
+    assert np.array_equal(found[: len(whole)], whole)
+    assert len(found) - len(whole) < 1152, "a frame's padding at most"
+    expected = load_audio(f"data:;base64,{base64.b64encode(data + behind).decode()}", 44_100, backend="soundfile")
+    assert np.abs(found[: len(expected)] - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(("container", "codec", "frame"), [("mp3", "mp3", 1152), ("adts", "aac", 1024)])
+def test_a_stream_without_a_container_goes_on_behind_damage(container, codec, frame):
+    data = encode_with_ffmpeg(tone(2.0, 48_000), 48_000, container, codec)
+    whole = open_audio(data).decode(48_000, 10**6)
+    for damaged in (data[:-100], data[:9000] + b"junk" * 80 + data[9000:], data + data):
+        found = open_audio(damaged).decode(48_000, 10**6)
+        assert len(found) > len(whole) - 5 * frame
+    assert len(found) > 1.9 * len(whole), "one behind the other"
+
+
+def test_a_damaged_file_in_a_container_is_broken():
+    data = bytearray(encode_with_ffmpeg(tone(2.0, 48_000), 48_000, "mp4", "aac"))
+    data[9000:9200] = b"junk" * 50
+    with pytest.raises(MediaError, match=r"the sound is broken: [0-9]+ samples can be decoded"):
+        decode(bytes(data))
+
+
 def test_samples_handed_in():
     samples = tone(1.0, 48_000)
     assert np.array_equal(open_audio(samples).decode(RATE, 500), samples[:500])
