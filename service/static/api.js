@@ -61,7 +61,7 @@ async function* events(stream) {
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const lines = (held + value).split("\n");
+    const lines = (held + value).split(/\r?\n/);
     held = lines.pop();
     for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
   }

@@ -9,6 +9,7 @@ export class Composer {
   #question = byId("question");
   #status = byId("status");
   #items = new Items(byId("items"), (text) => this.say(text));
+  #recorders;
   #busy = null;
 
   /**
@@ -32,9 +33,9 @@ export class Composer {
       files.value = "";
     });
     const done = (file) => this.#items.add([file]);
-    for (const [kind, id] of [["audio", "record-sound"], ["video", "record-video"]]) {
-      new Recorder(kind, byId(id), done, (text) => this.say(text));
-    }
+    this.#recorders = [["audio", "record-sound"], ["video", "record-video"]].map(
+      ([kind, id]) => new Recorder(kind, byId(id), done, (text) => this.say(text)),
+    );
     document.addEventListener("paste", (event) => {
       if (!pastesText(event)) this.#takeFrom(event, event.clipboardData);
     });
@@ -70,20 +71,19 @@ export class Composer {
   }
 
   async #submit(ask) {
-    if (this.#busy || !this.#check()) return;
-    const question = this.#question.value.trim();
-    const items = this.#items.take();
-    if (!question && !items.length) {
-      this.say("There is nothing to ask yet: write a question, or attach something.");
+    if (this.#busy) {
+      this.say("The answer before is still coming; Stop ends it.");
       return;
     }
-    this.#busy = new AbortController();
+    if (!this.#check()) return;
+    this.#showBusy(new AbortController());
+    const question = this.#question.value.trim();
     this.#question.value = "";
-    this.#showBusy(true);
-    const answered = await ask(question, items, this.#busy.signal);
-    this.#busy = null;
-    this.#showBusy(false);
-    if (!answered) this.#putBack(question, items);
+    await Promise.all(this.#recorders.map((recorder) => recorder.stop()));
+    const items = await this.#items.take();
+    if (!question && !items.length) this.say("There is nothing to ask yet: write a question, or attach something.");
+    else if (!(await ask(question, items, this.#busy.signal))) this.#putBack(question, items);
+    this.#showBusy(null);
   }
 
   /** A question that was not answered, to be asked again: a recording, for one, is nowhere else. */
@@ -109,10 +109,11 @@ export class Composer {
   }
 
   #showBusy(busy) {
+    this.#busy = busy;
     const hadFocus = [byId("stop"), byId("ask")].includes(document.activeElement);
     byId("stop").hidden = !busy;
     byId("ask").disabled = busy;
-    if (hadFocus) (busy ? byId("stop") : this.#question).focus();
+    if (hadFocus) (busy ? byId("stop") : this.#question).focus({ preventScroll: true });
   }
 }
 

@@ -9,7 +9,8 @@ class Turn {
   #text = element("p", { class: "answer", "aria-busy": "true" });
   #article;
   answer = "";
-  whole = false;
+  /** Answered, or stopped amid the answer: a part of the conversation. Of others the question is back in the form. */
+  answered = false;
 
   constructor(number, question, items) {
     this.question = question;
@@ -36,7 +37,7 @@ class Turn {
   /** The answer is whole, or as much as there will be. */
   end({ reason, usage, spans, timings, names }) {
     this.#text.removeAttribute("aria-busy");
-    this.whole = reason === "stop" || reason === "length";
+    this.answered = reason !== "stopped" || this.answer !== "";
     if (reason === "length") this.#note("Ended at the most tokens.");
     if (reason === "stopped") this.#note("Stopped.");
     if (timings) this.#article.append(timingsFigure(timings));
@@ -54,7 +55,7 @@ class Turn {
     const parts = await Promise.all(this.items.map((item) => item.part()));
     if (this.question) parts.push({ type: "text", text: this.question });
     const asked = { role: "user", content: parts };
-    return this.whole ? [asked, { role: "assistant", content: this.answer }] : [asked];
+    return this.answered ? [asked, { role: "assistant", content: this.answer }] : [asked];
   }
 
   #note(text) {
@@ -70,6 +71,11 @@ export class Conversation {
   constructor(log) {
     this.#log = log;
     this.#empty = log.firstElementChild;
+  }
+
+  /** What the conversation is to the model: without the turns that have no answer. */
+  get answered() {
+    return this.turns.filter((turn) => turn.answered);
   }
 
   add(question, items) {

@@ -4,25 +4,27 @@ import { dataURL } from "./items.js";
 
 const QUALITY = 0.95;
 
-/** The text of turns, each {question, items, answer}. */
+/** The text of turns, each {question, items, answer}; and the names of items that are but named in it. */
 export async function historyText(turns) {
+  const named = [];
+  const itemText = async (item) => {
+    const url = item.kind === "image" && (await jpegURL(item.file));
+    if (url) return `<img src="${url}">`;
+    named.push(item.name); // the form has no other media
+    return `[${item.kind}: ${item.name}]`;
+  };
   const texts = turns.map(async ({ question, items, answer }) => {
     const media = await Promise.all(items.map(itemText));
     return `### Human: ${media.join("")}${question}\n### Assistant: ${answer}\n`;
   });
-  return (await Promise.all(texts)).join("");
+  return [(await Promise.all(texts)).join(""), named];
 }
 
-/** A picture as a tag; the form has no other media, which are named. */
-async function itemText(item) {
-  const named = `[${item.kind}: ${item.name}]`;
-  if (item.kind !== "image") return named;
-  if (item.file.type === "image/jpeg") return `<img src="${await dataURL(item.file)}">`;
-  const picture = await createImageBitmap(item.file).catch(() => null); // a TIFF, say, which browsers do not read
-  return picture ? `<img src="${jpegURL(picture)}">` : named;
-}
-
-function jpegURL(picture) {
+/** Null for what the browser does not read, a TIFF, say, and for what is larger than its canvases. */
+async function jpegURL(file) {
+  if (file.type === "image/jpeg") return dataURL(file);
+  const picture = await createImageBitmap(file).catch(() => null);
+  if (!picture) return null;
   const canvas = document.createElement("canvas");
   canvas.width = picture.width;
   canvas.height = picture.height;
@@ -30,5 +32,6 @@ function jpegURL(picture) {
   context.fillStyle = "white"; // where the picture is transparent, which JPEG cannot be
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(picture, 0, 0);
-  return canvas.toDataURL("image/jpeg", QUALITY);
+  const url = canvas.toDataURL("image/jpeg", QUALITY);
+  return url.startsWith("data:image/jpeg") ? url : null;
 }

@@ -36,6 +36,7 @@ export class Items {
   #list;
   #say;
   #found = [];
+  #added = Promise.resolve();
 
   /** Shows them in `list`; `say` takes what happened, in words. */
   constructor(list, say) {
@@ -43,26 +44,34 @@ export class Items {
     this.#say = say;
   }
 
+  /** Adds files, behind those that are still being read. */
   add(files) {
-    const refused = [];
-    const before = this.#found.length;
-    for (const file of files) {
-      const kind = kindOf(file);
-      if (kind) this.#insert(new Item(file, kind), this.#found.length);
-      else refused.push(file.name);
-    }
-    const added = this.#found.slice(before).map((item) => item.name);
-    const said = added.length ? [`Attached: ${added.join(", ")}.`] : [];
-    if (refused.length) said.push(`No picture, video or sound: ${refused.join(", ")}.`);
-    this.#say(said.join(" "));
+    const chosen = [...files]; // a list that its owner empties
+    this.#added = this.#added.then(() => this.#add(chosen));
   }
 
   /** All of them, which are then the caller's. */
-  take() {
+  async take() {
+    await this.#added;
     const taken = this.#found;
     this.#found = [];
     this.#list.replaceChildren();
     return taken;
+  }
+
+  async #add(files) {
+    const added = [];
+    const refused = [];
+    const unread = [];
+    for (const file of files) {
+      const kind = kindOf(file);
+      const copy = kind && (await copyOf(file));
+      if (copy) this.#insert(new Item(copy, kind), this.#found.length);
+      (copy ? added : kind ? unread : refused).push(file.name);
+    }
+    const said = { "Attached": added, "No picture, video or sound": refused, "Cannot be read": unread };
+    const told = Object.entries(said).filter(([, names]) => names.length);
+    this.#say(told.map(([what, names]) => `${what}: ${names.join(", ")}.`).join(" "));
   }
 
   /** Those of a question that was not answered, before what has come since; the conversation keeps its own. */
@@ -73,13 +82,10 @@ export class Items {
   #insert(item, at) {
     this.#found.splice(at, 0, item);
     const remove = element("button", { type: "button", "aria-label": `Remove ${item.name}` }, "Remove");
-    const row = element(
-      "li",
-      {},
-      item.view(),
-      element("span", {}, item.name, element("span", { class: "quiet" }, ` ${item.kind}, ${bytes(item.file.size)}`)),
-      remove,
-    );
+    const facts = element("span", { class: "quiet" }, ` ${item.kind}, ${bytes(item.file.size)}`);
+    const row = element("li", {}, item.view(), element("span", {}, item.name, facts));
+    if (item.kind === "video") row.append(soundAlone(item));
+    row.append(remove);
     remove.addEventListener("click", () => {
       this.#found.splice(this.#found.indexOf(item), 1);
       URL.revokeObjectURL(item.url);
@@ -92,6 +98,13 @@ export class Items {
   }
 }
 
+/** Takes a video for its sound: an ending such as .mp4 or .webm, which is all that browsers go by, does not say. */
+function soundAlone(item) {
+  const box = element("input", { type: "checkbox" });
+  box.addEventListener("change", () => (item.kind = box.checked ? "audio" : "video"));
+  return element("label", {}, box, " Sound alone");
+}
+
 /** A file as a data: URL. */
 export function dataURL(file) {
   return new Promise((resolve, reject) => {
@@ -100,6 +113,12 @@ export function dataURL(file) {
     reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
     reader.readAsDataURL(file);
   });
+}
+
+/** The file as it is now: one that is saved again, moved or removed could not be read for the next question. */
+async function copyOf(file) {
+  const data = await file.arrayBuffer().catch(() => null);
+  return data && new File([data], file.name, { type: file.type });
 }
 
 function kindOf(file) {

@@ -28,18 +28,18 @@ export class KeyForm {
     });
   }
 
-  /** The service has refused the key, or the lack of one. */
-  ask() {
+  /** The service has refused the key, or the lack of one. `focus`: whether that is what the reader waits for. */
+  ask(focus = true) {
     const known = sessionStorage.getItem(NAME) !== null;
     byId("key-why").textContent = known
       ? "The service does not know this API key. Give another one."
       : "This service asks for an API key. It is kept until this tab is closed, and sent to this service alone.";
-    if (this.#form.hidden) this.#show(true);
+    this.#show(true, focus);
   }
 
-  #show(shown) {
+  #show(shown, focus = true) {
     this.#form.hidden = !shown;
     this.#button.setAttribute("aria-expanded", shown);
-    (shown ? this.#field : this.#button).focus();
+    if (focus) (shown ? this.#field : this.#button).focus();
   }
 }

@@ -4,6 +4,7 @@ import { chat, getJSON } from "./api.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
+import { End } from "./end.js";
 import { seconds, short } from "./format.js";
 import { historyText } from "./history.js";
 import { KeyForm } from "./key.js";
@@ -11,8 +12,12 @@ import { Watch } from "./watch.js";
 
 const conversation = new Conversation(byId("turns"));
 const composer = new Composer(ask);
+const end = new End(document.querySelector("main"), byId("clear"));
 const keyForm = new KeyForm(introduce);
-const watch = new Watch(() => keyForm.ask());
+const watch = new Watch(
+  () => keyForm.ask(false),
+  () => introduce(false),
+);
 
 introduce();
 byId("copy").addEventListener("click", copy);
@@ -23,8 +28,8 @@ byId("clear").addEventListener("click", () => {
   composer.say("The conversation is cleared.");
 });
 
-/** Says which model is served; asks for a key where it takes one. */
-async function introduce() {
+/** Says which model is served; asks for a key where it takes one, and `focus` says whether that may take the focus. */
+async function introduce(focus = true) {
   try {
     const [model] = (await getJSON("v1/models")).data;
     byId("model").textContent = `${model.id}, ${short(model.max_model_len)} tokens of context`;
@@ -32,26 +37,27 @@ async function introduce() {
     watch.locked = false;
     watch.now();
   } catch (error) {
-    if (error.status === 401) {
-      watch.locked = true;
-      keyForm.ask();
-    } else composer.say(error.message);
+    if (error.status !== 401) return; // what is wrong is said beside the model's name
+    watch.locked = true;
+    keyForm.ask(focus);
   }
 }
 
-/** Asks, and shows the answer as it comes. False where that failed, or was stopped before the answer began. */
+/** Asks, and shows the answer as it comes; whether there is one. */
 async function ask(question, items, signal) {
   const { earlier, ...options } = composer.options;
-  const before = earlier ? conversation.turns.filter((turn) => turn.whole) : [];
+  const before = earlier ? conversation.answered : [];
   const turn = conversation.add(question, items);
-  const told = { reason: null, usage: null, spans: [], timings: null };
-  let answered = true;
+  const turns = [...before, turn];
+  const names = turns.flatMap((one) => one.items.map((item) => item.name));
+  const told = { reason: null, usage: null, spans: [], timings: null, names };
   watch.asking = true;
+  watch.now();
   composer.say("Asking.");
   allow();
-  turn.element.scrollIntoView({ block: "nearest" });
+  end.go();
   try {
-    const messages = (await Promise.all([...before, turn].map((one) => one.messages()))).flat();
+    const messages = (await Promise.all(turns.map((one) => one.messages()))).flat();
     const body = { messages, ...options, timings: true, media_spans: true, stream_options: { include_usage: true } };
     for await (const chunk of chat(body, signal)) {
       if (chunk.media_spans) {
@@ -65,16 +71,13 @@ async function ask(question, items, signal) {
       told.usage = chunk.usage ?? told.usage;
       told.timings = chunk.timings ?? told.timings;
     }
-    const names = [...before, turn].flatMap((one) => one.items.map((item) => item.name));
-    turn.end({ ...told, names });
-    composer.say(`Answered in ${seconds(told.timings.total_s)}.`);
+    turn.end(told);
+    composer.say(told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.");
   } catch (error) {
     if (error.name === "AbortError") {
-      answered = turn.answer !== "";
       turn.end({ ...told, reason: "stopped" });
       composer.say("Stopped.");
     } else {
-      answered = false;
       turn.fail(error.message);
       composer.say("");
       if (error.status === 401) keyForm.ask();
@@ -82,27 +85,28 @@ async function ask(question, items, signal) {
   }
   watch.asking = false;
   watch.memory.own([]);
-  turn.element.scrollIntoView({ block: "nearest" });
   allow();
-  return answered;
+  return turn.answered;
 }
 
 /** What can be done with the conversation, as it is. */
 function allow() {
-  for (const id of ["copy", "clear"]) byId(id).disabled = watch.asking || !conversation.turns.length;
+  byId("copy").disabled = watch.asking || !conversation.answered.length;
+  byId("clear").disabled = watch.asking || !conversation.turns.length;
 }
 
 async function copy() {
-  let text;
+  let text, named;
   try {
-    text = await historyText(conversation.turns);
+    [text, named] = await historyText(conversation.answered);
   } catch (error) {
     composer.say(`The history cannot be copied: ${error.message}`);
     return;
   }
   try {
     await navigator.clipboard.writeText(text);
-    composer.say(`The history is copied: ${short(text.length)} characters.`);
+    const only = named.length ? ` Named only: ${named.join(", ")}.` : "";
+    composer.say(`The history is copied: ${short(text.length)} characters.${only}`);
   } catch {
     // Pages of other machines without TLS have no clipboard; others refuse it, Safari long after the click.
     byId("copy-text").value = text;

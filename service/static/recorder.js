@@ -29,7 +29,15 @@ export class Recorder {
       button.title = "This browser records for pages of https:// and of this machine alone.";
       return;
     }
-    button.addEventListener("click", () => (this.#recorder ? this.#recorder.stop() : this.#start()));
+    button.addEventListener("click", () => (this.#recorder ? this.stop() : this.#start()));
+  }
+
+  /** Ends a recording, if one runs, and waits until it is handed over. */
+  async stop() {
+    if (!this.#recorder) return;
+    const stopped = new Promise((resolve) => this.#recorder.addEventListener("stop", resolve));
+    this.#recorder.stop();
+    await stopped;
   }
 
   async #start() {

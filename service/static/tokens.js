@@ -2,9 +2,10 @@
 
 import { barFigure } from "./bar.js";
 
-/** The figure of an answer's `usage` and `media_spans`; `names` are the items' own, in order. */
+/** The figure of an answer's `usage` and `media_spans`; `names` are the items' own, in order. A service may drop the first. */
 export function tokensFigure(usage, spans, names) {
   const parts = [];
+  const dropped = names.length - spans.length;
   let at = 0;
   const text = (stop) => {
     if (stop > at) parts.push({ name: "", size: stop - at, className: "tokens-text" });
@@ -12,7 +13,7 @@ export function tokensFigure(usage, spans, names) {
   spans.forEach(({ type, start, stop, features, block }, index) => {
     text(start);
     parts.push({
-      name: `${type} ${names[index] ?? index + 1}`,
+      name: `${type} ${names[dropped + index]}`,
       size: stop - start,
       className: `tokens-${type}`,
       text: `at ${start} to ${stop - 1}, ${features} ${features === 1 ? "feature" : "features"}, block ${block}`,
@@ -28,5 +29,6 @@ export function tokensFigure(usage, spans, names) {
   });
   const cached = usage.prompt_tokens_details.cached_tokens;
   const kept = cached ? `, its first ${cached} from the prefix cache` : "";
-  return barFigure(`Tokens: ${usage.prompt_tokens} of prompt${kept}, ${usage.completion_tokens} of answer`, parts);
+  const lost = dropped ? `; ${dropped} ${dropped === 1 ? "item" : "items"} dropped` : "";
+  return barFigure(`Tokens: ${usage.prompt_tokens} of prompt${kept}, ${usage.completion_tokens} of answer${lost}`, parts);
 }

@@ -7,27 +7,34 @@ import { Memory } from "./memory.js";
 
 const IDLE_MS = 1000;
 const ASKING_MS = 100; // blocks live as long as requests do
-const HEALTH_EVERY = 5;
+const SELDOM_MS = 900; // health, queue and throughput; and whatever could not be looked at
 
 export class Watch {
   #live = byId("live");
   #health = byId("health");
-  #load = new Load();
-  #refused;
+  #back;
   #wake = () => {};
-  #looks = 0;
-  #loaded = -Infinity;
   memory = new Memory();
   asking = false;
   /** No key was given that the service knows. */
   locked = false;
 
-  /** `refused` is called when the service wants a key. */
-  constructor(refused) {
-    this.#refused = refused;
+  /** `refused` is called when the service wants a key, `back` when it is well again. */
+  constructor(refused, back) {
+    this.#back = back;
+    const load = new Load();
+    const health = part([], SELDOM_MS, () => getJSON("health").then(() => this.#show("Ready", "good")));
+    const memory = part(["arenas"], 0, async () => this.memory.update(await getJSON("shm?blocks=true")));
+    const metrics = part(["queue", "throughput"], SELDOM_MS, async (at) => load.update(await getText("metrics"), at));
     this.#live.addEventListener("change", () => this.now());
     document.addEventListener("visibilitychange", () => this.now());
-    this.#run();
+    this.#run(async () => {
+      const [sick, barred] = await Promise.all([health(), this.locked ? null : memory(), metrics()]);
+      if (sick) this.#show(sick.status ? sick.message : "No answer", "bad");
+      if (barred?.status !== 401) return;
+      this.locked = true;
+      refused();
+    });
   }
 
   /** Looks at once. */
@@ -35,9 +42,9 @@ export class Watch {
     this.#wake();
   }
 
-  async #run() {
+  async #run(look) {
     for (;;) {
-      if (this.#live.checked && !document.hidden) await this.#look();
+      if (this.#live.checked && !document.hidden) await look();
       await new Promise((resolve) => {
         this.#wake = resolve;
         setTimeout(resolve, this.asking ? ASKING_MS : IDLE_MS);
@@ -45,32 +52,29 @@ export class Watch {
     }
   }
 
-  async #look() {
-    try {
-      if (this.#looks++ % HEALTH_EVERY === 0) await this.#ask();
-      if (!this.locked) this.memory.update(await getJSON("shm?blocks=true"));
-      const at = performance.now() / 1000;
-      if (at - this.#loaded < 0.9) return;
-      this.#loaded = at;
-      this.#load.update(await getText("metrics"), at);
-    } catch (error) {
-      if (error.status === 401) {
-        this.locked = true;
-        this.#refused();
-      } else {
-        this.#looks = 0;
-        this.#show(error.status ? error.message : "No answer", "bad");
-      }
-    }
-  }
-
-  async #ask() {
-    await getJSON("health");
-    this.#show("Ready", "good");
-  }
-
   #show(text, className) {
+    if (className === "good" && this.#health.classList.contains("bad")) this.#back();
     if (this.#health.textContent !== text) this.#health.textContent = text;
     this.#health.className = `badge ${className}`;
   }
+}
+
+/**
+ * A look at one part of the service: does `look`, but not within `every` ms of the last time, and gives the error that
+ * it ended with. The sections around `ids` are then marked: what they show was seen earlier.
+ */
+function part(ids, every, look) {
+  const sections = ids.map((id) => byId(id).closest("section"));
+  let due = 0;
+  return async () => {
+    const at = performance.now();
+    if (at < due) return null;
+    const error = await look(at / 1000).then(
+      () => null,
+      (reason) => reason,
+    );
+    due = at + (error ? SELDOM_MS : every);
+    for (const section of sections) section.classList.toggle("stale", error !== null);
+    return error;
+  };
 }

@@ -112,3 +112,13 @@ def test_one_stopped_before_its_answer_comes_back(page: Page, files: Path) -> No
     expect(page.locator("#status")).to_have_text(f"Stopped. {BACK}")
     expect(page.get_by_label("Question", exact=True)).to_have_value(WHAT)
     expect(page.locator("#items li")).to_contain_text(["scene.png"])
+
+
+def test_another_question_waits_for_the_first(page: Page) -> None:
+    hold(page)
+    with page.expect_request(COMPLETIONS):
+        submit(page, WHAT)
+    submit(page, "And then?")
+    expect(page.locator("#status")).to_have_text("The answer before is still coming; Stop ends it.")
+    expect(page.get_by_label("Question", exact=True)).to_have_value("And then?")
+    expect(page.locator("article")).to_have_count(1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import av
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.web.conftest import ask
+from tests.web.conftest import ask, attach
+from tools.demo import write_sound
 
 # Leave to use the microphone is given when `allow` is called; every stream that was handed out is kept.
 ASKED_FIRST = """() => {
@@ -94,3 +98,32 @@ def test_a_browser_that_records_in_a_form_of_its_own(page: Page) -> None:
     expect(page.locator("#status")).to_have_text("Recording sound.")
     page.get_by_role("button", name="Stop recording").click()
     expect(page.locator("#items li")).to_contain_text("recording 1.webm audio")
+
+
+def test_a_recording_that_runs_is_asked_about(page: Page) -> None:
+    page.evaluate(ASKED_FIRST)
+    page.evaluate("window.allow()")
+    page.get_by_role("button", name="Record sound").click()
+    expect(page.get_by_role("button", name="Stop recording")).to_contain_text("1 s")
+    turn = ask(page, "How many beeps do you hear?")
+    expect(turn.get_by_text("audio recording 1.webm")).to_be_visible()
+    expect(page.get_by_role("button", name="Record sound")).to_be_visible()
+    assert page.evaluate(TRACKS) == ["ended"]
+
+
+def test_a_video_is_taken_for_its_sound(page: Page, tmp_path: Path) -> None:
+    """As a clip without pictures has to be whose ending is a video's."""
+    write_sound(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
+    with av.open(tmp_path / "beeps.wav") as source, av.open(tmp_path / "voice.mp4", "w") as made:
+        stream = made.add_stream("aac", rate=16000)
+        for frame in source.decode(audio=0):
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode(None))
+    attach(page, tmp_path / "voice.mp4")
+    page.get_by_label("Question", exact=True).fill("How many beeps do you hear?")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("the file has no video stream")
+    page.get_by_label("Sound alone").check()
+    turn = ask(page, "How many beeps do you hear?")
+    expect(turn.get_by_text("audio voice.mp4")).to_be_visible()
+    expect(turn.locator(".answer")).to_have_text("2")

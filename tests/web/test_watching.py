@@ -93,6 +93,63 @@ def test_looking_can_be_paused(page: Page, noted: Noted) -> None:
         page.get_by_label("Live").check()
 
 
+def test_it_is_looked_at_once_a_question_is_asked(page: Page) -> None:
+    """Before its first token, whenever the last look was: of the page's clock nothing is waited for here."""
+    page.evaluate("() => void (window.setTimeout = () => 0)")
+    page.wait_for_timeout(1500)  # the wait that was under way
+    page.route("**/v1/chat/completions", lambda _: None)
+    page.get_by_label("Question", exact=True).fill("Hello!")
+    with page.expect_request("**/shm?blocks=true"):
+        page.keyboard.press("Enter")
+
+
+def test_what_cannot_be_looked_at_is_marked(page: Page) -> None:
+    """Each part by itself; the rest is still shown, and the badge is that of /health alone."""
+    memory, queue = (page.locator("section", has=page.locator(one)) for one in ("#arenas", "#queue"))
+    page.evaluate("""() => {
+        window.badges = [];
+        const health = document.getElementById("health");
+        new MutationObserver(() => window.badges.push(health.textContent)).observe(health, {childList: true});
+    }""")
+    page.route("**/shm?blocks=true", lambda route: route.fulfill(status=500))
+    expect(memory).to_have_class("card stale")
+    for path in ("**/health", "**/metrics"):
+        with page.expect_response(path):
+            pass
+    expect(queue).to_have_class("card")
+    assert page.evaluate("window.badges") == []
+    page.unroute("**/shm?blocks=true")
+    page.route("**/metrics", lambda route: route.abort())
+    expect(memory).to_have_class("card")
+    expect(queue).to_have_class("card stale")
+
+
+def test_a_sick_service_is_asked_no_more_often(page: Page, noted: Noted) -> None:
+    """While a question waits; its memory goes on being shown."""
+    words = "the engine process died, another is being started"
+    page.route("**/health", lambda route: route.fulfill(status=503, json={"error": {"message": words}}))
+    page.route("**/v1/chat/completions", lambda _: None)
+    page.get_by_label("Question", exact=True).fill("Hello!")
+    page.keyboard.press("Enter")
+    expect(page.locator("#health")).to_have_text(words)
+    before = len(noted.requests)
+    page.wait_for_timeout(3000)
+    asked = [url.rpartition("/")[2] for url in noted.requests[before:]]
+    assert 1 <= asked.count("health") <= 4
+    assert asked.count("metrics") >= 1
+    assert asked.count("shm?blocks=true") > asked.count("health")
+
+
+def test_the_model_of_a_service_that_came_back(page: Page) -> None:
+    expect(page.locator("#model")).to_contain_text("tiny")
+    model = {"data": [{"id": "other", "max_model_len": 2048}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=model))
+    page.route("**/health", lambda route: route.abort())
+    expect(page.locator("#health")).to_have_text("No answer")
+    page.unroute("**/health")
+    expect(page.locator("#model")).to_have_text("other, 2,048 tokens of context")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessibility(browser: Browser, service: RunningService, files: Path, noted: Noted, scheme: str) -> None:
     """axe-core finds nothing, with an answer on the page and every part unfolded; nor does it on a narrow screen."""
@@ -115,6 +172,30 @@ def test_accessibility(browser: Browser, service: RunningService, files: Path, n
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.context.close()
     assert not noted.complaints
+
+
+def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path) -> None:
+    """What is attached, refused, said to be wrong, and answered about."""
+    name = "IMG_20261122_143055_0001_HDR_portrait_edited_and_edited_again"
+    for ending in ("png", "mp4"):
+        (tmp_path / f"{name}.{ending}").write_bytes(
+            (files / ("scene.png" if ending == "png" else "right.mp4")).read_bytes()
+        )
+    (tmp_path / f"{name}.zip").write_bytes(b"")
+    page.set_viewport_size({"width": 360, "height": 640})
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    page.get_by_label("Attach files").set_input_files([tmp_path / f"{name}.{one}" for one in ("png", "mp4", "zip")])
+    expect(page.locator("#status")).to_contain_text(f"{name}.zip")
+    assert page.evaluate(fits)
+    refusal = {"error": {"message": name * 3, "code": 400}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=refusal), times=1)
+    page.get_by_label("Question", exact=True).fill("What do you see?")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text(name * 3)
+    assert page.evaluate(fits)
+    page.get_by_label("Question", exact=True).press("Enter")
+    expect(page.locator("#status")).to_contain_text("Answered in")
+    assert page.evaluate(fits)
 
 
 def test_the_page_runs_no_script_but_its_own(page: Page, noted: Noted) -> None:
@@ -171,3 +252,31 @@ def test_the_key_is_asked_for(browser: Browser, guarded: RunningService, noted: 
     assert not any(KEY in url for url in noted.requests)
     page.context.close()
     assert not noted.complaints
+
+
+def test_a_key_that_no_header_can_bear_is_not_taken(browser: Browser, guarded: RunningService, noted: Noted) -> None:
+    """One with a zero-width space, as copied from a page."""
+    page = opened(browser, guarded.url, noted)
+    field = page.get_by_label("API key", exact=True)
+    expect(field).to_be_focused()
+    field.fill(f"{KEY}\u200b")
+    page.keyboard.press("Enter")
+    expect(field).to_be_focused()
+    assert field.evaluate("(one) => one.validity.patternMismatch")
+    assert page.evaluate("sessionStorage.length") == 0
+    field.fill(f" {KEY} ")
+    page.keyboard.press("Enter")
+    expect(page.locator("#model")).to_contain_text("tiny")
+    page.context.close()
+    assert not noted.complaints
+
+
+def test_a_key_that_is_refused_later_leaves_the_focus(page: Page) -> None:
+    """To who writes a question meanwhile."""
+    question = page.get_by_label("Question", exact=True)
+    question.focus()
+    refusal = {"error": {"message": "no key", "code": 401}}
+    page.route("**/shm?blocks=true", lambda route: route.fulfill(status=401, json=refusal))
+    expect(page.get_by_label("API key", exact=True)).to_be_visible()
+    expect(page.locator("#key-why")).to_contain_text("asks for an API key")
+    expect(question).to_be_focused()
