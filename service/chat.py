@@ -18,7 +18,7 @@ from mindie_mm.tokenize.prompt import Prompt
 from service.call import Call
 from service.choices import Choice, Clock, media_spans, usage
 from service.json_response import JSONResponse
-from service.openai_types import ChatBody, check_format
+from service.openai_types import ChatBody
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, ServiceDep
 from service.token_text import chat_logprobs
@@ -54,7 +54,7 @@ class _Chat:
 
     async def request(self) -> TokenizeRequest:
         """For the tokenizers. InputError, also for a schema that cannot be served."""
-        await check_format(self.call.params)
+        await self.call.service.worker.check_schema(self.call.params)
         request = TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,

@@ -20,7 +20,7 @@ from service.call import Call
 from service.choices import Choice, Clock, usage
 from service.json_response import JSONResponse
 from service.line import prompt_of_ids
-from service.openai_types import MAX_CHOICES, CompletionBody, check_format
+from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, ServiceDep
 from service.token_text import TextOffsets, completion_logprobs
@@ -54,7 +54,7 @@ class _Completion:
     @asynccontextmanager
     async def sources(self) -> AsyncIterator[list[PromptSource]]:
         """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
-        await check_format(self.call.params)
+        await self.call.service.worker.check_schema(self.call.params)
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty")

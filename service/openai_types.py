@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.grammar import check_schema
 from mindie_mm.engine.sampling_params import MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF, PROMPT_FIELDS, template_variables
@@ -151,12 +149,6 @@ class GenerationBody(Body):
             "json_schema": self.response_format.schema_text() if self.response_format else None,
         }
         return self.settings(**(made | changes))
-
-
-async def check_format(params: SamplingParams) -> None:
-    """InputError for a schema that cannot be served; on a thread, for it takes milliseconds."""
-    if params.json_schema is not None:
-        await asyncio.to_thread(check_schema, params.json_schema)
 
 
 class ChatBody(GenerationBody):

@@ -130,5 +130,5 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, room)
     engine = Engine(model, config, ranks.least(room), ranks)
-    engine.grammars = Grammars(lambda: load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
+    engine.grammars = Grammars(load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
     return engine

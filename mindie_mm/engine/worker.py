@@ -19,6 +19,7 @@ from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, TokenizerStage, generated, tokenized
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.schema_check import SchemaCheck
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import request_directory
@@ -100,6 +101,7 @@ class Worker:
         self.tokenizer_stage = tokenizer_stage
         self.engine = engine
         self.tokenizer = tokenizer
+        self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
@@ -130,6 +132,7 @@ class Worker:
         self, request: TokenizeRequest, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Delta, None]:
         """The line as one function: what the request put into shared memory is freed on every way out."""
+        await self.check_schema(params)
         with request_directory(default_spool()) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
             source = await self.tokenize(request)
@@ -141,6 +144,11 @@ class Worker:
         """ProcessDied, with the reason, unless a request would be answered."""
         self.engine.check()
         self.tokenizer_stage.check()
+
+    async def check_schema(self, params: SamplingParams) -> None:
+        """InputError for a JSON schema that cannot be served, as `SchemaCheck.check`."""
+        if params.json_schema is not None:
+            await self._schemas.check(params.json_schema)
 
     def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
         """`request` with the room that the context leaves beside what `params` ask for, and with their salt.
@@ -192,7 +200,7 @@ class Worker:
 
     async def close(self) -> None:
         """Ends every process; the arenas go with the tokenizers."""
-        await asyncio.gather(self.engine.close(), self.tokenizer_stage.close())
+        await asyncio.gather(self.engine.close(), self.tokenizer_stage.close(), self._schemas.close())
 
     async def __aenter__(self) -> Self:
         return self

@@ -117,7 +117,7 @@ async def test_seeds_given_and_drawn(engine):
 async def test_a_schema_holds_on_all(engine, model, random_checkpoint):
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]})
     one = Engine(model, EngineConfig())
-    one.grammars = Grammars(lambda: load_tokenizer(Checkpoint.open(random_checkpoint)), model.spec.eos_token_ids)
+    one.grammars = Grammars(load_tokenizer(Checkpoint.open(random_checkpoint)), model.spec.eos_token_ids)
     outputs, errors = run(one, [torch.from_numpy(PROMPT)], max_tokens=16, json_schema=schema)
     assert not errors
     params = SamplingParams(temperature=0, max_tokens=16, json_schema=schema)

@@ -1,0 +1,63 @@
+"""Schemas of a few bytes that take seconds to minutes to compile."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from mindie_mm.engine.schema_check import COMPILE_S
+from tests.attacks.conftest import CHAT, Attacked
+
+LONG = [
+    {"type": "integer", "multipleOf": 99991},
+    {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 1000003}}, "required": ["a"]},
+    {"allOf": [{"type": "string", "pattern": f"^(.*a.{{{i}}}|.*b.{{{i + 3}}})$"} for i in range(60)]},
+]
+
+
+def asking(schema: dict[str, Any], n: int = 1) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": n, "response_format": form}
+
+
+def processor_s(attacked: Attacked) -> float:
+    """What the service's processes have used, those that ended included."""
+    service = psutil.Process(attacked.service.process.pid)
+    found = [process.cpu_times() for process in [service, *service.children()]]
+    return sum(used.user + used.system + used.children_user + used.children_system for used in found)
+
+
+@pytest.mark.parametrize("schema", LONG)
+def test_it_is_refused(attacked: Attacked, schema: dict[str, Any]) -> None:
+    attacked.http.post(CHAT, json=asking({"type": "boolean"}))  # by which the process that checks them is started
+    before = processor_s(attacked)
+    answer = attacked.http.post(CHAT, json=asking(schema, n=64))
+    assert answer.status_code == 400
+    assert f"more than {COMPILE_S} s of processor time, the limit" in answer.json()["error"]["message"]
+    assert processor_s(attacked) - before < 0.5
+    attacked.is_right()
+
+
+def test_who_asks_and_leaves_holds_nothing(attacked: Attacked) -> None:
+    attacked.http.post(CHAT, json=asking({"type": "boolean"}))
+    before = processor_s(attacked)
+    sockets = []
+    for i in range(40):
+        body = json.dumps(asking({"type": "integer", "multipleOf": 1000003 + i})).encode()
+        sockets.append(one := socket.create_connection((attacked.http.base_url.host, attacked.http.base_url.port)))
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        one.sendall(head.encode() + body)
+    for one in sockets:
+        one.close()
+    started = time.monotonic()
+    assert attacked.http.get("/health").status_code == 200
+    assert time.monotonic() - started < 5
+    attacked.is_right()
+    assert processor_s(attacked) - before < 40 * COMPILE_S, "those that had waited are not compiled"

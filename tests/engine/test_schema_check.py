@@ -1,0 +1,136 @@
+"""Which schemas are served: what takes too long is refused, and costs nobody else more than its turn."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+
+from mindie_mm.engine import schema_check
+from mindie_mm.engine.schema_check import MAX_SCHEMA_BYTES, SchemaCheck
+from mindie_mm.errors import InputError, ProcessDied
+from mindie_mm.nn.checkpoint import Checkpoint
+
+LONG = '{{"type": "integer", "multipleOf": {}}}'
+"""Of a large prime: seconds to minutes."""
+FIELDS = {f"field_{i}": {"enum": [f"choice {i} {j}" for j in range(9)]} for i in range(30)}
+
+
+@pytest.fixture
+async def check() -> AsyncIterator[SchemaCheck]:
+    made = SchemaCheck(Checkpoint.open(None).path, None)
+    await made.check("{}")
+    yield made
+    await made.close()
+
+
+def process() -> psutil.Process:
+    (found,) = [child for child in psutil.Process().children() if schema_check.__name__ in child.cmdline()]
+    return found
+
+
+def processor_s() -> float:
+    """What the process and its copies have used."""
+    used = process().cpu_times()
+    return float(used.user + used.system + used.children_user + used.children_system)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False},
+        {"type": "object", "properties": {"a": {"type": "object", "properties": FIELDS}}},
+        {"enum": [f"value number {i}" for i in range(100)]},
+        {"$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+        {"type": "object", "properties": {"e": {"format": "email", "type": "string"}, "n": {"multipleOf": 0.01}}},
+    ],
+)
+async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any]) -> None:
+    await check.check(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LONG.format(1000003),
+        json.dumps({"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 99991}], "minItems": 1}),
+        json.dumps({"allOf": [{"type": "string", "pattern": f"^(.*a.{{{i}}}|.*b.{{{i + 3}}})$"} for i in range(60)]}),
+    ],
+)
+async def test_what_takes_too_long_is_refused(check: SchemaCheck, schema: str) -> None:
+    before = processor_s()
+    with pytest.raises(InputError, match=r"more than 0.1 s of processor time, the limit"):
+        await check.check(schema)
+    assert processor_s() - before < 0.25
+    before = processor_s()
+    with pytest.raises(InputError, match="processor time"):
+        await check.check(schema)
+    assert processor_s() == before, "it is remembered"
+    await check.check('{"type": "boolean"}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(a{1000}){1000}"},
+        {"type": "string", "pattern": "((a|b)*c(a|b){900})*x"},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"type": "array", "minItems": 10**9},
+        {"anyOf": [{"enum": [f"v{i}"]} for i in range(1000)]},
+        {"allOf": [{"anyOf": [{"type": "string", "pattern": f"^a{{{i}}}b*{j}"} for i in range(6)]} for j in range(6)]},
+    ],
+)
+async def test_schemas_made_to_hurt_are_bounded(check: SchemaCheck, schema: dict[str, object]) -> None:
+    before = processor_s()
+    with contextlib.suppress(InputError):
+        await check.check(json.dumps(schema))
+    assert processor_s() - before < 0.25
+
+
+async def test_a_large_one_is_not_looked_at(check: SchemaCheck) -> None:
+    with pytest.raises(InputError, match=f"{MAX_SCHEMA_BYTES + 2} bytes, the limit is {MAX_SCHEMA_BYTES}"):
+        await check.check(f'"{"x" * MAX_SCHEMA_BYTES}"')
+
+
+async def test_who_is_gone_is_not_checked_for(check: SchemaCheck) -> None:
+    before = processor_s()
+    asked = [asyncio.create_task(check.check(LONG.format(1000003 + i))) for i in range(40)]
+    await asyncio.sleep(0)
+    for one in asked:
+        one.cancel()
+    await asyncio.wait(asked)
+    await check.check('{"type": "null"}')
+    assert processor_s() - before < 0.5, "of 40, the one in work"
+    with pytest.raises(InputError):
+        await check.check("5")
+
+
+async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = process()
+    died.kill()
+    await check.check('{"type": "null"}')
+    monkeypatch.setattr(schema_check, "_REPLY_S", 3.0)
+    hung = process()
+    assert hung.pid != died.pid
+    os.kill(hung.pid, signal.SIGSTOP)
+    await check.check('{"type": "string"}')
+    assert not psutil.pid_exists(hung.pid)
+
+
+async def test_closing_waits_for_no_schema() -> None:
+    made = SchemaCheck(Checkpoint.open(None).path, None)
+    await made.check("{}")
+    asked = [asyncio.create_task(made.check(LONG.format(1000003 + i))) for i in range(20)]
+    await asyncio.sleep(0)
+    started = time.monotonic()
+    await made.close()
+    assert time.monotonic() - started < 2
+    for ended in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(ended, ProcessDied | asyncio.CancelledError)
+    assert not [child for child in psutil.Process().children() if schema_check.__name__ in child.cmdline()]
