@@ -51,7 +51,7 @@ def test_who_asks_and_leaves_holds_nothing(attacked: Attacked) -> None:
         body = json.dumps(asking({"type": "integer", "multipleOf": 1000003 + i})).encode()
         sockets.append(one := socket.create_connection((attacked.http.base_url.host, attacked.http.base_url.port)))
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         one.sendall(head.encode() + body)
     for one in sockets:
