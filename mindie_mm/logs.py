@@ -85,7 +85,6 @@ class _Text(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {process}[{os.getpid()}] %(name)s: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
-        del datefmt
         return _utc(record)
 
     def format(self, record: logging.LogRecord) -> str:

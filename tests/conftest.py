@@ -52,7 +52,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     Tests look at all of /dev/shm, kill owners of arenas and collect what they leave: two at once must not meet there.
     """
-    del config
     tried = ("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", str(SHM_DIRECTORY))
     if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True, check=False).returncode:
         return 0

@@ -29,7 +29,7 @@ class CPU(Device):
         return torch.device("cpu")
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        del checkpoint_dtype  # bfloat16 is slower than float32 on most hosts, and less exact on all
+        # bfloat16 is slower than float32 on most hosts, and less exact on all
         return torch.float32
 
     def prepare(self, module: torch.nn.Module) -> None:

@@ -48,7 +48,6 @@ class Kernels:
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Whether `attend` takes queries [heads, T, head_dim] over pages [blocks, block_size, kv_heads, head_dim]."""
-        del query, keys, values
         return False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:

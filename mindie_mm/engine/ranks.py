@@ -49,12 +49,10 @@ class Ranks:
 
     def same(self, kind: Any, make: Callable[[], T]) -> T:
         """On every rank what `make` gives on the first one, which alone calls it; `kind` is its type, for msgpack."""
-        del kind
         return make()
 
     def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         """On every rank the error of the first rank that has one; None where none has."""
-        del patience
         return error
 
     def least(self, number: int) -> int:
@@ -91,7 +89,6 @@ class Ranks:
 
         Each is [rows, width], of the width, dtype and device of `like`, [0, width].
         """
-        del owners, rows, like
         return list(own)
 
 

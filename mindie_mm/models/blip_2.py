@@ -79,15 +79,12 @@ class Blip2Processor(Processor):
         return {"image": 1}
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return self._num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((self.side, self.side, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

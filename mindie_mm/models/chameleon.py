@@ -88,24 +88,19 @@ class ChameleonProcessor(Processor):
         self._separator = checkpoint.token_id(separator)
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return self._num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((*self._made, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del kind, num_features, grid
         return Spelling(runs=[self._run])
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """The turn ends with a separator, also where there is no image."""
-        del num_items
         return [*ids, self._separator]
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         self._steps.check(image.height, image.width)
 

@@ -100,7 +100,6 @@ class DeepseekVL2Processor(Processor):
         self.placeholders = {"image": Placeholder((), token, ())}
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        del num_items
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
     def num_features(self, across: int, down: int) -> int:
@@ -109,7 +108,6 @@ class DeepseekVL2Processor(Processor):
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
 
     def max_tokens(self, kind: Kind) -> int:
@@ -391,7 +389,6 @@ class DeepseekVL2Model(Model):
         return hidden
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
-        del extra
         decoder = self.module.language.model
         angles = rotary_angles(positions[0], self._rotary_width, self._rotary_base)
         for layer in decoder.layers:

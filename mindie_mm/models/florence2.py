@@ -107,11 +107,9 @@ class Florence2Processor(Processor):
         return {"image": 1}
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return self._num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((*self._made, 3), np.uint8)
 
     def prompt_text(self, text: str) -> str:
@@ -134,7 +132,6 @@ class Florence2Processor(Processor):
         return [bos, *bare, eos] if num_items else bare
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         self._steps.check(image.height, image.width)
 

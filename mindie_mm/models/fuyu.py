@@ -88,22 +88,18 @@ class FuyuProcessor(Processor):
         self.placeholders = {"image": Placeholder((), token, ())}
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return self._height // self.patch * (self._width // self.patch)
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((self._height, self._width, 3), np.uint8)
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return len(grid) == 2 and min(grid) > 0 and math.prod(grid) == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del kind, num_features
         rows, columns = grid
         return Spelling(runs=[[*[self._token] * columns, self._newline] * rows])
 
@@ -120,7 +116,6 @@ class FuyuProcessor(Processor):
         return [self._bos, *(text or self._blank), self._answer]
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         height, width = self._size(image.height, image.width)
         patch = self.patch

@@ -90,23 +90,19 @@ class Gemma3Processor(Processor):
         self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return (1 + self._most_crops if self._scanning else 1) * self._features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         if not self._scanning:
             return np.zeros((self._side, self._side, 3), np.uint8)
         width = max(self._most_crops, math.ceil(self._ratio)) * self._least
         return np.zeros((self._least, width, 3), np.uint8)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         crops = grid[0] if grid else 0
         return len(grid) <= 1 and crops >= 0 and (1 + crops) * self._features == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del kind, num_features
         crops = grid[0] if grid else 0
         text = whole = f"\n\n{self._start}{self._image}{self._end}\n\n"
         if crops:
@@ -117,7 +113,6 @@ class Gemma3Processor(Processor):
         return Spelling(text, [(self._token,) * self._features] * (1 + crops))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image, side, resample = open_image(data), self._side, self._resample
         crops = self.crops(image.height, image.width)
 

@@ -84,21 +84,17 @@ class Idefics3Processor(Processor):
             raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         # A square is resized to the most tiles, of whatever size it is.
         rows, columns = self._grid(self._resized(1, 1))
         return (rows * columns + 1) * self.tile_features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((self.side, self.side, 3), np.uint8)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return len(grid) == 2 and min(grid) >= 0 and (grid[0] * grid[1] + 1) * self.tile_features == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del kind, num_features
         tiles = grid[0] * grid[1] + 1
         rows = (
             "".join(f"{self._fake}<row_{row}_col_{column}>{self.image_token}" for column in range(1, grid[1] + 1))
@@ -109,7 +105,6 @@ class Idefics3Processor(Processor):
         return Spelling(text, self.runs(tiles))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         side, resample = self.side, self._resample
         first = self._resized(image.height, image.width)
@@ -150,7 +145,7 @@ class Idefics3Processor(Processor):
         return [(self.config.image_token_id,) * self.tile_features] * tiles
 
     def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
-        del checkpoint  # the reference has them fixed
+        # The reference has them fixed.
         return self.tokens[name]
 
 

@@ -100,11 +100,9 @@ class InternVLProcessor(Processor):
         return np.zeros((self._side, self._most * self._side, 3), np.uint8)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return len(grid) == 1 and grid[0] * self._tile_features == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del num_features
         tiles = grid[0]
         if kind == "image":
             return Spelling(runs=[self._run(tiles)])
@@ -112,7 +110,6 @@ class InternVLProcessor(Processor):
         return Spelling(text, [self._run(1)] * tiles)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del counts
         return self._plan_video(media, data) if media.kind == "video" else self._plan_image(data)
 
     def _run(self, tiles: int) -> Sequence[int]:

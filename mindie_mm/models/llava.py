@@ -112,15 +112,12 @@ class LlavaProcessor(Processor):
             )
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return self._num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((self._side, self._side, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         self._steps.check(image.height, image.width)
 

@@ -68,19 +68,15 @@ class AnyresProcessor(Processor):
         self.background_mean: Sequence[float] = settings["image_mean"]
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return max(self.num_features(*canvas) for canvas in self.canvases)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         canvas = best_canvas(image.height, image.width, self.canvases)
 

@@ -126,15 +126,12 @@ class MolmoProcessor(Processor):
         self.placeholders = {"image": Placeholder((), patch, ())}
 
     def max_tokens(self, kind: Kind) -> int:
-        del kind
         return _num_features((1, self.max_crops))  # in one row: there the fewest cells overlap
 
     def worst_case(self, kind: Kind) -> Data:
-        del kind
         return np.zeros((*CROPS.canvas(1, self.max_crops), 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del media, counts
         image = open_image(data)
         height, width = image.height - CROPS.shared, image.width - CROPS.shared
         rows, columns = choose_tiling(height, width, CROPS.step, self.max_crops)
@@ -158,11 +155,9 @@ class MolmoProcessor(Processor):
         )
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return len(grid) == 2 and min(grid) > 0 and _num_features(grid) == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del num_features
         token = self.placeholder(kind).token
         run: list[int] = []
         for rows, columns in (CROPS.square_cells, CROPS.cells(*grid)):
@@ -170,11 +165,9 @@ class MolmoProcessor(Processor):
         return Spelling(runs=(run,))
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        del num_items
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
     def insert_at(self, ids: Sequence[int]) -> int:
-        del ids
         return 1
 
 

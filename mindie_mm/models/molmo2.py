@@ -126,7 +126,6 @@ class Molmo2Processor(Processor):
             raise InputError("the prompt has images and a video; this model takes one or the other")
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        del num_items
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
     def max_tokens(self, kind: Kind) -> int:
@@ -154,7 +153,6 @@ class Molmo2Processor(Processor):
         return len(grid) == 2 and min(grid) > 0 and self._image_features(*grid) == num_features
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        del num_features
         if kind == "video":
             return self._spell_video(grid)
         geometry = self.geometries["image"]
@@ -173,7 +171,6 @@ class Molmo2Processor(Processor):
         return ([self.placeholders["image"].token] * columns + self._row_ends[part]) * rows
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del counts
         if media.kind == "video":
             return self._plan_video(media, data)
         image, geometry = open_image(data), self.geometries["image"]

@@ -68,7 +68,6 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         return makes_clip(self, num_features, grid) if kind == "audio" else super().makes(kind, num_features, grid)
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
-        del grid
         return 1 if kind == "video" else 0
 
     def worst_case(self, kind: Kind) -> Data:

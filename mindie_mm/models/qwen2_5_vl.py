@@ -40,7 +40,6 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
-        del grid
         return 1 if kind == "video" else 0
 
 

@@ -100,7 +100,6 @@ class Qwen2AudioProcessor(Processor):
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Never the tokenizer's: that of a base model knows of text alone."""
-        del tokenizers, kinds
         return own or self.chat_template
 
     def max_tokens(self, kind: Kind) -> int:
@@ -108,7 +107,6 @@ class Qwen2AudioProcessor(Processor):
         return num_features_of(self.mel.max_frames)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        del kind
         return makes_clip(self, num_features, grid)
 
     def worst_case(self, kind: Kind) -> Data:
@@ -116,7 +114,6 @@ class Qwen2AudioProcessor(Processor):
         return np.zeros(self.mel.max_samples, np.float32)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del counts
         return plan_audio(media, data, self.mel, _FURTHER_FRAMES)
 
 

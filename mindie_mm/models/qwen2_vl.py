@@ -179,7 +179,6 @@ class Qwen2VLProcessor(Processor):
         return np.broadcast_to(np.uint8(0), (self.video.max_frames, *_largest(self.video), 3))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del counts
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options.fps)
@@ -195,7 +194,6 @@ class Qwen2VLProcessor(Processor):
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """How many numbers stand behind patches (t, h, w) in a grid of `kind`."""
-        del kind, grid
         return 0
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
@@ -212,7 +210,6 @@ class Qwen2VLProcessor(Processor):
 
     def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
         """`Plan.grid` of a video of `patches` (t, h, w), of which the frames `indices` are taken."""
-        del video, indices
         return patches
 
     def _plan_video(self, data: Data, settings: PixelSettings, asked_fps: float | None) -> Plan:

@@ -87,7 +87,6 @@ class QwenVLProcessor(Processor):
         self.placeholders = {"image": Placeholder((start,), start + 2, (start + 1,))}
 
     def caption(self, kind: Kind, number: int) -> tuple[str, str]:
-        del kind
         return f"Picture {number}: ", "\n"
 
     def max_tokens(self, kind: Kind) -> int:
@@ -99,7 +98,6 @@ class QwenVLProcessor(Processor):
         return np.zeros((self.size, self.size, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        del counts
         self.placeholder(media.kind)
         image, size = open_image(data), self.size
 
@@ -304,7 +302,6 @@ class QwenVLModel(Model):
         return self._shape
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        del items
         return Positions(torch.stack([torch.arange(length), torch.full((length,), self._factor(length))]), held_axes=1)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -322,7 +319,6 @@ class QwenVLModel(Model):
         return hidden
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
-        del extra
         index, factor = positions
         angles = rotary_angles(index, self.spec.head_dim, self._rotary_bases.index_select(0, factor))
         scale = self._query_scales.index_select(0, index).unsqueeze(1)

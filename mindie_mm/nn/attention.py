@@ -33,9 +33,9 @@ def attend(
     """Causal attention of each row to its own sequence; transformers' AttentionInterface gives the signature.
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns [1, T, heads, head_dim].
-    `sliding_window` limits a token to itself, that many - 1 before it, and those of its group behind it.
+    Causality is in `paged`, so `attention_mask` is not looked at. `sliding_window` limits a token to itself, that many
+    - 1 before it, and those of its group behind it.
     """
-    del attention_mask  # causality is in `paged`
     layer: int = module.layer_idx  # type: ignore[assignment]
     return paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window).unsqueeze(0), None
 

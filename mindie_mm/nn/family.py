@@ -101,7 +101,6 @@ class Processor(ABC):
         `tokenizers` is its tokenizer's; None: the conversation has no template. Of both a family takes what the
         reference takes.
         """
-        del kinds
         return own or tokenizers or self.chat_template
 
     @abstractmethod
@@ -130,12 +129,10 @@ class Processor(ABC):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         """What stands in the prompt for an item of `kind` of these sizes, which it `makes`."""
-        del kind, num_features, grid
         return Spelling()
 
     def caption(self, kind: Kind, number: int) -> tuple[str, str]:
         """Text before and after the `number`-th item of `kind`, from 1, in a prompt that no template makes."""
-        del kind, number
         return "", ""
 
     def limits(self) -> Mapping[Kind, int]:
@@ -144,7 +141,6 @@ class Processor(ABC):
 
     def check_kinds(self, kinds: Collection[Kind]) -> None:
         """InputError where one prompt cannot hold items of all these kinds."""
-        del kinds
 
     def prompt_text(self, text: str) -> str:
         """A rendered prompt's text as the reference's processor words it, before it is encoded; InputError."""
@@ -152,7 +148,6 @@ class Processor(ABC):
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """`ids` of an encoded prompt, items not expanded, with what the reference's processor puts around them."""
-        del num_items
         return ids
 
     @property
@@ -162,12 +157,10 @@ class Processor(ABC):
 
     def insert_at(self, ids: Sequence[int]) -> int:
         """Where in the framed ids `inserted` items stand."""
-        del ids
         return 0
 
     def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
         """What an item's arrays show, for people: uint8 [height, width, 3] each; none where they hold no pixels."""
-        del grid
         shown = [array for array in arrays.values() if array.ndim >= 3 and array.shape[-1] == 3]
         return [picture for array in shown for picture in _as_bytes(array).reshape(-1, *array.shape[-3:])]
 

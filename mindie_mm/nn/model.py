@@ -166,7 +166,6 @@ class Model(MediaModel):
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
-        del items
         return Positions(torch.arange(length).unsqueeze(0))
 
     @property
@@ -179,7 +178,6 @@ class Model(MediaModel):
 
         None: all causal. Positions from a group's first token to its last are computed in one step.
         """
-        del length, items
         return None
 
     @abstractmethod

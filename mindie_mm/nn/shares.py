@@ -66,7 +66,6 @@ def shared(
     mesh = init_device_mesh(device.torch_device.type, (1, 1, 1, shares), mesh_dim_names=names)
 
     def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
-        del device_map  # nobody gives one
         return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
     # transformers' own takes whatever accelerator there is, also where --device says cpu.

@@ -378,7 +378,6 @@ def test_media_behind_a_prefix_count_where_the_model_sees_them(model, tokenizer,
 
 def test_a_prompts_length_counts_where_the_model_sees_it(model):
     def positions(self, length, items):
-        del items
         return Positions(torch.stack([torch.arange(length)] * 3) + length)
 
     short, long = torch.arange(100, 130), torch.arange(100, 131)

@@ -28,7 +28,6 @@ class Seq2SeqReference(Reference):
 
     def part(self, items: Items) -> Any:
         """What generates."""
-        del items
         return self.model
 
     @torch.inference_mode()

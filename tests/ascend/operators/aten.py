@@ -63,5 +63,4 @@ def _zeros(
     pin_memory: bool | None = None,
 ) -> Tensor:
     """In place: a cache of pages is not put together on the host first."""
-    del layout, pin_memory
     return torch.empty(size, dtype=dtype, device=device).zero_()

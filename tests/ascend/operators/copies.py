@@ -81,5 +81,4 @@ def contiguous(tensor: Tensor, *, memory_format: Any = torch.contiguous_format) 
 
 def dtype_cast(tensor: Tensor, dtype: Any, input_dtype: int | None = None) -> Tensor:
     """npu_dtype_cast: the same as `to`."""
-    del input_dtype
     return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -45,7 +45,6 @@ def fused_infer_attention_score(
 ) -> tuple[Tensor, Tensor]:
     """attention_out of the query's shape (value's dim), and softmax_lse float32, [1] of nought unless asked for."""
     _refuse_unused(unused)
-    del inner_precise
     kv_heads = num_key_value_heads or num_heads
     layout, _, out_layout = input_layout.partition("_")
     packed = layout in {"TND", "NTD"}

@@ -47,7 +47,6 @@ def apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
     """Both rotated; they share their memory with the inputs on the device, where it is done in place."""
-    del layout
     query.copy_(rotary_mul(query, cos, sin, rotary_mode))
     key.copy_(rotary_mul(key, cos, sin, rotary_mode))
     return query, key

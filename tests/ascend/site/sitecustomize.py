@@ -33,7 +33,6 @@ class _Finder(MetaPathFinder):
         self._asking = False
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        del path, target
         if fullname != "torch_npu" or self._asking:
             return None
         self._asking = True  # who comes after this one in sys.meta_path knows where it is

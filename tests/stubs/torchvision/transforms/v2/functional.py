@@ -21,7 +21,6 @@ def resize(image, size, interpolation=InterpolationMode.BILINEAR, antialias=True
 
 
 def normalize(image, mean, std, inplace=False):
-    del inplace
     mean = torch.as_tensor(mean, dtype=image.dtype, device=image.device).view(-1, 1, 1)
     std = torch.as_tensor(std, dtype=image.dtype, device=image.device).view(-1, 1, 1)
     return image.sub(mean).div_(std)
