@@ -7,21 +7,20 @@ LLaMA, which is the same network; what differs from BLIP-2 is where the 32 featu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_patches
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -42,7 +41,7 @@ _TEMPLATE = (
 class MiniGPT4Processor(Processor):
     """An image's block holds `pixel_values`, uint8 [side, side, 3]: resized to a square, whatever its shape."""
 
-    chat_template: ClassVar[str | None] = _TEMPLATE
+    chat_template = _TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         pixels = checkpoint.json("preprocessor_config.json")
@@ -50,8 +49,7 @@ class MiniGPT4Processor(Processor):
         if size["height"] != size["width"]:
             raise UnsupportedCheckpoint(f"{checkpoint.path}: images of {size['width']}x{size['height']}, not square")
         self.side: int = size["height"]
-        self.mean: Sequence[float] = pixels.get("image_mean", CLIP_MEAN)
-        self.std: Sequence[float] = pixels.get("image_std", CLIP_STD)
+        self.normalization = Normalization.read({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **pixels})
         self.feature_width = text_width("Blip2Config", checkpoint)
         self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
         self.placeholders = {"image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)}
@@ -75,36 +73,25 @@ class MiniGPT4Processor(Processor):
 class MiniGPT4Model(PretrainedModel):
     """`module` is transformers' Blip2ForConditionalGeneration."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("vision_model",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("language_projection",)
+    vision_parts = ("vision_model",)
+    projector_parts = ("language_projection",)
 
     def __init__(self, module: Any, spec: ModelSpec, processor: MiniGPT4Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
-        self._processor = processor
+        self._normalization = processor.normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        settings = self._processor
         pixels = torch.stack([to_device(item.view, "pixel_values", self.spec.device) for item in items])
-        values = normalize_patches(pixels.flatten(1), settings.mean, settings.std)  # uint8 [n, side * side * 3]
-        planes = values.view(len(items), 3, settings.side, settings.side).to(self.spec.dtype)
+        planes = self._normalization(pixels).to(self.spec.dtype)  # uint8 [n, side, side, 3] -> [n, 3, side, side]
         return list(self.module.get_image_features(planes).pooler_output)
 
 
-class MiniGPT4(Family):
+class MiniGPT4(PretrainedFamily):
     """MiniGPT-4 (Zhu et al., 2023) over transformers' BLIP-2 and LLaMA."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("minigpt4",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' Blip2ForConditionalGeneration, embeddings put in place by hand"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> MiniGPT4Processor:
-        return MiniGPT4Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> MiniGPT4Model:
-        # Late: the layers take seconds to import, and a tokenizer process never needs them.
-        from transformers import Blip2ForConditionalGeneration
-
-        module, spec = load_pretrained(Blip2ForConditionalGeneration, checkpoint, device, dtype)
-        return MiniGPT4Model(module, spec, MiniGPT4Processor(checkpoint))
+    model_types = ("minigpt4",)
+    kinds = ("image",)
+    reference = "transformers' Blip2ForConditionalGeneration, embeddings put in place by hand"
+    processor = MiniGPT4Processor
+    module_name = "Blip2ForConditionalGeneration"
+    model_class = MiniGPT4Model

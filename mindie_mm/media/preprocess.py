@@ -70,6 +70,13 @@ class Preprocess:
     background: Color | None = None
     """What a picture is padded to a square with, before it is resized; None: not padded."""
 
+    @property
+    def made(self) -> tuple[int, int] | None:
+        """Height and width of every picture that is made, where all are of one size."""
+        if self.crop is not None or self.size is None:
+            return self.crop
+        return self.size.of(1, 1) if self.background is not None else self.size.fixed
+
     def check(self, height: int, width: int) -> None:
         """LimitExceeded where a picture of `height` and `width` would be resized to an enormous one."""
         if self.size is None:
@@ -131,6 +138,14 @@ def resample_of(config: Mapping[str, Any], where: str, name: str = "resample") -
     return RESAMPLES[number]
 
 
+def check_made(made: tuple[int, int] | None, side: int, where: str) -> None:
+    """UnsupportedCheckpoint unless every picture that is made has the tower's `side`, in pixels, and is a square."""
+    if made != (side, side):
+        raise UnsupportedCheckpoint(
+            f"{where}: images become {made or 'of several sizes'}, the tower takes {side} pixels a side"
+        )
+
+
 def check_type(config: Mapping[str, Any], key: str, served: Collection[str], where: str) -> str:
     """The class of processor that a configuration is of, the first one `served` if it does not say.
 
@@ -144,7 +159,7 @@ def check_type(config: Mapping[str, Any], key: str, served: Collection[str], whe
 
 
 def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: str) -> None:
-    """UnsupportedCheckpoint unless each of `needed` has that value in a preprocessor configuration, or none."""
+    """UnsupportedCheckpoint unless each of `needed` has that value in a configuration, or none; a null is none."""
     for name, value in needed.items():
-        if config.get(name, value) != value:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {value!r} is served")
+        if (found := config.get(name)) is not None and found != value:
+            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, only {value!r} is served")

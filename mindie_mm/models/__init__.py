@@ -147,7 +147,8 @@ def load_model(
     chosen = family_of(checkpoint, family)
     try:
         with reading(checkpoint, chosen):
-            model = chosen.model(checkpoint, opened, _dtype(dtype, checkpoint, opened))
+            processor = chosen.processor(checkpoint)  # first: it refuses by name, before any weight is read
+            model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
         place(model, vision, projector)
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:

@@ -7,27 +7,25 @@ Source: arXiv 2301.12597; transformers' blip_2, whose ids, pixels and logits the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
+from mindie_mm.inputs import Kind
+from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
+from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.shm import ArraySpec
 
 _IMAGE_PROCESSOR = "BlipImageProcessor"
 _DEFAULTS: Mapping[str, Any] = {
@@ -41,12 +39,12 @@ _T5_POSITIONS = 512
 """What T5 was trained with, as its tokenizer and config.json usually say; its positions are relative."""
 
 
-class Blip2Processor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, side, side, 3]."""
+class Blip2Processor(OneSizeProcessor):
+    """The tokenizer's half."""
 
-    inserted: ClassVar[bool] = True
+    inserted = True
     # The form in which the paper asks of an image; an answer is what follows.
-    chat_template: ClassVar[str | None] = (
+    chat_template = (
         "{% for message in messages %}"
         "{% set role = 'Answer' if message.role == 'assistant' else 'Question' %}{{ role }}:"
         "{% if message.content is string %} {{ message.content }}"
@@ -65,40 +63,23 @@ class Blip2Processor(Processor):
         check_type(settings, "image_processor_type", (_IMAGE_PROCESSOR,), where)
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where, square=True)
-        self.side: int = config.vision_config.image_size
-        if size.fixed != (self.side, self.side):
-            raise UnsupportedCheckpoint(
-                f"{where}: images are resized to {size}, the tower takes {self.side} pixels a side"
-            )
-        self._steps = Preprocess(size, resample_of(settings, where), None, None)
+        side: int = config.vision_config.image_size
+        self.steps = Preprocess(size, resample_of(settings, where))
+        check_made(self.steps.made, side, where)
+        self.size = side, side
         self.normalization = Normalization.read(settings)
-        self._num_features: int = config.num_query_tokens
+        self.num_features = config.num_query_tokens
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
 
-    def max_tokens(self, kind: Kind) -> int:
-        return self._num_features
-
-    def worst_case(self, kind: Kind) -> Data:
-        return np.zeros((self.side, self.side, 3), np.uint8)
-
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        image = open_image(data)
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays["pixel_values"][0] = self._steps.apply(image.decode())
-
-        spec = ArraySpec((1, self.side, self.side, 3), "uint8")
-        return Plan(self._num_features, {"pixel_values": spec}, f"blip_2 {self._steps}", write)
-
 
 class _Tower(MediaModel):
     """Tower and Q-Former; `module` is transformers' Blip2ForConditionalGeneration."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("vision_model",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("language_projection",)
+    vision_parts = ("vision_model",)
+    projector_parts = ("language_projection",)
     module: Any
     _normalization: Normalization
 
@@ -115,17 +96,17 @@ class _Tower(MediaModel):
 class Blip2Model(_Tower, PretrainedModel):
     """With a decoder."""
 
-    def __init__(self, module: Any, spec: ModelSpec, normalization: Normalization) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
-        self._normalization = normalization
+        self._normalization = processor.normalization
 
 
 class Blip2Seq2Seq(_Tower, Seq2SeqModel):
     """With an encoder-decoder."""
 
-    def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, normalization: Normalization) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model, self._head, rules)
-        self._normalization = normalization
+        self._normalization = processor.normalization
 
     def _head(self, hidden: Tensor) -> Tensor:
         text = self.module.language_model
@@ -134,27 +115,21 @@ class Blip2Seq2Seq(_Tower, Seq2SeqModel):
         return logits
 
 
-class Blip2(Family):
+class Blip2(PretrainedFamily):
     """BLIP-2 (Li et al., 2023, arXiv 2301.12597), over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("blip-2",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' Blip2ForConditionalGeneration"
+    model_types = ("blip-2",)
+    kinds = ("image",)
+    processor = Blip2Processor
+    module_name = "Blip2ForConditionalGeneration"
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Blip2Processor:
-        return Blip2Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Blip2Model | Blip2Seq2Seq:
-        # Late: the layers take seconds to import, and a tokenizer process never needs them.
-        from transformers import Blip2ForConditionalGeneration
-
-        normalization = Blip2Processor(checkpoint).normalization  # first: it refuses by name
-        config = read_config("Blip2Config", checkpoint)
-        if not config.use_decoder_only_language_model:
-            longest = checkpoint.config["text_config"].get("n_positions", _T5_POSITIONS)
-            whole, sizes, rules = load_seq2seq(Blip2ForConditionalGeneration, checkpoint, device, dtype, longest)
-            return Blip2Seq2Seq(whole, sizes, rules, normalization)
-        module, spec = load_pretrained(Blip2ForConditionalGeneration, checkpoint, device, dtype)
-        return Blip2Model(module, spec, normalization)
+    def model(
+        cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype
+    ) -> Blip2Model | Blip2Seq2Seq:
+        if read_config("Blip2Config", checkpoint).use_decoder_only_language_model:
+            module, spec = load_pretrained(cls.module_class(), checkpoint, device, dtype)
+            return Blip2Model(module, spec, processor)
+        longest = checkpoint.config["text_config"].get("n_positions", _T5_POSITIONS)
+        module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest)
+        return Blip2Seq2Seq(module, spec, rules, processor)

@@ -6,25 +6,23 @@ Source: arXiv 2405.09818; transformers' chameleon, whose ids, pixels and tokens 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device, upload
+from mindie_mm.device import upload
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
+from mindie_mm.inputs import Kind
 from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pixels import Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
+from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.shm import ArraySpec
 
 _DEFAULTS: Mapping[str, Any] = {
     "resample": 1,
@@ -43,10 +41,10 @@ _CHAT_TEMPLATE = (
 )
 
 
-class ChameleonProcessor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, height, width, 3], of all images' size."""
+class ChameleonProcessor(OneSizeProcessor):
+    """The tokenizer's half."""
 
-    chat_template: ClassVar[str | None] = _CHAT_TEMPLATE
+    chat_template = _CHAT_TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -60,15 +58,15 @@ class ChameleonProcessor(Processor):
             raise UnsupportedCheckpoint(
                 f"{where}: of images resized to {settings['size']} not all can be cut to {settings['crop_size']}"
             )
-        self._made = crop
-        self._steps = Preprocess(size, resample_of(settings, where), crop)
+        self.size = crop
+        self.steps = Preprocess(size, resample_of(settings, where), crop)
         self.normalization = Normalization.read(settings)
         joint = checkpoint.json("processor_config.json")
-        self._num_features = int(joint.get("image_seq_length", 1024))
+        self.num_features = int(joint.get("image_seq_length", 1024))
         quantizer = checkpoint.config.get("vq_config") or {}
         shrink = 2 ** (len(quantizer.get("channel_multiplier") or (1, 1, 2, 2, 4)) - 1)
-        if (made := crop[0] // shrink * (crop[1] // shrink)) != self._num_features:
-            raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self._num_features}, images make {made} tokens")
+        if (made := crop[0] // shrink * (crop[1] // shrink)) != self.num_features:
+            raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self.num_features}, images make {made} tokens")
         self.feature_width = text_width("ChameleonConfig", checkpoint)
         token, start, end = (
             checkpoint.token_id(checkpoint.special_token(name) or default)
@@ -82,16 +80,10 @@ class ChameleonProcessor(Processor):
         if known != token:
             raise UnsupportedCheckpoint(f"{where}: <image> is {token} to its tokenizer, {known} to its vocabulary_map")
         self.placeholders = {"image": Placeholder((), token, ())}
-        self._run = (start, *[token] * self._num_features, end)
+        self._run = (start, *[token] * self.num_features, end)
         if (separator := checkpoint.special_token("sep_token")) is None:
             raise UnsupportedCheckpoint(f"{where}: the tokenizer has no sep_token")
         self._separator = checkpoint.token_id(separator)
-
-    def max_tokens(self, kind: Kind) -> int:
-        return self._num_features
-
-    def worst_case(self, kind: Kind) -> Data:
-        return np.zeros((*self._made, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         return Spelling(runs=[self._run])
@@ -100,21 +92,11 @@ class ChameleonProcessor(Processor):
         """The turn ends with a separator, also where there is no image."""
         return [*ids, self._separator]
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        image = open_image(data)
-        self._steps.check(image.height, image.width)
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays["pixel_values"][0] = self._steps.apply(image.decode())
-
-        spec = ArraySpec((1, *self._made, 3), "uint8")
-        return Plan(self._num_features, {"pixel_values": spec}, f"chameleon {self._steps}", write)
-
 
 class ChameleonModel(PretrainedModel):
     """Quantiser and decoder of Chameleon; `module` is transformers' ChameleonForConditionalGeneration."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = (
+    vision_parts = (
         "model.vqmodel.encoder",
         "model.vqmodel.quant_conv",
         "model.vqmodel.quantize",
@@ -142,24 +124,17 @@ class ChameleonModel(PretrainedModel):
         return logits.masked_fill_(self._barred, torch.finfo(logits.dtype).min)
 
 
-class Chameleon(Family):
+class Chameleon(PretrainedFamily):
     """Chameleon (Meta, 2024, arXiv 2405.09818) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("chameleon",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' ChameleonForConditionalGeneration"
+    model_types = ("chameleon",)
+    kinds = ("image",)
+    processor = ChameleonProcessor
+    module_name = "ChameleonForConditionalGeneration"
+    model_class = ChameleonModel
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> ChameleonProcessor:
-        return ChameleonProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> ChameleonModel:
-        from transformers import ChameleonForConditionalGeneration
-
-        processor = ChameleonProcessor(checkpoint)  # first: it says by name what the module could not be made of
+    def module_class(cls) -> type[Any]:
+        base = super().module_class()
         # The nearest of thousands of codes is another one in 16 bits: a picture would be other tokens.
-        base = ChameleonForConditionalGeneration
-        module_class = type(base.__name__, (base,), {"_keep_in_fp32_modules_strict": {"vqmodel"}})
-        module, spec = load_pretrained(module_class, checkpoint, device, dtype)
-        return ChameleonModel(module, spec, processor)
+        return type(base.__name__, (base,), {"_keep_in_fp32_modules_strict": {"vqmodel"}})

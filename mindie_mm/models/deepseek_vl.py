@@ -9,19 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
 from mindie_mm.media.preprocess import Size, background_of, check_settings, check_type, pad, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -53,9 +51,7 @@ class DeepseekVLProcessor(Processor):
                 f"{where}: the tower is {vision.model_type!r}, only siglip_vision_model is served"
             )
         self._num_features: int = (vision.image_size // vision.patch_size) ** 2
-        stated = checkpoint.json("processor_config.json").get("num_image_tokens", self._num_features)
-        if stated != self._num_features:
-            raise UnsupportedCheckpoint(f"{where}: num_image_tokens is {stated}, the tower makes {self._num_features}")
+        check_settings(checkpoint.json("processor_config.json"), {"num_image_tokens": self._num_features}, where)
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
         check_type(settings, "image_processor_type", [self.image_type], where)
         check_settings(settings, {"do_resize": True, "do_pad": True}, where)
@@ -109,11 +105,11 @@ class DeepseekVLModel(PretrainedModel):
     """Tower and decoder of DeepSeek-VL; `module` is transformers' DeepseekVLForConditionalGeneration or its sibling."""
 
     vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_model",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.aligner",)
+    projector_parts = ("model.aligner",)
 
-    def __init__(self, module: Any, spec: ModelSpec, normalizations: Mapping[str, Normalization]) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalizations = normalizations
+        self._normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = {
@@ -128,21 +124,11 @@ class DeepseekVLModel(PretrainedModel):
         return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
-class DeepseekVL(Family):
+class DeepseekVL(PretrainedFamily):
     """DeepSeek-VL 1.3B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_vl",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' DeepseekVLForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> DeepseekVLProcessor:
-        return DeepseekVLProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> DeepseekVLModel:
-        from transformers import DeepseekVLForConditionalGeneration
-
-        processor = DeepseekVLProcessor(checkpoint)
-        module, spec = load_pretrained(DeepseekVLForConditionalGeneration, checkpoint, device, dtype)
-        return DeepseekVLModel(module, spec, processor.normalizations)
+    model_types = ("deepseek_vl",)
+    kinds = ("image",)
+    processor = DeepseekVLProcessor
+    module_name = "DeepseekVLForConditionalGeneration"
+    model_class = DeepseekVLModel

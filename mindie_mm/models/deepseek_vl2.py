@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from mindie_mm.device import Device, upload
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.experts import MLP, Experts, join_experts
@@ -80,9 +81,10 @@ class DeepseekVL2Processor(Processor):
     row. The grid: tiles (across, down). Of three images or more in a prompt each has one tile.
     """
 
-    chat_template: ClassVar[str | None] = _TEMPLATE
+    chat_template = _TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        _check(checkpoint)
         settings = {**checkpoint.config, **checkpoint.json("processor_config.json")}
         self.mean: tuple[float, ...] = tuple(settings.get("image_mean", (0.5, 0.5, 0.5)))
         self.std: tuple[float, ...] = tuple(settings.get("image_std", (0.5, 0.5, 0.5)))
@@ -344,8 +346,8 @@ class _Network(nn.Module):
 class DeepseekVL2Model(Model):
     """Tower, projector and decoder."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("vision",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("projector",)
+    vision_parts = ("vision",)
+    projector_parts = ("projector",)
 
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
@@ -404,18 +406,13 @@ class DeepseekVL2Model(Model):
 class DeepseekVL2(Family):
     """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302), its layers written here."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_vl_v2",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "the code that came with DeepSeek-VL2 (golden data)"
+    model_types = ("deepseek_vl_v2",)
+    kinds = ("image",)
+    reference = "the code that came with DeepSeek-VL2 (golden data)"
+    processor = DeepseekVL2Processor
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> DeepseekVL2Processor:
-        _check(checkpoint)
-        return DeepseekVL2Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> DeepseekVL2Model:
-        processor = cls.processor(checkpoint)
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> DeepseekVL2Model:
         config = checkpoint.config
         language = config["language_config"]
         network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
@@ -470,11 +467,7 @@ def _check(checkpoint: Checkpoint) -> None:
     """UnsupportedCheckpoint where the config asks for what this family's checkpoints never had."""
     for section, needed in _NEEDED.items():
         config = checkpoint.config[section] if section else checkpoint.config
-        for name, value in needed.items():
-            if config.get(name, value) != value:
-                raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: {section} has {name} {config[name]!r}, only {value!r} is served"
-                )
+        check_settings(config, needed, f"{checkpoint.path} ({section or 'config.json'})")
     if (method := checkpoint.config["language_config"].get("topk_method", "greedy")) not in (
         "greedy",
         "group_limited_greedy",

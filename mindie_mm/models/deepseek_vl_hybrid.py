@@ -9,18 +9,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind
 from mindie_mm.media.image import Pixels, resize
 from mindie_mm.media.preprocess import background_of, resample_of
 from mindie_mm.models.deepseek_vl import DEFAULTS, DeepseekVLModel, DeepseekVLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family
+from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.pixels import Normalization
-from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
 
 _HIGH = "high_res_pixel_values"
@@ -29,8 +25,8 @@ _HIGH = "high_res_pixel_values"
 class DeepseekVLHybridProcessor(DeepseekVLProcessor):
     """The tokenizer's half. A block also holds `high_res_pixel_values`, uint8 [high side, high side, 3]."""
 
-    config_name: ClassVar[str] = "DeepseekVLHybridConfig"
-    image_type: ClassVar[str] = "DeepseekVLHybridImageProcessor"
+    config_name = "DeepseekVLHybridConfig"
+    image_type = "DeepseekVLHybridImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = {
         **DEFAULTS,
         "high_res_resample": DEFAULTS["resample"],
@@ -63,7 +59,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
 class DeepseekVLHybridModel(DeepseekVLModel):
     """With a second tower; `module` is transformers' DeepseekVLHybridForConditionalGeneration."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = (
+    vision_parts = (
         "model.vision_model",
         "model.high_res_vision_model",
         "model.high_res_vision_neck",
@@ -71,21 +67,11 @@ class DeepseekVLHybridModel(DeepseekVLModel):
     )
 
 
-class DeepseekVLHybrid(Family):
+class DeepseekVLHybrid(PretrainedFamily):
     """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_vl_hybrid",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' DeepseekVLHybridForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> DeepseekVLHybridProcessor:
-        return DeepseekVLHybridProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> DeepseekVLHybridModel:
-        from transformers import DeepseekVLHybridForConditionalGeneration
-
-        processor = DeepseekVLHybridProcessor(checkpoint)
-        module, spec = load_pretrained(DeepseekVLHybridForConditionalGeneration, checkpoint, device, dtype)
-        return DeepseekVLHybridModel(module, spec, processor.normalizations)
+    model_types = ("deepseek_vl_hybrid",)
+    kinds = ("image",)
+    processor = DeepseekVLHybridProcessor
+    module_name = "DeepseekVLHybridForConditionalGeneration"
+    model_class = DeepseekVLHybridModel

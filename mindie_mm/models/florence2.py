@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
+from mindie_mm.inputs import Kind
 from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.shm import ArraySpec
 
 _IMAGE_PROCESSOR = "CLIPImageProcessor"
 _DEFAULTS: Mapping[str, Any] = {
@@ -64,11 +62,11 @@ _TASKS_ON_INPUT = {
 """The same, of tasks that are given something: the text beside the name."""
 
 
-class Florence2Processor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, height, width, 3]."""
+class Florence2Processor(OneSizeProcessor):
+    """The tokenizer's half."""
 
-    inserted: ClassVar[bool] = True
-    chat_template: ClassVar[str | None] = (
+    inserted = True
+    chat_template = (
         "{% if messages | length != 1 %}"
         "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
         "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
@@ -89,28 +87,18 @@ class Florence2Processor(Processor):
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where)
         crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None
-        made = crop or size.fixed
-        if made is None:
+        self.steps = Preprocess(size, resample_of(settings, where), crop)
+        if self.steps.made is None:
             raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
-        self._made = made
-        self._steps = Preprocess(size, resample_of(settings, where), crop, None)
+        self.size = self.steps.made
         self.normalization = Normalization.read(settings)
-        self._num_features = _num_features(config.vision_config, made, where)
-        if (stated := settings.get("image_seq_length", self._num_features)) != self._num_features:
-            raise UnsupportedCheckpoint(
-                f"{where}: image_seq_length is {stated}, but its tower makes {self._num_features} features of an image"
-            )
+        self.num_features = _num_features(config.vision_config, self.size, where)
+        check_settings(settings, {"image_seq_length": self.num_features}, where)
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         self._around = [_named_token(checkpoint, name) for name in ("bos_token", "eos_token")]
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
-
-    def max_tokens(self, kind: Kind) -> int:
-        return self._num_features
-
-    def worst_case(self, kind: Kind) -> Data:
-        return np.zeros((*self._made, 3), np.uint8)
 
     def prompt_text(self, text: str) -> str:
         """A task's name replaced by what the model was taught to answer."""
@@ -131,26 +119,16 @@ class Florence2Processor(Processor):
         bare = bare[: len(bare) - (bare[-1:] == [eos])]
         return [bos, *bare, eos] if num_items else bare
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        image = open_image(data)
-        self._steps.check(image.height, image.width)
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays["pixel_values"][0] = self._steps.apply(image.decode())
-
-        spec = ArraySpec((1, *self._made, 3), "uint8")
-        return Plan(self._num_features, {"pixel_values": spec}, f"florence2 {self._steps}", write)
-
 
 class Florence2Model(Seq2SeqModel):
     """Tower, encoder and decoder; `module` is transformers' Florence2ForConditionalGeneration."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+    vision_parts = ("model.vision_tower",)
+    projector_parts = ("model.multi_modal_projector",)
 
-    def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, normalization: Normalization) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Florence2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
-        self._normalization = normalization
+        self._normalization = processor.normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
@@ -162,26 +140,19 @@ class Florence2Model(Seq2SeqModel):
         return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
-class Florence2(Family):
+class Florence2(PretrainedFamily):
     """Florence-2 (Xiao et al., 2023, arXiv 2311.06242) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("florence2",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' Florence2ForConditionalGeneration"
+    model_types = ("florence2",)
+    kinds = ("image",)
+    processor = Florence2Processor
+    module_name = "Florence2ForConditionalGeneration"
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Florence2Processor:
-        return Florence2Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Florence2Model:
-        # Late: the layers take seconds to import, and a tokenizer process never needs them.
-        from transformers import Florence2ForConditionalGeneration
-
-        normalization = Florence2Processor(checkpoint).normalization  # first: it refuses by name
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Florence2Model:
         longest = read_config("Florence2Config", checkpoint).text_config.max_position_embeddings
-        module, spec, rules = load_seq2seq(Florence2ForConditionalGeneration, checkpoint, device, dtype, longest)
-        return Florence2Model(module, spec, rules, normalization)
+        module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest)
+        return Florence2Model(module, spec, rules, processor)
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -52,8 +50,8 @@ class FuyuProcessor(Processor):
     A block holds `patches`, uint8 [rows * columns, patch * patch * 3]; the grid: (rows, columns).
     """
 
-    inserted: ClassVar[bool] = True
-    chat_template: ClassVar[str | None] = _CHAT_TEMPLATE
+    inserted = True
+    chat_template = _CHAT_TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -152,7 +150,7 @@ class FuyuProcessor(Processor):
 class FuyuModel(PretrainedModel):
     """Decoder of Fuyu; its tower is one linear layer. `module` is transformers' FuyuForCausalLM."""
 
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.vision_embed_tokens",)
+    projector_parts = ("model.vision_embed_tokens",)
 
     def __init__(self, module: Any, spec: ModelSpec, processor: FuyuProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -170,23 +168,14 @@ class FuyuModel(PretrainedModel):
         return self._normalization(pixels).permute(0, 2, 3, 1).flatten(1)
 
 
-class Fuyu(Family):
+class Fuyu(PretrainedFamily):
     """Fuyu (Adept, 2023) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("fuyu",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' FuyuForCausalLM"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> FuyuProcessor:
-        return FuyuProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> FuyuModel:
-        from transformers import FuyuForCausalLM
-
-        module, spec = load_pretrained(FuyuForCausalLM, checkpoint, device, dtype)
-        return FuyuModel(module, spec, FuyuProcessor(checkpoint))
+    model_types = ("fuyu",)
+    kinds = ("image",)
+    processor = FuyuProcessor
+    module_name = "FuyuForCausalLM"
+    model_class = FuyuModel
 
 
 def _prepended(checkpoint: Checkpoint) -> list[str]:

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Size, check_made, check_settings, check_type, resample_of
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.pixels import HALF, Normalization
-from mindie_mm.nn.pretrained import load_pretrained, read_config
+from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
@@ -54,19 +53,13 @@ class Gemma3Processor(Processor):
         _check_text(config.text_config, where)
         self._side: int = config.vision_config.image_size
         self._features = _features(config, where)
-        stated = checkpoint.json("processor_config.json").get("image_seq_length", 256)
-        if stated != self._features:
-            raise UnsupportedCheckpoint(
-                f"{where}: image_seq_length is {stated}, an image has {self._features} features"
-            )
+        stated = {"image_seq_length": 256, **checkpoint.json("processor_config.json")}
+        check_settings(stated, {"image_seq_length": self._features}, where)
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
         check_type(settings, "image_processor_type", ["Gemma3ImageProcessor"], where)
         settings = {**_DEFAULTS, **settings}
         check_settings(settings, {"do_resize": True}, where)
-        if Size.read(settings["size"], where, square=True).fixed != (self._side, self._side):
-            raise UnsupportedCheckpoint(
-                f"{where}: size is {settings['size']}, the tower takes {self._side} pixels a side"
-            )
+        check_made(Size.read(settings["size"], where, square=True).fixed, self._side, where)
         self._resample = resample_of(settings, where)
         self.normalization = Normalization.read(settings)
         self._scanning: bool = settings["do_pan_and_scan"]
@@ -196,21 +189,11 @@ class Gemma3Model(LlavaModel):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class Gemma3(Family):
+class Gemma3(PretrainedFamily):
     """Gemma 3 (Gemma Team, 2025, arXiv 2503.19786) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' Gemma3ForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Gemma3Processor:
-        return Gemma3Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Gemma3Model:
-        from transformers import Gemma3ForConditionalGeneration
-
-        normalization = Gemma3Processor(checkpoint).normalization  # first: it refuses by name
-        module, spec = load_pretrained(Gemma3ForConditionalGeneration, checkpoint, device, dtype)
-        return Gemma3Model(module, spec, normalization)
+    model_types = ("gemma3",)
+    kinds = ("image",)
+    processor = Gemma3Processor
+    module_name = "Gemma3ForConditionalGeneration"
+    model_class = Gemma3Model

@@ -10,20 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import check_settings, check_type, resample_of
 from mindie_mm.media.tiles import cut
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -68,7 +66,7 @@ class Idefics3Processor(Processor):
         self.side = tile_side(settings, where)
         self._splitting: bool = settings["do_image_splitting"]
         self._resample = resample_of(settings, where)
-        self.normalization = Normalization.read(settings)
+        self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
         patch, scale = config.vision_config.patch_size, config.scale_factor
         rows = self.side // patch if isinstance(patch, int) else 0
         if not rows or rows % scale:
@@ -76,9 +74,7 @@ class Idefics3Processor(Processor):
                 f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not go together"
             )
         self.tile_features: int = (rows // scale) ** 2
-        stated = checkpoint.json("processor_config.json").get("image_seq_len", self.tile_features)
-        if stated != self.tile_features:
-            raise UnsupportedCheckpoint(f"{where}: image_seq_len is {stated}, a tile has {self.tile_features} features")
+        check_settings(checkpoint.json("processor_config.json"), {"image_seq_len": self.tile_features}, where)
         self.image_token, self._fake, self._global = (self._spelled(checkpoint, name) for name in self.tokens)
         if (token := checkpoint.token_id(self.image_token)) != config.image_token_id:
             raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
@@ -194,12 +190,12 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 class Idefics3Model(PretrainedModel):
     """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_model",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.connector",)
+    vision_parts = ("model.vision_model",)
+    projector_parts = ("model.connector",)
 
-    def __init__(self, module: Any, spec: ModelSpec, normalizations: Mapping[Kind, Normalization]) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, processor: Idefics3Processor) -> None:
         super().__init__(module, spec, module.model.text_model, module.lm_head)
-        self.normalizations = normalizations
+        self._normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
@@ -211,24 +207,14 @@ class Idefics3Model(PretrainedModel):
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles, 3, side, side], on the device."""
         pixels = to_device(item.view, "pixel_values", self.spec.device)
-        return self.normalizations[item.shape.kind](pixels)
+        return self._normalizations[item.shape.kind](pixels)
 
 
-class Idefics3(Family):
+class Idefics3(PretrainedFamily):
     """Idefics3 (Laurençon et al., 2024, arXiv 2408.12637) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("idefics3",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' Idefics3ForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Idefics3Processor:
-        return Idefics3Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Idefics3Model:
-        from transformers import Idefics3ForConditionalGeneration
-
-        processor = Idefics3Processor(checkpoint)
-        module, spec = load_pretrained(Idefics3ForConditionalGeneration, checkpoint, device, dtype)
-        return Idefics3Model(module, spec, {"image": processor.normalization})
+    model_types = ("idefics3",)
+    kinds = ("image",)
+    processor = Idefics3Processor
+    module_name = "Idefics3ForConditionalGeneration"
+    model_class = Idefics3Model

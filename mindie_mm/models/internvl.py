@@ -6,25 +6,24 @@ Source: arXiv 2504.10479; transformers' internvl, whose ids, pixels and logits t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.frames import Sampling
 from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Size, check_made, check_settings, check_type, resample_of
 from mindie_mm.media.tiles import closest_grid, cut
 from mindie_mm.media.video import open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -49,11 +48,7 @@ class InternVLProcessor(Processor):
         config = read_config("InternVLConfig", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
         self._side, self._tile_features = _tile(config, where)
-        stated = checkpoint.json("processor_config.json").get("image_seq_length", self._tile_features)
-        if stated != self._tile_features:
-            raise UnsupportedCheckpoint(
-                f"{where}: image_seq_length is {stated}, a tile has {self._tile_features} features"
-            )
+        check_settings(checkpoint.json("processor_config.json"), {"image_seq_length": self._tile_features}, where)
         spelled = {name: _spelled(checkpoint, name) for name in _TOKENS}
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
@@ -74,10 +69,7 @@ class InternVLProcessor(Processor):
         video = {**_DEFAULTS, **video}
         check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
         for settings in (image, video):
-            if Size.read(settings["size"], where).fixed != (self._side, self._side):
-                raise UnsupportedCheckpoint(
-                    f"{where}: tiles are of {settings['size']}, the tower takes {self._side} pixels a side"
-                )
+            check_made(Size.read(settings["size"], where).fixed, self._side, where)
         self._least: int = image["min_patches"]
         self._most: int = image["max_patches"]
         self._resamples = {"image": resample_of(image, where), "video": resample_of(video, where)}
@@ -187,8 +179,8 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 class InternVLModel(PretrainedModel):
     """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+    vision_parts = ("model.vision_tower",)
+    projector_parts = ("model.multi_modal_projector",)
 
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -205,21 +197,11 @@ class InternVLModel(PretrainedModel):
         return self._normalizations[item.shape.kind](pixels)
 
 
-class InternVL(Family):
+class InternVL(PretrainedFamily):
     """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479), in transformers' own format, over its modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("internvl",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' InternVLForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> InternVLProcessor:
-        return InternVLProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> InternVLModel:
-        from transformers import InternVLForConditionalGeneration
-
-        processor = InternVLProcessor(checkpoint)
-        module, spec = load_pretrained(InternVLForConditionalGeneration, checkpoint, device, dtype)
-        return InternVLModel(module, spec, processor)
+    model_types = ("internvl",)
+    kinds = ("image", "video")
+    processor = InternVLProcessor
+    module_name = "InternVLForConditionalGeneration"
+    model_class = InternVLModel

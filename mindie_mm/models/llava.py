@@ -6,32 +6,28 @@ Source: arXiv 2310.03744; transformers' llava, whose ids, pixels and logits thes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import (
     Preprocess,
     Size,
     background_of,
+    check_made,
     check_settings,
     check_type,
     resample_of,
 )
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.shm import ArraySpec
 
 _CLIP: Mapping[str, Any] = {
     "resample": 3,
@@ -68,26 +64,22 @@ def tokens_of_tower(config: Any, where: str) -> int:
 
 def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
     """What processor_config.json says of the tower is what config.json says. UnsupportedCheckpoint."""
-    known = {
+    made = {
         "patch_size": config.vision_config.patch_size,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": _TOWERS[config.vision_config.model_type],
     }
-    for name, value in known.items():
-        if (found := stated.get(name)) is not None and found != value:
-            raise UnsupportedCheckpoint(
-                f"{where}: processor_config.json has {name} {found!r}, of config.json it is {value!r}"
-            )
+    check_settings(stated, made, f"{where} (processor_config.json)")
 
 
-class LlavaProcessor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [1, height, width, 3], of the tower's own size."""
+class LlavaProcessor(OneSizeProcessor):
+    """The tokenizer's half."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("LlavaConfig", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
-        self._num_features = tokens_of_tower(config, where)
+        self.num_features = tokens_of_tower(config, where)
         check_stated(checkpoint.json("processor_config.json"), config, where)
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
@@ -101,46 +93,26 @@ class LlavaProcessor(Processor):
         cropped = settings.get("do_center_crop", False)
         crop = Size.read(settings["crop_size"], where, square=True).fixed if cropped else None
         background = background_of(settings["image_mean"]) if padded else None
-        self._steps = Preprocess(size, resample_of(settings, where), crop, background)
+        self.steps = Preprocess(size, resample_of(settings, where), crop, background)
         self.normalization = Normalization.read(settings)
-        made = crop or size.fixed or (size.of(1, 1) if padded else None)
-        self._side: int = config.vision_config.image_size
-        if made != (self._side, self._side):
-            raise UnsupportedCheckpoint(
-                f"{where}: its preprocessing makes images of {made or 'several sizes'}, the tower takes {self._side} "
-                "pixels a side"
-            )
+        side: int = config.vision_config.image_size
+        check_made(self.steps.made, side, where)
+        self.size = side, side
 
-    def max_tokens(self, kind: Kind) -> int:
-        return self._num_features
 
-    def worst_case(self, kind: Kind) -> Data:
-        return np.zeros((self._side, self._side, 3), np.uint8)
-
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        image = open_image(data)
-        self._steps.check(image.height, image.width)
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays["pixel_values"][0] = self._steps.apply(image.decode())
-
-        return Plan(
-            num_features=self._num_features,
-            specs={"pixel_values": ArraySpec((1, self._side, self._side, 3), "uint8")},
-            settings=f"llava {self._steps}",
-            write=write,
-        )
+class _Normalizing(Protocol):
+    normalization: Normalization
 
 
 class LlavaModel(PretrainedModel):
     """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+    vision_parts = ("model.vision_tower",)
+    projector_parts = ("model.multi_modal_projector",)
 
-    def __init__(self, module: Any, spec: ModelSpec, normalization: Normalization) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, processor: _Normalizing) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalization = normalization
+        self._normalization = processor.normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: list[Tensor] = self.module.model.get_image_features(self.pixels(items)).pooler_output
@@ -155,21 +127,11 @@ class LlavaModel(PretrainedModel):
         return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
-class Llava(Family):
+class Llava(PretrainedFamily):
     """LLaVA 1.5 (Liu et al., 2023, arXiv 2310.03744) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llava",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' LlavaForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> LlavaProcessor:
-        return LlavaProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> LlavaModel:
-        from transformers import LlavaForConditionalGeneration
-
-        normalization = LlavaProcessor(checkpoint).normalization  # first: it refuses by name
-        module, spec = load_pretrained(LlavaForConditionalGeneration, checkpoint, device, dtype)
-        return LlavaModel(module, spec, normalization)
+    model_types = ("llava",)
+    kinds = ("image",)
+    processor = LlavaProcessor
+    module_name = "LlavaForConditionalGeneration"
+    model_class = LlavaModel

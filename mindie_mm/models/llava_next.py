@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
@@ -20,9 +19,9 @@ from mindie_mm.media.preprocess import Size, check_type, resample_of
 from mindie_mm.media.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.models.llava import LlavaModel, check_stated, tokens_of_tower
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.pretrained import load_pretrained, read_config
+from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.shm import ArraySpec
 
@@ -34,10 +33,13 @@ class AnyresProcessor(Processor):
     (height, width).
     """
 
-    def __init__(self, checkpoint: Checkpoint, config_name: str, defaults: Mapping[str, Any]) -> None:
-        """`defaults` of the class of image processors of the family, whose name is their image_processor_type."""
+    config_name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
+    """Of the family's class of image processors, whose name is their image_processor_type."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
         where = self.where = str(checkpoint.path)
-        config = self.config = read_config(config_name, checkpoint)
+        config = self.config = read_config(self.config_name, checkpoint)
         self.feature_width = config.get_text_config().hidden_size
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         vision = config.vision_config
@@ -50,8 +52,8 @@ class AnyresProcessor(Processor):
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
         settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(settings, "image_processor_type", [defaults["image_processor_type"]], where)
-        settings = {**defaults, **settings}
+        check_type(settings, "image_processor_type", [self.defaults["image_processor_type"]], where)
+        settings = {**self.defaults, **settings}
         # Every tile is of the tower's size already, so that do_resize, do_center_crop and do_pad change nothing.
         for name in ("size", "crop_size"):
             size = Size.read(settings[name], where) if name in settings else None
@@ -103,6 +105,21 @@ class AnyresProcessor(Processor):
         return without_padding(height, width, *(length // self.side * self.rows for length in canvas))
 
 
+class LlavaNextProcessor(AnyresProcessor):
+    """Of LLaVA-NeXT itself."""
+
+    config_name = "LlavaNextConfig"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "resample": 3,
+        "size": {"shortest_edge": 224},
+        "crop_size": {"height": 224, "width": 224},
+        "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD,
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    }
+
+
 class LlavaNextModel(LlavaModel):
     """Tower and decoder of LLaVA-NeXT; `module` is transformers' LlavaNextForConditionalGeneration."""
 
@@ -112,30 +129,11 @@ class LlavaNextModel(LlavaModel):
         return features
 
 
-class LlavaNext(Family):
+class LlavaNext(PretrainedFamily):
     """LLaVA-NeXT, also LLaVA 1.6 (Liu et al., 2024), over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llava_next",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "transformers' LlavaNextForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> AnyresProcessor:
-        defaults = {
-            "image_processor_type": "LlavaNextImageProcessor",
-            "resample": 3,
-            "size": {"shortest_edge": 224},
-            "crop_size": {"height": 224, "width": 224},
-            "image_mean": CLIP_MEAN,
-            "image_std": CLIP_STD,
-            "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
-        }
-        return AnyresProcessor(checkpoint, "LlavaNextConfig", defaults)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> LlavaNextModel:
-        from transformers import LlavaNextForConditionalGeneration
-
-        normalization = cls.processor(checkpoint).normalization
-        module, spec = load_pretrained(LlavaNextForConditionalGeneration, checkpoint, device, dtype)
-        return LlavaNextModel(module, spec, normalization)
+    model_types = ("llava_next",)
+    kinds = ("image",)
+    processor = LlavaNextProcessor
+    module_name = "LlavaNextForConditionalGeneration"
+    model_class = LlavaNextModel

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.frames import Sampling, evenly
@@ -25,6 +24,7 @@ from mindie_mm.media.preprocess import (
     Preprocess,
     Size,
     background_of,
+    check_made,
     check_settings,
     check_type,
     resample_of,
@@ -33,10 +33,9 @@ from mindie_mm.media.video import open_video
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.models.llava_next import AnyresProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -66,8 +65,11 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     stands alone); a video's `pixel_values_videos`, uint8 [frames, side, side, 3], its grid is (frames,).
     """
 
+    config_name = "LlavaOnevisionConfig"
+    defaults: ClassVar[Mapping[str, Any]] = _IMAGE
+
     def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint, "LlavaOnevisionConfig", _IMAGE)
+        super().__init__(checkpoint)
         config, where = self.config, self.where
         self.placeholders = {
             "image": Placeholder((), config.image_token_id, ()),
@@ -80,14 +82,8 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         self._max_tiles = int(named[1])
         stated = checkpoint.json("processor_config.json")
         dropped = config.vision_feature_select_strategy == "default"
-        for name, value in (
-            ("vision_aspect_ratio", config.vision_aspect_ratio),
-            ("num_image_tokens", self.rows**2 + dropped),
-        ):
-            if (found := stated.get(name)) is not None and found != value:
-                raise UnsupportedCheckpoint(
-                    f"{where}: processor_config.json has {name} {found!r}, config.json makes {value!r}"
-                )
+        made = {"vision_aspect_ratio": config.vision_aspect_ratio, "num_image_tokens": self.rows**2 + dropped}
+        check_settings(stated, made, f"{where} (processor_config.json)")
         self._alone = Preprocess(
             Size(self.side, self.side), self.resample, background=background_of(self.background_mean)
         )
@@ -97,12 +93,8 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         check_type(settings, "video_processor_type", [_VIDEO["video_processor_type"]], where)
         settings = {**_VIDEO, **settings}
         check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
-        size = Size.read(settings["size"], where)
-        if size.fixed != (self.side, self.side):
-            raise UnsupportedCheckpoint(
-                f"{where}: frames are resized to {settings['size']}, the tower takes {self.side} pixels a side"
-            )
-        self._frame = Preprocess(size, resample_of(settings, where))
+        self._frame = Preprocess(Size.read(settings["size"], where), resample_of(settings, where))
+        check_made(self._frame.made, self.side, f"{where} (videos)")
         self.frame_normalization = Normalization.read(settings)
         self._frame_features = math.ceil(self.rows / 2) ** 2
         positions = config.get_text_config().max_position_embeddings
@@ -171,7 +163,7 @@ class LlavaOnevisionModel(LlavaModel):
     """Tower and decoder; `module` is transformers' LlavaOnevisionForConditionalGeneration."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: LlavaOnevisionProcessor) -> None:
-        super().__init__(module, spec, processor.normalization)
+        super().__init__(module, spec, processor)
         self._normalizations: Mapping[Kind, Normalization] = {
             "image": processor.normalization,
             "video": processor.frame_normalization,
@@ -208,21 +200,11 @@ class LlavaOnevisionModel(LlavaModel):
         return self._normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 
 
-class LlavaOnevision(Family):
+class LlavaOnevision(PretrainedFamily):
     """LLaVA-OneVision (Li et al., 2024, arXiv 2408.03326) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' LlavaOnevisionForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> LlavaOnevisionProcessor:
-        return LlavaOnevisionProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> LlavaOnevisionModel:
-        from transformers import LlavaOnevisionForConditionalGeneration
-
-        processor = LlavaOnevisionProcessor(checkpoint)
-        module, spec = load_pretrained(LlavaOnevisionForConditionalGeneration, checkpoint, device, dtype)
-        return LlavaOnevisionModel(module, spec, processor)
+    model_types = ("llava_onevision",)
+    kinds = ("image", "video")
+    processor = LlavaOnevisionProcessor
+    module_name = "LlavaOnevisionForConditionalGeneration"
+    model_class = LlavaOnevisionModel

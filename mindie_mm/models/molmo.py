@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.crops import Canvas, Geometry, choose_tiling, cut_crops, cut_patches
 from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
@@ -109,12 +110,13 @@ class MolmoProcessor(Processor):
     Images stand behind the beginning of text, whatever their place among the texts.
     """
 
-    inserted: ClassVar[bool] = True
-    chat_template: ClassVar[str | None] = CHAT_TEMPLATE
+    inserted = True
+    chat_template = CHAT_TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.json("preprocessor_config.json")
-        _refuse_others(checkpoint, config, _PREPROCESSING)
+        check_settings(config, _PREPROCESSING, str(checkpoint.path))
+        check_settings(checkpoint.config, {name: _DEFAULTS[name] for name in _ONLY}, str(checkpoint.path))
         self.feature_width: int = checkpoint.config["hidden_size"]
         self.max_crops: int = config.get("max_crops", 12)
         self.mean: tuple[float, ...] = tuple(config.get("image_mean", CLIP_MEAN))
@@ -373,10 +375,10 @@ class MolmoModel(Model):
     of the first. Where config.json says `overwrite_earlier_images`, that is reproduced.
     """
 
-    splice_adds: ClassVar[bool] = True
+    splice_adds = True
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_backbone",)
-    projector_parts: ClassVar[tuple[str, ...]] = (
+    vision_parts = ("model.vision_backbone",)
+    projector_parts = (
         "model.vision_backbone.image_pooling_2d",
         "model.vision_backbone.image_projector",
     )
@@ -468,13 +470,10 @@ def paddings(item: MediaItem) -> Tensor:
 class Molmo(Family):
     """Molmo (Deitke et al., 2024, arXiv 2409.17146), written here; 7B-D's style and 7B-O's."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("molmo",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "golden data of the original implementation"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> MolmoProcessor:
-        return MolmoProcessor(checkpoint)
+    model_types = ("molmo",)
+    kinds = ("image",)
+    reference = "golden data of the original implementation"
+    processor = MolmoProcessor
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
@@ -490,9 +489,8 @@ class Molmo(Family):
         return tokenizer
 
     @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> MolmoModel:
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> MolmoModel:
         config = {**_DEFAULTS, **checkpoint.config}
-        _refuse_others(checkpoint, config, {name: _DEFAULTS[name] for name in _ONLY})
         module = build(lambda: Network(config), checkpoint, device, dtype)
         heads, size = config["num_attention_heads"], config["embedding_size"]
         spec = ModelSpec(
@@ -507,13 +505,7 @@ class Molmo(Family):
             dtype=dtype,
             embedding_size=size + config["additional_vocab_size"],
         )
-        return MolmoModel(module, spec, config, MolmoProcessor(checkpoint))
-
-
-def _refuse_others(checkpoint: Checkpoint, config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
-    for name, value in only.items():
-        if config.get(name, value) != value:
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: {name} is {config[name]!r}, only {value!r} is served")
+        return MolmoModel(module, spec, config, processor)
 
 
 def _content(token: Any) -> str:

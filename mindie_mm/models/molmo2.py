@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mindie_mm.device import Device, upload
+from mindie_mm.device import upload
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.crops import Geometry, choose_tiling, cut_crops, cut_patches
@@ -23,10 +23,10 @@ from mindie_mm.media.image import Data, Pixels, open_image
 from mindie_mm.media.preprocess import Size, check_settings, check_type
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -266,18 +266,20 @@ def _resize(values: Tensor, out: Pixels) -> None:
 class Molmo2Model(PretrainedModel):
     """`module` is transformers' Molmo2ForConditionalGeneration."""
 
-    splice_adds: ClassVar[bool] = True
-    joins_items: ClassVar[bool] = True
-    prefix_sees_later_media: ClassVar[bool] = True
+    splice_adds = True
+    joins_items = True
+    prefix_sees_later_media = True
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_tower",)
-    projector_parts: ClassVar[tuple[str, ...]] = (
+    vision_parts = ("model.vision_tower",)
+    projector_parts = (
         "model.multi_modal_projector.image_pooling_2d",
         "model.multi_modal_projector.image_projector",
     )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:
-        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        text = module.model.language_model
+        embeddings = text.get_input_embeddings().num_embeddings
+        super().__init__(module, replace(spec, embedding_size=embeddings), text, module.lm_head)
         self._geometries = processor.geometries
         self._normalizations = processor.normalizations
         self._tails = processor.tails
@@ -364,22 +366,11 @@ def _moved(windows: Tensor, offset: Tensor | int) -> Tensor:
     return torch.where(windows < 0, windows, windows + offset)
 
 
-class Molmo2(Family):
+class Molmo2(PretrainedFamily):
     """Molmo 2 (Allen Institute for AI, 2025) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("molmo2",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' Molmo2ForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Molmo2Processor:
-        return Molmo2Processor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Molmo2Model:
-        from transformers import Molmo2ForConditionalGeneration
-
-        processor = Molmo2Processor(checkpoint)  # first: it refuses by name
-        module, spec = load_pretrained(Molmo2ForConditionalGeneration, checkpoint, device, dtype)
-        embeddings = module.model.language_model.get_input_embeddings().num_embeddings
-        return Molmo2Model(module, replace(spec, embedding_size=embeddings), processor)
+    model_types = ("molmo2",)
+    kinds = ("image", "video")
+    processor = Molmo2Processor
+    module_name = "Molmo2ForConditionalGeneration"
+    model_class = Molmo2Model

@@ -22,7 +22,7 @@ from mindie_mm.models.qwen2_5_vl import window_places
 from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
@@ -43,9 +43,10 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     """
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
-    config_name: ClassVar[str] = "Qwen2_5OmniThinkerConfig"
+    config_name = "Qwen2_5OmniThinkerConfig"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint = _thinker(checkpoint)
         super().__init__(checkpoint)
         joint, config = checkpoint.json("processor_config.json"), checkpoint.config
         sound = joint.get("feature_extractor") or checkpoint.json("preprocessor_config.json")
@@ -132,26 +133,19 @@ class Qwen25OmniModel(Qwen2VLModel):
         return list(features.split([item.shape.num_features for item in items]))
 
 
-class Qwen25Omni(Family):
+class Qwen25Omni(PretrainedFamily):
     """Qwen2.5-Omni's thinker (Xu et al., 2025, arXiv 2503.20215) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_omni", "qwen2_5_omni_thinker")
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video", "audio")
-    reference: ClassVar[str] = "transformers' Qwen2_5OmniThinkerForConditionalGeneration"
+    model_types = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+    kinds = ("image", "video", "audio")
+    processor = Qwen25OmniProcessor
+    module_name = "Qwen2_5OmniThinkerForConditionalGeneration"
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Qwen25OmniProcessor:
-        return Qwen25OmniProcessor(_thinker(checkpoint))
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen25OmniModel:
-        from transformers import Qwen2_5OmniThinkerForConditionalGeneration  # late: it takes seconds to import
-
-        thinker = _thinker(checkpoint)
-        module, spec = load_pretrained(
-            Qwen2_5OmniThinkerForConditionalGeneration, thinker, device, dtype, unused=("talker.*", "token2wav.*")
-        )
-        return Qwen25OmniModel(module, spec, Qwen25OmniProcessor(thinker))
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen25OmniModel:
+        unused = ("talker.*", "token2wav.*")
+        module, spec = load_pretrained(cls.module_class(), _thinker(checkpoint), device, dtype, unused=unused)
+        return Qwen25OmniModel(module, spec, processor)
 
 
 def _thinker(checkpoint: Checkpoint) -> Checkpoint:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device, upload
+from mindie_mm.device import upload
 from mindie_mm.inputs import Kind
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family
+from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
-from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
@@ -32,7 +30,7 @@ _PICOSECONDS = 10**12
 class Qwen25VLProcessor(Qwen2VLProcessor):
     """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, picoseconds from one t to the next)."""
 
-    config_name: ClassVar[str] = "Qwen2_5_VLConfig"
+    config_name = "Qwen2_5_VLConfig"
 
     def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
         # Frames handed in come without a rate: the reference takes them for ones of 24 a second, all of them.
@@ -85,23 +83,14 @@ def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str,
     return {"window_index": upload(index, device), "cu_window_seqlens": bounds}
 
 
-class Qwen25VL(Family):
+class Qwen25VL(PretrainedFamily):
     """Qwen2.5-VL (Bai et al., 2025, arXiv 2502.13923) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' Qwen2_5_VLForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Qwen25VLProcessor:
-        return Qwen25VLProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen25VLModel:
-        from transformers import Qwen2_5_VLForConditionalGeneration
-
-        module, spec = load_pretrained(Qwen2_5_VLForConditionalGeneration, checkpoint, device, dtype)
-        return Qwen25VLModel(module, spec, Qwen25VLProcessor(checkpoint))
+    model_types = ("qwen2_5_vl",)
+    kinds = ("image", "video")
+    processor = Qwen25VLProcessor
+    module_name = "Qwen2_5_VLForConditionalGeneration"
+    model_class = Qwen25VLModel
 
 
 def _picoseconds(seconds: float) -> int:

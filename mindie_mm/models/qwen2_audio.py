@@ -6,23 +6,23 @@ Source: arXiv 2407.10759; transformers' qwen2_audio, whose ids and spectrograms 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mindie_mm.device import Device, upload
+from mindie_mm.device import upload
 from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.audio import open_audio
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings, write_log_mel
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
+from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -77,7 +77,7 @@ def _encoder_length(num_frames: int) -> int:
 class Qwen2AudioProcessor(Processor):
     """The tokenizer's half: a clip's block holds `input_features`, float32 [bins, frames]; its grid: its frames."""
 
-    chat_template: ClassVar[str | None] = (  # the reference's own, for checkpoints without one
+    chat_template = (  # the reference's own, for checkpoints without one
         "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
         "{% if loop.first and message['role'] != 'system' %}"
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
@@ -120,9 +120,9 @@ class Qwen2AudioProcessor(Processor):
 class Qwen2AudioModel(PretrainedModel):
     """Audio tower and decoder; `module` is transformers' Qwen2AudioForConditionalGeneration."""
 
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.multi_modal_projector",)
+    projector_parts = ("model.multi_modal_projector",)
 
-    def __init__(self, module: Any, spec: ModelSpec) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, _: Qwen2AudioProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -146,19 +146,11 @@ class Qwen2AudioModel(PretrainedModel):
         return [rows[: item.shape.num_features] for rows, item in zip(features, items, strict=True)]
 
 
-class Qwen2Audio(Family):
+class Qwen2Audio(PretrainedFamily):
     """Qwen2-Audio (Chu et al., 2024, arXiv 2407.10759) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_audio",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("audio",)
-    reference: ClassVar[str] = "transformers' Qwen2AudioForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Qwen2AudioProcessor:
-        return Qwen2AudioProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen2AudioModel:
-        from transformers import Qwen2AudioForConditionalGeneration  # late: it takes seconds to import
-
-        return Qwen2AudioModel(*load_pretrained(Qwen2AudioForConditionalGeneration, checkpoint, device, dtype))
+    model_types = ("qwen2_audio",)
+    kinds = ("audio",)
+    processor = Qwen2AudioProcessor
+    module_name = "Qwen2AudioForConditionalGeneration"
+    model_class = Qwen2AudioModel

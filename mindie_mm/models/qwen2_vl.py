@@ -14,20 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import Device, upload
-from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.device import upload
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
+from mindie_mm.media.preprocess import check_settings
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, joined, normalize_patches, normalize_planes, repeat_frames
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, text_width
+from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -82,9 +83,8 @@ class PixelSettings:
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str, min_pixels: int, max_pixels: int) -> PixelSettings:
         """From a preprocessor configuration; `min_pixels` and `max_pixels` are the family's own defaults."""
-        for name, needed in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
-            if config.get(name, needed) != needed:
-                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
+        needed = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": _BICUBIC}
+        check_settings(config, needed, where)
         size = config.get("size") or {}
         settings = cls(
             min_pixels=config.get("min_pixels") or size.get("shortest_edge") or min_pixels,
@@ -147,7 +147,7 @@ class Qwen2VLProcessor(Processor):
     their grid; a video also `second_per_grid_t`, float32 [1, 1].
     """
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
+    mindie_layouts = _MINDIE
 
     config_name: ClassVar[str] = "Qwen2VLConfig"
 
@@ -355,9 +355,9 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
 class Qwen2VLModel(PretrainedModel):
     """Vision tower and decoder of Qwen2-VL; `module` is transformers' Qwen2VLForConditionalGeneration."""
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
+    mindie_layouts = _MINDIE
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.visual",)
+    vision_parts = ("model.visual",)
     projector_parts: ClassVar[tuple[str, ...]] = ("model.visual.merger",)
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
@@ -413,21 +413,11 @@ class Qwen2VLModel(PretrainedModel):
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
 
 
-class Qwen2VL(Family):
+class Qwen2VL(PretrainedFamily):
     """Qwen2-VL (Wang et al., 2024, arXiv 2409.12191) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' Qwen2VLForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Qwen2VLProcessor:
-        return Qwen2VLProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen2VLModel:
-        # Late: the layers take seconds to import, and a tokenizer process never needs them.
-        from transformers import Qwen2VLForConditionalGeneration
-
-        module, spec = load_pretrained(Qwen2VLForConditionalGeneration, checkpoint, device, dtype)
-        return Qwen2VLModel(module, spec, Qwen2VLProcessor(checkpoint))
+    model_types = ("qwen2_vl",)
+    kinds = ("image", "video")
+    processor = Qwen2VLProcessor
+    module_name = "Qwen2VLForConditionalGeneration"
+    model_class = Qwen2VLModel

@@ -22,7 +22,7 @@ from mindie_mm.media.image import Data
 from mindie_mm.media.video import DecodedVideo, Video
 from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Spelling
+from mindie_mm.nn.family import PretrainedFamily, Spelling
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.mrope import Grid, mrope_positions
@@ -47,7 +47,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, and of each t its tenths of a second)."""
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
-    config_name: ClassVar[str] = "Qwen3VLConfig"
+    config_name = "Qwen3VLConfig"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -163,7 +163,7 @@ class Qwen3VLModel(Qwen2VLModel):
     Behind a feature's hidden columns stand those of each tower layer that reaches the decoder.
     """
 
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.visual.merger", "model.visual.deepstack_merger_list")
+    projector_parts = ("model.visual.merger", "model.visual.deepstack_merger_list")
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
@@ -203,22 +203,16 @@ class Qwen3VLModel(Qwen2VLModel):
         )
 
 
-class Qwen3VL(Family):
+class Qwen3VL(PretrainedFamily):
     """Qwen3-VL (Bai et al., 2025, arXiv 2511.21631) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' Qwen3VLForConditionalGeneration"
+    model_types = ("qwen3_vl",)
+    kinds = ("image", "video")
+    processor = Qwen3VLProcessor
+    module_name = "Qwen3VLForConditionalGeneration"
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> Qwen3VLProcessor:
-        return Qwen3VLProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Qwen3VLModel:
-        from transformers import Qwen3VLForConditionalGeneration
-
-        module, spec = load_pretrained(Qwen3VLForConditionalGeneration, checkpoint, device, dtype, tp_plan=DECODER_PLAN)
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen3VLModel:
+        module, spec = load_pretrained(cls.module_class(), checkpoint, device, dtype, tp_plan=DECODER_PLAN)
         levels = len(module.config.vision_config.deepstack_visual_indexes)
-        spec = replace(spec, extra_width=levels * spec.hidden_size)
-        return Qwen3VLModel(module, spec, Qwen3VLProcessor(checkpoint))
+        return Qwen3VLModel(module, replace(spec, extra_width=levels * spec.hidden_size), processor)

@@ -9,7 +9,7 @@ import base64
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
@@ -75,10 +76,11 @@ class QwenVLProcessor(Processor):
     [1, 3, size, size], normalised.
     """
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
-    chat_template: ClassVar[str | None] = _CHATML
+    mindie_layouts = _MINDIE
+    chat_template = _CHATML
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        _check(checkpoint)
         visual = checkpoint.config["visual"]
         start = visual["image_start_id"]
         self.feature_width: int = checkpoint.config["hidden_size"]
@@ -269,11 +271,11 @@ class _Network(nn.Module):
 class QwenVLModel(Model):
     """Tower and decoder. Positions have two axes: the index, and the rotary base's factor, one for a whole prompt."""
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = _MINDIE
-    prefix_sees_length: ClassVar[bool] = True
+    mindie_layouts = _MINDIE
+    prefix_sees_length = True
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("transformer.visual",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("transformer.visual.attn_pool",)
+    vision_parts = ("transformer.visual",)
+    projector_parts = ("transformer.visual.attn_pool",)
 
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: QwenVLProcessor, config: Mapping[str, Any]
@@ -341,9 +343,10 @@ class QwenVLModel(Model):
 class QwenVL(Family):
     """Qwen-VL (Bai et al., 2023, arXiv 2308.12966), its layers written here."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
-    reference: ClassVar[str] = "the code that comes with Qwen-VL-Chat (golden data)"
+    model_types = ("qwen",)
+    kinds = ("image",)
+    reference = "the code that comes with Qwen-VL-Chat (golden data)"
+    processor = QwenVLProcessor
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -351,13 +354,8 @@ class QwenVL(Family):
         return super().serves(config) and isinstance(config.get("visual"), Mapping)
 
     @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> QwenVLProcessor:
-        return QwenVLProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> QwenVLModel:
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> QwenVLModel:
         config = checkpoint.config
-        _check(checkpoint)
         network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("*.rotary_emb.inv_freq",))
         spec = ModelSpec(
             vocab_size=config["vocab_size"],
@@ -370,7 +368,7 @@ class QwenVL(Family):
             device=device.torch_device,
             dtype=dtype,
         )
-        return QwenVLModel(network, spec, QwenVLProcessor(checkpoint), config)
+        return QwenVLModel(network, spec, processor, config)
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
@@ -382,14 +380,8 @@ class QwenVL(Family):
 def _check(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     width = config["num_attention_heads"] * config["kv_channels"]
-    for name, needed in (
-        ("hidden_size", width),
-        ("rotary_pct", 1.0),
-        ("no_bias", True),
-        ("tie_word_embeddings", False),
-    ):
-        if config.get(name, needed) != needed:
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: {name} is {config[name]!r}, only {needed!r} is served")
+    needed = {"hidden_size": width, "rotary_pct": 1.0, "no_bias": True, "tie_word_embeddings": False}
+    check_settings(config, needed, str(checkpoint.path))
     if config["visual"]["output_dim"] != config["hidden_size"]:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path}: the tower's features are {config['visual']['output_dim']} wide, the decoder takes "

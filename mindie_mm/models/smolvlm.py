@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import torch
 
-from mindie_mm.device import Device
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, resize
@@ -20,9 +18,8 @@ from mindie_mm.media.preprocess import check_settings, check_type, resample_of
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.models.idefics3 import DEFAULTS, Idefics3Model, Idefics3Processor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import Normalization
-from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
 
 # The reference's for every conversation with a video: the published templates pass over it.
@@ -52,8 +49,8 @@ class SmolVLMProcessor(Idefics3Processor):
     each frame, all in whole seconds.
     """
 
-    config_name: ClassVar[str] = "SmolVLMConfig"
-    image_type: ClassVar[str] = "SmolVLMImageProcessor"
+    config_name = "SmolVLMConfig"
+    image_type = "SmolVLMImageProcessor"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -72,7 +69,7 @@ class SmolVLMProcessor(Idefics3Processor):
         if (side := tile_side(settings, where)) != self.side:
             raise UnsupportedCheckpoint(f"{where}: frames are of {side} pixels a side, tiles of {self.side}")
         self._frame_resample = resample_of(settings, where)
-        self.frame_normalization = Normalization.read(settings)
+        self.normalizations["video"] = Normalization.read(settings)
         self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
         self._fps: float | None = sampling.get("fps", settings.get("fps"))
         # Each frame takes the three tokens around its features, too.
@@ -173,25 +170,11 @@ def in_words(number: int) -> str:
     return f"{in_words(thousands)} thousand" + (joint + in_words(rest) if rest else "")
 
 
-class SmolVLM(Family):
+class SmolVLM(PretrainedFamily):
     """SmolVLM and SmolVLM2 (Marafioti et al., 2025, arXiv 2504.05299) over transformers' own modules."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("smolvlm",)
-    kinds: ClassVar[tuple[Kind, ...]] = ("image", "video")
-    reference: ClassVar[str] = "transformers' SmolVLMForConditionalGeneration"
-
-    @classmethod
-    def processor(cls, checkpoint: Checkpoint) -> SmolVLMProcessor:
-        return SmolVLMProcessor(checkpoint)
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Idefics3Model:
-        from transformers import SmolVLMForConditionalGeneration
-
-        processor = SmolVLMProcessor(checkpoint)
-        module, spec = load_pretrained(SmolVLMForConditionalGeneration, checkpoint, device, dtype)
-        normalizations: Mapping[Kind, Normalization] = {
-            "image": processor.normalization,
-            "video": processor.frame_normalization,
-        }
-        return Idefics3Model(module, spec, normalizations)
+    model_types = ("smolvlm",)
+    kinds = ("image", "video")
+    processor = SmolVLMProcessor
+    module_name = "SmolVLMForConditionalGeneration"
+    model_class = Idefics3Model

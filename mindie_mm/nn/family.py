@@ -22,6 +22,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import ArraySpec
 
@@ -88,6 +89,10 @@ class Processor(ABC):
     """Columns of a feature: as many as `ModelSpec.hidden_size` and `extra_width`."""
     placeholders: Mapping[Kind, Placeholder]
     """The ids of an item of each kind that the family takes."""
+
+    @abstractmethod
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """UnsupportedCheckpoint if the checkpoint asks for what the family does not serve."""
 
     def placeholder(self, kind: Kind) -> Placeholder:
         """The ids of an item of `kind`; InputError names what the model takes instead."""
@@ -174,6 +179,8 @@ class Family(ABC):
     """Media that it takes."""
     reference: ClassVar[str]
     """What its tests hold it against, such as `transformers' LlavaForConditionalGeneration`."""
+    processor: ClassVar[type[Processor]]
+    """The tokenizer's half."""
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -182,13 +189,11 @@ class Family(ABC):
 
     @classmethod
     @abstractmethod
-    def processor(cls, checkpoint: Checkpoint) -> Processor:
-        """The tokenizer's half; UnsupportedCheckpoint if the checkpoint uses what the family refuses."""
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
+        """The model's half, weights loaded on `device` as `dtype`.
 
-    @classmethod
-    @abstractmethod
-    def model(cls, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
-        """The model's half, weights loaded on `device` as `dtype`."""
+        `processor` is the other half, a `cls.processor`: what the family refuses, it has refused by now.
+        """
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
@@ -204,7 +209,31 @@ class Family(ABC):
         return tokenizer
 
 
-__all__ = ["Family", "Placeholder", "Plan", "Processor", "Spelling"]
+class PretrainedFamily(Family):
+    """A family whose network is a class of transformers': it names that, and its own two halves."""
+
+    module_name: ClassVar[str]
+    """transformers' class of the whole model."""
+    model_class: ClassVar[type[Any]]
+    """The model's half, a `Model` made of the loaded module, its sizes and the processor."""
+
+    def __init_subclass__(cls) -> None:
+        """`reference` is that class, unless the family says otherwise."""
+        cls.reference = vars(cls).get("reference", f"transformers' {cls.module_name}")
+
+    @classmethod
+    def module_class(cls) -> type[Any]:
+        """The class `module_name`."""
+        import transformers  # late: its layers take seconds to import, and a tokenizer process never needs them
+
+        found: type[Any] = getattr(transformers, cls.module_name)
+        return found
+
+    @classmethod
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
+        module, spec = load_pretrained(cls.module_class(), checkpoint, device, dtype)
+        model: Model = cls.model_class(module, spec, processor)
+        return model
 
 
 def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:

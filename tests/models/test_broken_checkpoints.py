@@ -85,6 +85,13 @@ def test_shapes_that_do_not_fit_are_named(copy, change):
     assert len(said) < 2000, said
 
 
+def test_what_is_refused_is_refused_before_any_weight_is_read(copy):
+    (copy / "model.safetensors").unlink()
+    file = copy / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
+    assert "do_resize is False" in refused(copy)
+
+
 def test_no_weights_at_all(copy):
     (copy / "model.safetensors").unlink()
     assert "model.safetensors" in refused(copy)

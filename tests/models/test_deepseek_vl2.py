@@ -162,8 +162,8 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         [
             ("language_config", {"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
             ("language_config", {"topk_method": "random"}, "'random'"),
-            ("projector_config", {"projector_type": "linear"}, "projector_type 'linear'"),
-            ("vision_config", {"image_size": 512}, "image_size 512"),
+            ("projector_config", {"projector_type": "linear"}, "projector_type is 'linear'"),
+            ("vision_config", {"image_size": 512}, "image_size is 512"),
         ],
     )
     def test_what_is_not_served_is_refused_by_name(self, section, change, named, path, tmp_path):

@@ -184,7 +184,7 @@ class TestFlorence2(Seq2SeqContract):
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"image_seq_length": 577}, "image_seq_length is 577, but its tower makes 10"),
+            ({"image_seq_length": 577}, "image_seq_length is 577, only 10 is served"),
             ({"size": {"shortest_edge": 96}}, "images of several sizes"),
             ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 a side"),
         ],

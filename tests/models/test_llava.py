@@ -164,7 +164,7 @@ class TestLlava(FamilyContract):
             ("preprocessor_config", {"do_center_crop": False}, "several sizes"),
             ("preprocessor_config", {"image_processor_type": "PixtralImageProcessor"}, "PixtralImageProcessor"),
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor", "do_pad": True}, "do_pad is True"),
-            ("processor_config", {"patch_size": 14}, "patch_size 14"),
+            ("processor_config", {"patch_size": 14}, "patch_size is 14"),
             ("processor_config", {"num_additional_image_tokens": 0}, "num_additional_image_tokens 0"),
             ("config", {"vision_config": {"model_type": "pixtral"}}, "the tower is 'pixtral'"),
             ("config", {"vision_feature_select_strategy": "some"}, "vision_feature_select_strategy"),

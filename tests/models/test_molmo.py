@@ -141,6 +141,13 @@ class TestMolmo(FamilyContract):
         expected = tokenizer.tokenize([image, text], path_file)
         assert ids[ids >= 0].tolist() == expected[expected >= 0].tolist()
 
+    def test_what_is_not_served_is_refused_by_its_tokenizers_too(self, path, tmp_path):
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        config = json.loads((path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"layer_norm_type": "low_precision"}))
+        with pytest.raises(UnsupportedCheckpoint, match="layer_norm_type is 'low_precision'"):
+            family_named("molmo").processor(Checkpoint.open(tmp_path))
+
     def test_other_geometries_are_refused_by_name(self, path, tmp_path):
         shutil.copytree(path, tmp_path, dirs_exist_ok=True)
         config = json.loads((path / "preprocessor_config.json").read_text())

@@ -166,6 +166,12 @@ class TestQwenVL(FamilyContract):
     def test_a_chat_ends_where_its_turns_do(self, model):
         assert model.spec.eos_token_ids == (647, 648, 649)
 
+    def test_what_is_not_served_is_refused_by_its_tokenizers_too(self, path, tmp_path):
+        config = json.loads((path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_pct": 0.5}))
+        with pytest.raises(UnsupportedCheckpoint, match=r"rotary_pct is 0\.5"):
+            family_named(self.name).processor(Checkpoint.open(tmp_path))
+
     def test_text_only_models_of_the_same_type_are_not_taken(self, path, tmp_path):
         config = json.loads((path / "config.json").read_text())
         del config["visual"]

@@ -1,0 +1,41 @@
+"""The tokenizer's half of families to which every picture is one of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.preprocess import Preprocess
+from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.shm import ArraySpec
+
+
+class OneSizeProcessor(Processor):
+    """A block holds `pixel_values`, uint8 [1, height, width, 3]. A family's constructor sets what stands here."""
+
+    num_features: int
+    """Of every picture."""
+    steps: Preprocess
+    """What makes `size` of a picture."""
+    size: tuple[int, int]
+    """Height and width that the tower takes."""
+
+    def max_tokens(self, kind: Kind) -> int:
+        return self.num_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        return np.zeros((*self.size, 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        image = open_image(data)
+        self.steps.check(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays["pixel_values"][0] = self.steps.apply(image.decode())
+
+        specs = {"pixel_values": ArraySpec((1, *self.size, 3), "uint8")}
+        return Plan(self.num_features, specs, f"image {self.steps}", write)
