@@ -25,6 +25,7 @@ from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
+_DEFAULTS = {"size": {"height": 224, "width": 224}, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}
 _IN_TEXT = "<Img><ImageHere></Img>"
 _TEMPLATE = (
     "{% for message in messages %}"
@@ -44,12 +45,12 @@ class MiniGPT4Processor(Processor):
     chat_template = _TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        pixels = checkpoint.json("preprocessor_config.json")
-        size = pixels.get("size", {"height": 224, "width": 224})
+        pixels = checkpoint.preprocessor("image", {"BlipImageProcessor": _DEFAULTS})
+        size = pixels["size"]
         if size["height"] != size["width"]:
             raise UnsupportedCheckpoint(f"{checkpoint.path}: images of {size['width']}x{size['height']}, not square")
         self.side: int = size["height"]
-        self.normalization = Normalization.read({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **pixels})
+        self.normalization = Normalization.read(pixels)
         self.feature_width = text_width("Blip2Config", checkpoint)
         self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
         self.placeholders = {"image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -144,18 +144,6 @@ def check_made(made: tuple[int, int] | None, side: int, where: str) -> None:
         raise UnsupportedCheckpoint(
             f"{where}: images become {made or 'of several sizes'}, the tower takes {side} pixels a side"
         )
-
-
-def check_type(config: Mapping[str, Any], key: str, served: Collection[str], where: str) -> str:
-    """The class of processor that a configuration is of, the first one `served` if it does not say.
-
-    The same name with Fast or Pil behind it is a backend of the same class. UnsupportedCheckpoint.
-    """
-    named = str(config.get(key) or next(iter(served)))
-    name = named.removesuffix("Fast").removesuffix("Pil")
-    if name not in served:
-        raise UnsupportedCheckpoint(f"{where}: {key} is {named!r}, only {', '.join(served)} is served")
-    return name
 
 
 def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: str) -> None:

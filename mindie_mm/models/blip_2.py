@@ -15,7 +15,7 @@ from torch import Tensor
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_settings, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
@@ -27,9 +27,7 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 
-_IMAGE_PROCESSOR = "BlipImageProcessor"
 _DEFAULTS: Mapping[str, Any] = {
-    "image_processor_type": _IMAGE_PROCESSOR,
     "size": {"height": 384, "width": 384},
     "resample": 3,
     "image_mean": CLIP_MEAN,
@@ -59,8 +57,7 @@ class Blip2Processor(OneSizeProcessor):
         self.feature_width = config.get_text_config().hidden_size
         if config.image_token_id is None:
             raise UnsupportedCheckpoint(f"{where}: config.json has no image_token_index")
-        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
-        check_type(settings, "image_processor_type", (_IMAGE_PROCESSOR,), where)
+        settings = checkpoint.preprocessor("image", {"BlipImageProcessor": _DEFAULTS})
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where, square=True)
         side: int = config.vision_config.image_size

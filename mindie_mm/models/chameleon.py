@@ -14,7 +14,7 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Preprocess, Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec
@@ -48,8 +48,7 @@ class ChameleonProcessor(OneSizeProcessor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
-        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
-        check_type(settings, "image_processor_type", ["ChameleonImageProcessor"], where)
+        settings = checkpoint.preprocessor("image", {"ChameleonImageProcessor": _DEFAULTS})
         check_settings(settings, {"do_resize": True, "do_center_crop": True}, where)
         size, crop = Size.read(settings["size"], where), Size.read(settings["crop_size"], where, square=True).fixed
         edge = size.shortest_edge or 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
-from mindie_mm.media.preprocess import Size, background_of, check_settings, check_type, pad, resample_of
+from mindie_mm.media.preprocess import Size, background_of, check_settings, pad, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
@@ -52,10 +52,8 @@ class DeepseekVLProcessor(Processor):
             )
         self._num_features: int = (vision.image_size // vision.patch_size) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"num_image_tokens": self._num_features}, where)
-        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(settings, "image_processor_type", [self.image_type], where)
-        check_settings(settings, {"do_resize": True, "do_pad": True}, where)
-        self.settings = {**self.defaults, **settings}
+        self.settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
+        check_settings(self.settings, {"do_resize": True, "do_pad": True}, where)
         self._min_size: int = self.settings["min_size"]
         self.side = self.read_side("size", vision.image_size)
         self.resample = resample_of(self.settings, where)

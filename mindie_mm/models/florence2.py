@@ -16,7 +16,7 @@ from torch import Tensor
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import Preprocess, Size, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Preprocess, Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
@@ -28,9 +28,7 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 
-_IMAGE_PROCESSOR = "CLIPImageProcessor"
 _DEFAULTS: Mapping[str, Any] = {
-    "image_processor_type": _IMAGE_PROCESSOR,
     "size": {"shortest_edge": 224},
     "resample": 3,
     "do_center_crop": True,
@@ -82,8 +80,7 @@ class Florence2Processor(OneSizeProcessor):
             )
         config = read_config("Florence2Config", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
-        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
-        check_type(settings, "image_processor_type", (_IMAGE_PROCESSOR,), where)
+        settings = checkpoint.preprocessor("image", {"CLIPImageProcessor": _DEFAULTS})
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where)
         crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None

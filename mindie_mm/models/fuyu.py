@@ -17,7 +17,7 @@ from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
-from mindie_mm.media.preprocess import Size, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
@@ -56,8 +56,7 @@ class FuyuProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = read_config("FuyuConfig", checkpoint)
-        settings = {**_DEFAULTS, **checkpoint.preprocessor("image_processor", "preprocessor_config.json")}
-        check_type(settings, "image_processor_type", ["FuyuImageProcessor"], where)
+        settings = checkpoint.preprocessor("image", {"FuyuImageProcessor": _DEFAULTS})
         check_settings(settings, _NEEDED, where)
         self._resample = resample_of(settings, where)
         size, patch = (Size.read(settings[name], where).fixed for name in ("size", "patch_size"))

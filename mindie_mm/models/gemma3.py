@@ -16,7 +16,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import Size, check_made, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
@@ -55,9 +55,7 @@ class Gemma3Processor(Processor):
         self._features = _features(config, where)
         stated = {"image_seq_length": 256, **checkpoint.json("processor_config.json")}
         check_settings(stated, {"image_seq_length": self._features}, where)
-        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(settings, "image_processor_type", ["Gemma3ImageProcessor"], where)
-        settings = {**_DEFAULTS, **settings}
+        settings = checkpoint.preprocessor("image", {"Gemma3ImageProcessor": _DEFAULTS})
         check_settings(settings, {"do_resize": True}, where)
         check_made(Size.read(settings["size"], where, square=True).fixed, self._side, where)
         self._resample = resample_of(settings, where)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import check_settings, resample_of
 from mindie_mm.media.tiles import cut
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
@@ -58,9 +58,7 @@ class Idefics3Processor(Processor):
         config = self.config = read_config(self.config_name, checkpoint)
         self.feature_width = config.get_text_config().hidden_size
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
-        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(settings, "image_processor_type", [self.image_type], where)
-        settings = {**DEFAULTS, **settings}
+        settings = checkpoint.preprocessor("image", {self.image_type: DEFAULTS})
         check_settings(settings, {"do_resize": True}, where)  # else the tiles of an image could be any number
         self._size = read_size(settings["size"], where)
         self.side = tile_side(settings, where)

@@ -16,7 +16,7 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.frames import Sampling
 from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import Size, check_made, check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
 from mindie_mm.media.tiles import closest_grid, cut
 from mindie_mm.media.video import open_video
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -61,12 +61,8 @@ class InternVLProcessor(Processor):
         }
         self._context, self._start, self._end = spelled["context_image_token"], start, end
         # What these say of crop_to_patches counts for nothing: the reference's processor always asks for tiles.
-        image = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(image, "image_processor_type", ["GotOcr2ImageProcessor"], where)
-        image = {**_DEFAULTS, **image}
-        video = checkpoint.preprocessor("video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
-        check_type(video, "video_processor_type", ["InternVLVideoProcessor"], where)
-        video = {**_DEFAULTS, **video}
+        image = checkpoint.preprocessor("image", {"GotOcr2ImageProcessor": _DEFAULTS})
+        video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})
         check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
         for settings in (image, video):
             check_made(Size.read(settings["size"], where).fixed, self._side, where)

@@ -17,7 +17,6 @@ from mindie_mm.media.preprocess import (
     background_of,
     check_made,
     check_settings,
-    check_type,
     resample_of,
 )
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -82,11 +81,9 @@ class LlavaProcessor(OneSizeProcessor):
         self.num_features = tokens_of_tower(config, where)
         check_stated(checkpoint.json("processor_config.json"), config, where)
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
-        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        name = check_type(settings, "image_processor_type", _PROCESSORS, where)
-        settings = {**_PROCESSORS[name], **settings}
+        settings = checkpoint.preprocessor("image", _PROCESSORS)
         padded = settings.get("do_pad", False)
-        if padded and name != "LlavaImageProcessor":
+        if padded and settings["image_processor_type"] != "LlavaImageProcessor":
             raise UnsupportedCheckpoint(f"{where}: do_pad is True, which is served of a LlavaImageProcessor alone")
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where)

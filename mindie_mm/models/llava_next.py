@@ -15,7 +15,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import Size, check_type, resample_of
+from mindie_mm.media.preprocess import Size, resample_of
 from mindie_mm.media.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.models.llava import LlavaModel, check_stated, tokens_of_tower
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -34,8 +34,8 @@ class AnyresProcessor(Processor):
     """
 
     config_name: ClassVar[str]
+    image_type: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]]
-    """Of the family's class of image processors, whose name is their image_processor_type."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = self.where = str(checkpoint.path)
@@ -51,9 +51,7 @@ class AnyresProcessor(Processor):
                 f"tokens of a tile, which has {self.rows}x{self.rows} patches"
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
-        settings = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(settings, "image_processor_type", [self.defaults["image_processor_type"]], where)
-        settings = {**self.defaults, **settings}
+        settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
         # Every tile is of the tower's size already, so that do_resize, do_center_crop and do_pad change nothing.
         for name in ("size", "crop_size"):
             size = Size.read(settings[name], where) if name in settings else None
@@ -109,8 +107,8 @@ class LlavaNextProcessor(AnyresProcessor):
     """Of LLaVA-NeXT itself."""
 
     config_name = "LlavaNextConfig"
+    image_type = "LlavaNextImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "image_processor_type": "LlavaNextImageProcessor",
         "resample": 3,
         "size": {"shortest_edge": 224},
         "crop_size": {"height": 224, "width": 224},

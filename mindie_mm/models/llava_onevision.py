@@ -26,7 +26,6 @@ from mindie_mm.media.preprocess import (
     background_of,
     check_made,
     check_settings,
-    check_type,
     resample_of,
 )
 from mindie_mm.media.video import open_video
@@ -42,7 +41,6 @@ from mindie_mm.shm import ArraySpec
 
 _EDGES = (384, 768, 1152, 1536, 1920, 2304)
 _VIDEO: Mapping[str, Any] = {
-    "video_processor_type": "LlavaOnevisionVideoProcessor",
     "resample": 3,
     "size": {"height": 384, "width": 384},
     "image_mean": CLIP_MEAN,
@@ -50,7 +48,6 @@ _VIDEO: Mapping[str, Any] = {
 }
 _IMAGE: Mapping[str, Any] = {
     **_VIDEO,
-    "image_processor_type": "LlavaOnevisionImageProcessor",
     "image_grid_pinpoints": [[*pair] for pair in product(_EDGES, _EDGES)],
 }
 _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -66,6 +63,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     """
 
     config_name = "LlavaOnevisionConfig"
+    image_type = "LlavaOnevisionImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = _IMAGE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -87,11 +85,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         self._alone = Preprocess(
             Size(self.side, self.side), self.resample, background=background_of(self.background_mean)
         )
-        settings = checkpoint.preprocessor(
-            "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
-        )
-        check_type(settings, "video_processor_type", [_VIDEO["video_processor_type"]], where)
-        settings = {**_VIDEO, **settings}
+        settings = checkpoint.preprocessor("video", {"LlavaOnevisionVideoProcessor": _VIDEO})
         check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
         self._frame = Preprocess(Size.read(settings["size"], where), resample_of(settings, where))
         check_made(self._frame.made, self.side, f"{where} (videos)")

@@ -20,7 +20,7 @@ from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.crops import Geometry, choose_tiling, cut_crops, cut_patches
 from mindie_mm.media.image import Data, Pixels, open_image
-from mindie_mm.media.preprocess import Size, check_settings, check_type
+from mindie_mm.media.preprocess import Size, check_settings
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
@@ -63,12 +63,8 @@ class Molmo2Processor(Processor):
         where = str(checkpoint.path)
         config = read_config("Molmo2Config", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
-        image = checkpoint.preprocessor("image_processor", "preprocessor_config.json")
-        check_type(image, "image_processor_type", ["Molmo2ImageProcessor"], where)
-        image = {**_IMAGE, **image}
-        video = checkpoint.preprocessor("video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
-        check_type(video, "video_processor_type", ["Molmo2VideoProcessor"], where)
-        video = {**_VIDEO, **video}
+        image = checkpoint.preprocessor("image", {"Molmo2ImageProcessor": _IMAGE})
+        video = checkpoint.preprocessor("video", {"Molmo2VideoProcessor": _VIDEO})
         # The reference refuses videos where fps stands beside num_frames.
         check_settings(video, {"do_sample_frames": True, "fps": None}, where)
         self.geometries: Mapping[Kind, Geometry] = {

@@ -14,7 +14,7 @@ import numpy as np
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data, resize
-from mindie_mm.media.preprocess import check_settings, check_type, resample_of
+from mindie_mm.media.preprocess import check_settings, resample_of
 from mindie_mm.media.video import Video, open_video
 from mindie_mm.models.idefics3 import DEFAULTS, Idefics3Model, Idefics3Processor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -57,10 +57,7 @@ class SmolVLMProcessor(Idefics3Processor):
         where = str(checkpoint.path)
         token, video = self.config.image_token_id, checkpoint.special_token("video_token") or "<video>"
         self.placeholders = {"image": Placeholder((), token, ()), "video": Placeholder((), token, (), video)}
-        settings = checkpoint.preprocessor(
-            "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
-        )
-        check_type(settings, "video_processor_type", ["SmolVLMVideoProcessor"], where)
+        settings = checkpoint.preprocessor("video", {"SmolVLMVideoProcessor": {}})
         sampling = settings.get("video_sampling", {})
         named = {"size": sampling["video_size"]} if "video_size" in sampling else {}
         settings = {**DEFAULTS, **named, **settings}

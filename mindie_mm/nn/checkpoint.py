@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
 """The checkpoint that comes with the package."""
@@ -41,14 +42,23 @@ class Checkpoint:
             self._files[name] = _read(file) if file.is_file() else {}
         return self._files[name]
 
-    def preprocessor(self, part: str, *files: str) -> dict[str, Any]:
-        """The settings of a `part` of the processor, such as image_processor; a null is none, as in transformers.
+    def preprocessor(self, kind: Kind, classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """How items of `kind` are preprocessed: the checkpoint's settings, completed by its class's defaults.
 
-        From processor_config.json, else from the first of `files` that there is.
+        `classes` are transformers' classes of processors that are served, with their defaults, the first one that of a
+        checkpoint that names none; a name with Fast or Pil behind it is a backend of the same class. The settings are
+        processor_config.json's, else preprocessor_config.json's, of videos video_preprocessor_config.json's before
+        that; a null is none, as in transformers. UnsupportedCheckpoint.
         """
-        sources = (self.json("processor_config.json").get(part), *(self.json(file) for file in files))
-        settings: dict[str, Any] = next(filter(None, sources), {})
-        return {name: value for name, value in settings.items() if value is not None}
+        files = ["video_preprocessor_config.json"] * (kind == "video") + ["preprocessor_config.json"]
+        sources = (self.json("processor_config.json").get(f"{kind}_processor"), *(self.json(file) for file in files))
+        settings = {name: value for name, value in next(filter(None, sources), {}).items() if value is not None}
+        key = f"{kind}_processor_type"
+        stated = str(settings.get(key) or next(iter(classes)))
+        name = stated.removesuffix("Fast").removesuffix("Pil")
+        if name not in classes:
+            raise UnsupportedCheckpoint(f"{self.path}: {key} is {stated!r}, only {', '.join(classes)} is served")
+        return {**classes[name], **settings, key: name}
 
     def token_id(self, token: str) -> int:
         """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
