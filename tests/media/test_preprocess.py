@@ -1,0 +1,42 @@
+"""The steps of transformers' image processors, and what of them is served."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.media.image import RESAMPLES
+from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_settings
+
+BICUBIC = RESAMPLES[3]
+
+
+@pytest.mark.parametrize(
+    ("steps", "made"),
+    [
+        (Preprocess(Size(20, 30), BICUBIC), (20, 30)),
+        (Preprocess(Size(shortest_edge=20), BICUBIC), None),
+        (Preprocess(Size(shortest_edge=20), BICUBIC, crop=(12, 14)), (12, 14)),
+        (Preprocess(Size(shortest_edge=20), BICUBIC, background=(0, 0, 0)), (20, 20)),
+        (Preprocess(None, BICUBIC), None),
+    ],
+    ids=["fixed", "by an edge", "cropped", "padded", "not resized"],
+)
+def test_what_is_made_of_every_picture_is_known_where_it_is_one_size(steps, made):
+    sizes = {steps.apply(np.zeros((height, width, 3), np.uint8)).shape[:2] for height, width in ((40, 50), (60, 33))}
+    assert steps.made == made
+    assert sizes == {made} if made else len(sizes) == 2
+
+
+@pytest.mark.parametrize(("made", "named"), [(None, "of several sizes"), ((20, 30), r"\(20, 30\), the tower takes 20")])
+def test_other_sizes_than_the_towers_are_refused(made, named):
+    check_made((20, 20), 20, "here")
+    with pytest.raises(UnsupportedCheckpoint, match=rf"here: images become {named}"):
+        check_made(made, 20, "here")
+
+
+def test_a_setting_is_refused_where_it_is_another_one():
+    check_settings({"stated": 1, "null": None}, {"stated": 1, "null": 2, "left out": 3, "none": None}, "here")
+    with pytest.raises(UnsupportedCheckpoint, match="here: stated is 0, only 1 is served"):
+        check_settings({"stated": 0}, {"stated": 1}, "here")
