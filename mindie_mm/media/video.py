@@ -1,10 +1,11 @@
-"""Decoding of videos through PyAV: one pass, and only the sampled frames become RGB."""
+"""Decoding of videos through PyAV: only the sampled frames become RGB, and what is far from them is passed over."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -17,10 +18,12 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media import seek
 from mindie_mm.media.caps import caps
 from mindie_mm.media.container import best_stream, check_codec, coded_pixels, frames_of, open_container, packets_of
 from mindie_mm.media.image import Data, Pixels
 from mindie_mm.media.sample_tables import may_be_turned
+from mindie_mm.media.seek import Keyframes, begins_anew
 from mindie_mm.media.segments import check_scans
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv")
@@ -48,6 +51,8 @@ class EncodedVideo:
     data: bytes
     max_pixels: int
     """Of a frame, whatever the container states."""
+    keyframes: Keyframes | None
+    """None where only the whole can be decoded."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
@@ -62,7 +67,7 @@ class EncodedVideo:
                 _check_size(height, width, max_pixels)
                 is_avi = container.format.name == "avi"
                 packets = packets_of(container, stream, len(data))
-                walk = _walk(packets, stream.codec_context.name, max_frames, max_pixels)
+                walk = _walk(packets, stream.codec_context, max_frames, max_pixels)
                 # Fewer packets than the container states may be all: edits leave some out of FFmpeg's index, and AVI
                 # repeats a frame by an empty chunk.
                 is_cut = walk.packets < stated and (
@@ -70,6 +75,7 @@ class EncodedVideo:
                     or walk.packets < sum(entry.size > 0 for entry in islice(stream.index_entries, max_frames + 1))
                 )
                 rate = _rate(stream, walk, container.format.name)
+                can_seek = container.format.name in seek.CONTAINERS
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError, OSError):
@@ -92,15 +98,21 @@ class EncodedVideo:
         turns = _turns(data, max_pixels)
         if turns % 2:
             height, width = width, height
-        return cls(height, width, num_frames, fps, turns, data, max_pixels)
+        return cls(height, width, num_frames, fps, turns, data, max_pixels, walk.keyframes if can_seek else None)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Frames uint8 [height, width, 3], RGB, one per index; `indices` ascend. Frames of other sizes are scaled.
 
-        MediaError if the video breaks off before the last of them, LimitExceeded for a frame above the limit.
+        MediaError if the video breaks off before the last of them, LimitExceeded for a frame above the limit. What
+        lies far between them stays undecoded where the file is one that can be sought in.
         """
         taken = 0
         try:
+            for frame in self._sought(indices):
+                yield self._upright(frame)
+                taken += 1
+            if taken == len(indices):
+                return
             with open_container(self.data, CONTAINERS, self.max_pixels) as container:
                 stream = _stream_to_decode(container, self.max_pixels)
                 for index, frame in enumerate(frames_of(container, stream, len(self.data))):
@@ -114,6 +126,17 @@ class EncodedVideo:
         except (av.FFmpegError, ValueError, OSError):
             raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded") from None
         raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
+
+    def _sought(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
+        """Frames of `indices` up to the first that seeking does not find; none where it would spare nothing."""
+        if self.keyframes is None or not self.keyframes.spare(indices):
+            return
+        with (
+            suppress(av.FFmpegError, ValueError, OSError),
+            open_container(self.data, CONTAINERS, self.max_pixels) as container,
+        ):
+            stream = _stream_to_decode(container, self.max_pixels)
+            yield from seek.sought(container, stream, self.keyframes, indices, len(self.data))
 
     def _upright(self, frame: av.VideoFrame) -> Pixels:
         _check_size(frame.height, frame.width, self.max_pixels)
@@ -172,15 +195,19 @@ class _Walk:
     """[shown - early], ascending, in the stream's time base; None where some are not stated, or go back."""
     end: int
     """When the last of them ends."""
+    keyframes: Keyframes | None
 
 
-def _walk(packets: Iterable[av.Packet[VideoStream]], codec: str, max_packets: int, max_pixels: int) -> _Walk:
+def _walk(
+    packets: Iterable[av.Packet[VideoStream]], context: av.CodecContext, max_packets: int, max_pixels: int
+) -> _Walk:
     """Takes at most one more than `max_packets`. LimitExceeded for a frame of more scans than `max_pixels` allow."""
     side = math.isqrt(max_pixels)  # whatever the container states: a JPEG has its own size
     num_packets = num_shown = num_early = 0
     key_time, is_early, in_order = None, True, True
     last = end = -(2**63)
-    times = array("q")
+    times, key_times = array("q"), array("q")
+    codec, extradata = context.name, context.extradata
     for packet in islice(packets, max_packets + 1):
         num_packets += 1
         if codec == "mjpeg":
@@ -199,12 +226,15 @@ def _walk(packets: Iterable[av.Packet[VideoStream]], codec: str, max_packets: in
             in_order = False
         else:
             times.append(time)
+            if packet.is_keyframe and begins_anew(packet, codec, extradata):
+                key_times.append(time)
             end = max(end, time + (packet.duration or 0))
             last = last if decoded_at is None else decoded_at
     if key_time is None:
         num_early = 0
     ordered = np.sort(np.array(times, np.int64))[num_early:] if in_order else None
-    return _Walk(num_packets, num_shown, num_early, ordered, end)
+    keyframes = Keyframes.of(ordered, key_times) if ordered is not None and not num_early else None
+    return _Walk(num_packets, num_shown, num_early, ordered, end, keyframes)
 
 
 def _rate(stream: VideoStream, walk: _Walk, container: str) -> Fraction | None:

@@ -1,0 +1,107 @@
+"""Decoding frames far apart without those between them: from the last keyframe before each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from mindie_mm.media.container import packets_of
+
+CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+"""Those whose seeking is exact, by FFmpeg's names."""
+LEAST_SPARED = 8
+"""Fewest frames for whose sake a decoder is emptied and begins anew."""
+_AVCC, _IDR = b"\x01", 5
+_MAX_UNITS = 64
+"""Parts of a packet in which the first of its picture is looked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keyframes:
+    """Where decoding may begin, and what is found there."""
+
+    times: NDArray[np.int64]
+    """[frames], ascending, of all frames, in the stream's time base."""
+    places: NDArray[np.int64]
+    """[keyframes], ascending: indices of frames that depend on none before, nor does any behind them."""
+
+    @classmethod
+    def of(cls, times: NDArray[np.int64], key_times: Sequence[int]) -> Keyframes | None:
+        """Of frames at `times`, ascending, and of keyframes in the order of decoding; None where times do not tell."""
+        keys = np.array(key_times, np.int64)
+        if not len(times) or not len(keys) or not (np.diff(times) > 0).all() or not (np.diff(keys) > 0).all():
+            return None
+        return cls(times, np.flatnonzero(np.isin(times, keys)))
+
+    def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """The place of the last keyframe up to each of `indices`, -1 where there is none."""
+        found = np.searchsorted(self.places, indices, side="right")
+        return np.concatenate(([-1], self.places))[found]
+
+    def spare(self, indices: Sequence[int]) -> bool:
+        """Whether a gap between `indices`, which ascend, is worth seeking."""
+        return bool((self.before(indices) - np.array([-1, *indices[:-1]]) > LEAST_SPARED).any())
+
+
+def sought(
+    container: InputContainer, stream: VideoStream, keyframes: Keyframes, indices: Sequence[int], num_bytes: int
+) -> Iterator[av.VideoFrame]:
+    """The frames of `indices`, which ascend; it ends before the first that is not found exactly where it should be.
+
+    Raises what PyAV raises.
+    """
+    left = 2 * len(keyframes.times)  # packets: an index that leads astray costs no more than decoding all twice
+
+    def decoded() -> Iterator[av.VideoFrame]:
+        nonlocal left
+        for packet in packets_of(container, stream, num_bytes):
+            left -= 1
+            if left < 0:
+                return
+            yield from packet.decode()
+        yield from stream.decode(None)
+
+    frames, frame, place = decoded(), None, -1
+    for index, key in zip(indices, keyframes.before(indices).tolist(), strict=True):
+        if key - place > LEAST_SPARED:
+            container.seek(int(keyframes.times[key]), stream=stream)
+            frames = decoded()
+            frame, place = _at(frames, int(keyframes.times[key])), key
+            if frame is None or not frame.key_frame:  # the decoder's word, not the container's
+                return
+        if index > place:
+            frame, place = _at(frames, int(keyframes.times[index])), index
+        if frame is None:
+            return
+        yield frame
+
+
+def begins_anew(packet: av.Packet[VideoStream], codec: str, extradata: bytes | None) -> bool:
+    """Whether nothing from this keyframe on refers to what was before it; of H.264, that it is an IDR picture.
+
+    Its other keyframes are points at which a picture becomes whole again, perhaps only some frames later.
+    """
+    if codec != "h264":
+        return True
+    if not extradata or extradata[:1] != _AVCC or len(extradata) < 5 or extradata[4] & 3 != 3:  # lengths of 4 bytes
+        return False
+    data, at = memoryview(packet), 0
+    for _ in range(_MAX_UNITS):
+        if at + 4 >= len(data):
+            return False
+        if data[at + 4] & 31 == _IDR:
+            return True
+        at += 4 + int.from_bytes(data[at : at + 4])
+    return False
+
+
+def _at(frames: Iterator[av.VideoFrame], time: int) -> av.VideoFrame | None:
+    """The frame at `time`, None where there is none; those before it are passed over."""
+    frame = next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
+    return frame if frame is not None and frame.pts == time else None
