@@ -21,8 +21,8 @@ from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.weights import weight_files
 from mindie_mm.shm import require_spool
-from mindie_mm.shm.arena_info import Room
 from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.shm.space import ShmSpace
 from mindie_mm.sources import Configuration, misspelt_variables
 from mindie_mm.tokenize import Tokenizer
 
@@ -111,7 +111,7 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     needed = config.num_tokenizers * config.arena_bytes
     if not os.access(SHM_DIRECTORY, os.W_OK):
         return Finding("shared memory", "error", f"{SHM_DIRECTORY} can't be written", "mount a tmpfs there")
-    free = Room.now().free_bytes
+    free = ShmSpace.now().free_bytes
     found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
         advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"

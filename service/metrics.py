@@ -15,8 +15,8 @@ from mindie_mm.engine.messages import Stats, Timings
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import BadReference, CorruptReference, SegmentMissing, StaleReference
 from mindie_mm.shm import ArenaInfo
-from mindie_mm.shm.arena_info import Room
 from mindie_mm.shm.reclaim import totals
+from mindie_mm.shm.space import ShmSpace
 from mindie_mm.shm.stats import ArenaStats
 
 PREFIX = "mindie_mm:"
@@ -236,10 +236,10 @@ class _SharedMemory(Collector):
         return blocks
 
     def _filesystem(self) -> Iterator[Metric]:
-        room = Room.now()
+        space = ShmSpace.now()
         for name, text, num_bytes in (
-            ("filesystem_bytes", "Size of /dev/shm, whoever uses it.", room.total_bytes),
-            ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", room.free_bytes),
+            ("filesystem_bytes", "Size of /dev/shm, whoever uses it.", space.total_bytes),
+            ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", space.free_bytes),
         ):
             metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))
             metric.add_metric((self._model_name,), num_bytes)

@@ -17,11 +17,12 @@ import click
 
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
-from mindie_mm.shm.arena_info import ArenaInfo, Room, survey
+from mindie_mm.shm.arena_info import ArenaInfo, survey
 from mindie_mm.shm.layout import file_name
 from mindie_mm.shm.path_file import release
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.reclaim import Collected, collect, collect_path_file
+from mindie_mm.shm.space import ShmSpace
 from mindie_mm.shm.spool import require_spool
 
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
@@ -44,14 +45,14 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Arenas with all their blocks, as JSON.")
 def list_(*, blocks: bool, as_json: bool) -> None:
     """List the arenas in /dev/shm, what is in them, and how full /dev/shm is."""
-    arenas, room = survey(), Room.now()
+    arenas, space = survey(), ShmSpace.now()
     if as_json:
         click.echo(_json(arenas))
         return
     rows = arena_rows(arenas) if arenas else ["no arenas of this user"]
     if blocks and any(arena.blocks for arena in arenas):
         rows += ["", *block_rows(arenas)]
-    click.echo("\n".join([*rows, "", footer(arenas, room)]))
+    click.echo("\n".join([*rows, "", footer(arenas, space)]))
 
 
 @command.command()
@@ -175,13 +176,13 @@ def _watch_live(interval: float, count: int | None) -> None:
     with Live(auto_refresh=False) as live:
         for _ in _looks(interval, count):
             arenas = survey()
-            rows = [*arena_rows(arenas), "", footer(arenas, Room.now())]
+            rows = [*arena_rows(arenas), "", footer(arenas, ShmSpace.now())]
             live.update(Text("\n".join(rows), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def _watch_lines(interval: float, count: int | None) -> None:
     for _ in _looks(interval, count):
-        click.echo(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line(survey(), Room.now())}")
+        click.echo(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line(survey(), ShmSpace.now())}")
 
 
 def _looks(interval: float, count: int | None) -> Iterator[None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, Room
+from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo
 from mindie_mm.shm.layout import SHM_DIRECTORY, block_name
+from mindie_mm.shm.space import ShmSpace
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
@@ -61,16 +62,16 @@ def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str
     ]
 
 
-def footer(arenas: Sequence[ArenaInfo], room: Room) -> str:
+def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
     """How full /dev/shm is, and how much of that these arenas are."""
     ours = sum(arena.file_bytes for arena in arenas)
     return (
-        f"{SHM_DIRECTORY}: {size(room.total_bytes)}, {size(room.free_bytes)} free; {size(ours)} in {len(arenas)} "
-        f"{'arena' if len(arenas) == 1 else 'arenas'}, {size(max(0, room.used_bytes - ours))} in other files"
+        f"{SHM_DIRECTORY}: {size(space.total_bytes)}, {size(space.free_bytes)} free; {size(ours)} in {len(arenas)} "
+        f"{'arena' if len(arenas) == 1 else 'arenas'}, {size(max(0, space.used_bytes - ours))} in other files"
     )
 
 
-def line(arenas: Sequence[ArenaInfo], room: Room) -> str:
+def line(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
     """All of it in one line, for a log."""
     blocks: list[BlockInfo] = [block for arena in arenas for block in arena.blocks]
     oldest = max((block.age_s for block in blocks), default=0.0)
@@ -78,7 +79,7 @@ def line(arenas: Sequence[ArenaInfo], room: Room) -> str:
         f"arenas {len(arenas)} dead {sum(not arena.alive for arena in arenas)} blocks {len(blocks)} "
         f"used_bytes {sum(arena.used_bytes for arena in arenas)} "
         f"capacity_bytes {sum(arena.capacity_bytes for arena in arenas)} oldest_s {oldest:.0f} "
-        f"dev_shm_free_bytes {room.free_bytes} dev_shm_bytes {room.total_bytes}"
+        f"dev_shm_free_bytes {space.free_bytes} dev_shm_bytes {space.total_bytes}"
     )
 
 

@@ -11,13 +11,14 @@ with attach(Ref.from_words(name_word, shape_word)) as view:     # another proces
 release(path_file)                                              # any process
 
 The wire         words, ref, spec; mindie, mindie_words, segment: MindIE's
-The bytes        layout (arena), block_header, stats
-The owner        arena, with table (entries), heap (room), quota; arena_file and nameless (how it comes to be),
-                 life (its lock)
-                 block (being filled), scatter (in several pieces), populate; disk: the same in a file on disk
+The bytes        layout (arena), extent (where a block lies), block_header, stats
+The owner        arena, with inventory (which blocks there are), waiting (who waits for room) and arena_file
+                 of the inventory: table (entries), heap (room), quota; block (being filled)
+                 of the file: nameless (how it comes to be), life (its lock), populate, scatter (several pieces)
+                 disk: the same in a file on disk
 Readers          reader (attach, free), mapped (each arena once)
 Requests         path_file, spool
-Operators        arena_info (what there is), reclaim (what belongs to the dead)
+Operators        arena_info (what there is), space (how full /dev/shm is), reclaim (what belongs to the dead)
 """
 
 from mindie_mm.shm.arena import Arena

@@ -1,4 +1,4 @@
-"""How an arena's file comes to be: complete, reserved whole and locked before it has a name."""
+"""The file of an arena: complete, reserved whole and locked before it has a name, and how it goes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,126 @@ import os
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from threading import Event
 
 from mindie_mm.errors import InputError, SharedMemoryError
+from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
-from mindie_mm.shm.life import LifeLock
+from mindie_mm.shm.life import LifeLock, unlink_same
 from mindie_mm.shm.nameless import give_name, make_nameless, reopened, reserve
+from mindie_mm.shm.populate import MADV_POPULATE_WRITE, Populator
+from mindie_mm.shm.scatter import map_pieces
+from mindie_mm.shm.stats import POPULATED, STATS_BYTES, STATS_OFFSET
 from mindie_mm.shm.words import MAX_ARENA
 
+# How often the owner looks whether its file still has its name.
+_LOOK_NS = 1_000_000
 
-def create_file(capacity_bytes: int) -> tuple[ArenaHeader, LifeLock, mmap.mmap]:
-    """A new arena file of this process: its header, its lock, and all of it mapped. InputError, SharedMemoryError."""
-    if type(capacity_bytes) is not int or capacity_bytes < 1:
-        raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
-    header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
-    # Locked first: to reserve it takes long, and a child that another thread forks meanwhile is to close it.
-    lock = LifeLock(make_nameless())
-    try:
-        reserve(lock.descriptor, header.file_bytes, "the arena")
-        mapping = _map(lock.descriptor, header.file_bytes)
-        return _link(lock.descriptor, header), lock, mapping
-    except BaseException:
-        lock.release()
-        raise
+
+class ArenaFile:
+    """Mapped, and its process's own: a forked child holds nothing of it, and leaves it alone.
+
+    What nobody closes is removed when it is dropped, or when the process ends well.
+    """
+
+    def __init__(self, header: ArenaHeader, lock: LifeLock, mapping: mmap.mmap) -> None:
+        """For `create`."""
+        self.header = header
+        self.path = SHM_DIRECTORY / file_name(header.arena)
+        self.mapping: mmap.mmap | None = mapping
+        """All of it; None once it is closed."""
+        self.stats = memoryview(mapping)[STATS_OFFSET : STATS_OFFSET + STATS_BYTES].cast("Q")
+        """What the owner counts; places as in stats.py."""
+        self._lock = lock
+        self._packed, self._file_bytes = header.pack(), header.file_bytes
+        self._seen_ns = 0
+        self._populator = Populator(MADV_POPULATE_WRITE, partial(self.stats.__setitem__, POPULATED))
+        # Not weakref's: a child that multiprocessing forks, such as a DataLoader's worker, leaves by os._exit.
+        self._finalizer = Finalize(self, _remove, (self.path, lock, self._populator), exitpriority=0)
+        self._populator.start(mapping)
+
+    @classmethod
+    def create(cls, capacity_bytes: int) -> ArenaFile:
+        """A new one of this process, with room for that many bytes in blocks. InputError, SharedMemoryError."""
+        if type(capacity_bytes) is not int or capacity_bytes < 1:
+            raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
+        header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
+        # Locked first: to reserve it takes long, and a child that another thread forks meanwhile is to close it.
+        lock = LifeLock(make_nameless())
+        try:
+            reserve(lock.descriptor, header.file_bytes, "the arena")
+            mapping = _map(lock.descriptor, header.file_bytes)
+            header = _link(lock.descriptor, header)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(header, lock, mapping)
+
+    @property
+    def populated(self) -> Event:
+        """Set once every page is faulted in, which goes on in the background, or it is closed."""
+        return self._populator.done
+
+    @property
+    def held(self) -> bool:
+        """False once it is closed, and in a forked child."""
+        return self._lock.held
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is not held, or another program removed, cut or overwrote it: readers find nothing there.
+
+        Writing where it was cut would end this process.
+        """
+        if self.mapping is None or not self._lock.held:
+            return True
+        status = os.fstat(self._lock.descriptor)
+        return (
+            status.st_nlink == 0
+            or status.st_size != self._file_bytes
+            or self.mapping[: len(self._packed)] != self._packed
+        )
+
+    def require_held(self) -> None:
+        """SharedMemoryError unless it is."""
+        if not self._lock.held:
+            raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
+
+    def require_found(self, now_ns: int) -> None:
+        """SharedMemoryError unless it is held and not `lost`, where that was not looked at in the last millisecond."""
+        if now_ns - self._seen_ns > _LOOK_NS or not self._lock.held:
+            self.require_held()
+            if self.lost:
+                raise SharedMemoryError(f"arena {self.path} was removed, cut or overwritten by others; make a new one")
+            self._seen_ns = now_ns
+
+    def map(self, pieces: Pieces) -> memoryview:
+        """One behind another, to write to. SharedMemoryError if they cannot be mapped."""
+        descriptor = reopened(self._lock.descriptor)
+        try:
+            return map_pieces(descriptor, pieces, writable=True)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Removes it: whoever maps it keeps the pages. Idempotent; a forked child only lets go."""
+        self._populator.stop()
+        self._populator.join()  # which maps it: else there may be no room for another one at once
+        _remove(self.path, self._lock, self._populator)
+        self._finalizer.cancel()
+        self.mapping = None
+        self.stats = memoryview(b"")
+
+
+def _remove(path: Path, lock: LifeLock, populator: Populator) -> None:
+    """Idempotent, and nothing to the file in a forked child."""
+    populator.stop()
+    if lock.held:
+        unlink_same(path, lock.descriptor)
+    lock.release()
 
 
 def _map(descriptor: int, file_bytes: int) -> mmap.mmap:

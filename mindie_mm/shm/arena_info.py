@@ -12,12 +12,12 @@ from pathlib import Path
 
 from mindie_mm.errors import SegmentMissing, SharedMemoryError
 from mindie_mm.shm.block_header import BlockHeader, DamagedHeaderError
+from mindie_mm.shm.extent import Extent, Pieces, read_pieces
 from mindie_mm.shm.layout import (
     ALLOCATED_NS,
     EXPIRES_NS,
     FREE,
     MAGIC,
-    NEXT,
     OFFSET,
     PAGE,
     PUBLISHED,
@@ -47,8 +47,8 @@ class BlockInfo:
     """filling or published."""
     num_bytes: int
     """In whole pages."""
-    pieces: tuple[tuple[int, int], ...]
-    """Where it lies: offset from the start of the room for blocks, and bytes, of each piece; mostly one."""
+    pieces: Pieces
+    """Where it lies, from the start of the room for blocks; mostly one, none if the entries are damaged."""
     arrays: Mapping[str, ArraySpec]
     """Empty if the header cannot be read, as while it is written."""
     request: str
@@ -93,25 +93,6 @@ class ArenaInfo:
     def ref(self, block: BlockInfo) -> Ref:
         """The reference to one of its blocks."""
         return Ref(self.number, block.block, block.generation)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How full /dev/shm is."""
-
-    total_bytes: int
-    used_bytes: int
-    free_bytes: int
-
-    @classmethod
-    def now(cls) -> Room:
-        """SharedMemoryError without a /dev/shm."""
-        try:
-            space = os.statvfs(SHM_DIRECTORY)
-        except OSError as error:
-            raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be looked at: {error.strerror}") from error
-        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-        return cls(total, total - space.f_bfree * space.f_frsize, free)
 
 
 def survey(*, described: bool = True) -> list[ArenaInfo]:
@@ -221,19 +202,14 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
         )
 
 
-def _pieces(control: memoryview, header: ArenaHeader, block: int) -> tuple[tuple[int, int], ...]:
-    """Pieces of a block that may be changing meanwhile: inside of the room, and no more than the block has bytes."""
-    found: list[tuple[int, int]] = []
-    left = min(control[WORDS_PER_ENTRY * block + SIZE], header.capacity_bytes)
-    behind = control[WORDS_PER_ENTRY * block + NEXT]
-    while 0 < behind <= header.num_entries and left > 0 and len(found) < header.num_entries:
-        at = WORDS_PER_ENTRY * (behind - 1)
-        found.append((control[at + OFFSET], min(control[at + SIZE], left)))
-        left -= found[-1][1]
-        behind = control[at + NEXT]
-    found.insert(0, (control[WORDS_PER_ENTRY * block + OFFSET], left))
+def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
+    """From the start of the room for blocks, and inside of it: a block may be changing meanwhile."""
     room = range(header.data_offset, header.file_bytes)
-    return tuple((offset - room.start, min(size, room.stop - offset)) for offset, size in found if offset in room)
+    return tuple(
+        Extent(offset - room.start, min(nbytes, room.stop - offset))
+        for offset, nbytes in read_pieces(control, header.num_entries, block)
+        if offset in room and nbytes > 0
+    )
 
 
 def _block_header(descriptor: int, block: int, generation: int, start: int, size: int) -> BlockHeader | None:

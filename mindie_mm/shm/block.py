@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mindie_mm.shm.block_header import BlockPlan
+from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ndarray
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 
 Buffer = mmap.mmap | memoryview
-Pieces = tuple[tuple[int, int], ...]
-"""(offset, bytes) of each piece of a block, in the order in which they make it up; mostly one."""
 
 
 class Store(Protocol):

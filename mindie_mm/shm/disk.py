@@ -21,6 +21,7 @@ from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.disk_digest import combined
 from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, LotMemory, write_all
+from mindie_mm.shm.extent import Extent
 from mindie_mm.shm.layout import (
     FILLING,
     FREE,
@@ -154,7 +155,8 @@ class DiskArena:
                 )
             with self._writing():
                 lot = self._lot_for(nbytes)
-            block = Block(self, plan, b"", entry, GENERATION, ((offset, nbytes),), nbytes, lot.memory, lot.used_bytes)
+            pieces = (Extent(offset, nbytes),)
+            block = Block(self, plan, b"", entry, GENERATION, pieces, nbytes, lot.memory, lot.used_bytes)
             lot.used_bytes += nbytes
             lot.num_filling += 1
             self._filling[entry] = block, lot
@@ -178,7 +180,7 @@ class DiskArena:
             for start, stop in block.plan.gaps(block.nbytes):  # nothing of an earlier block is written
                 data[start:stop] = bytes(stop - start)
             _, lot = self._filling[block.entry]
-            start = block.pieces[0][0] - lot.offset
+            start = block.pieces[0].offset - lot.offset
             lot.blocks[block.entry] = slice(start, start + block.nbytes)
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             with self._writing():

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 
+from mindie_mm.shm.extent import Extent, Pieces
 from mindie_mm.shm.layout import PAGE, round_up
 
 # Sizes between two powers of two: a block takes at most an eighth more than it asked for, above eight pages.
@@ -24,17 +25,17 @@ def size_class(size: int) -> int:
 class Heap:
     """Extents of a range of bytes. One process, no locking of its own."""
 
-    def __init__(self, start: int, stop: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        """`taken`: (offset, bytes) of what is not free."""
+    def __init__(self, start: int, stop: int, taken: Iterable[Extent] = ()) -> None:
+        """`taken` is not free."""
         self._extents = _Extents()
         self.free_bytes = 0
-        for offset, nbytes in sorted((*taken, (stop, 0))):
+        for offset, nbytes in sorted((*taken, Extent(stop, 0))):
             if offset > start:
                 self._extents.give(start, offset - start)
                 self.free_bytes += offset - start
             start = offset + nbytes
         # Freed blocks wait here for one of their own class, last in first out: their pages are still in the caches.
-        self._freed: defaultdict[int, list[int]] = defaultdict(list)
+        self._freed: defaultdict[int, list[Extent]] = defaultdict(list)
 
     @property
     def largest_bytes(self) -> int:
@@ -42,35 +43,33 @@ class Heap:
         self._join()
         return self._extents.largest_bytes
 
-    def allocate(self, size: int) -> tuple[int, int] | None:
-        """(offset, bytes) of a block of the class of `size`; None if no extent holds it."""
+    def allocate(self, size: int) -> Extent | None:
+        """Room for a block of the class of `size`; None if no extent holds it."""
         taken = size_class(size)
         if freed := self._freed[taken]:
-            offset: int | None = freed.pop()
+            extent: Extent | None = freed.pop()
         else:
-            offset = self._extents.take(taken)
-        if offset is None:
+            extent = self._extents.take(taken)
+        if extent is None:
             self._join()
-            offset = self._extents.take(taken)
-        if offset is None and (exact := round_up(size, PAGE)) < taken:
-            taken = exact
-            offset = self._extents.take(taken)
-        if offset is None:
-            return None
-        self.free_bytes -= taken
-        return offset, taken
+            extent = self._extents.take(taken)
+        if extent is None and (exact := round_up(size, PAGE)) < taken:
+            extent = self._extents.take(exact)
+        if extent is not None:
+            self.free_bytes -= extent.nbytes
+        return extent
 
-    def scatter(self, size: int, least_first: int, max_pieces: int) -> list[tuple[int, int]] | None:
-        """(offset, bytes) of each of the fewest extents that hold `size` together, largest first, in whole pages.
+    def scatter(self, size: int, least_first: int, max_pieces: int) -> Pieces | None:
+        """The fewest extents that hold `size` together, largest first, in whole pages.
 
         None if the first has less than `least_first`, or if it takes more than `max_pieces`, or more than there is.
         """
         if self.largest_bytes < least_first:
             return None
-        left, pieces = round_up(size, PAGE), []
+        left, pieces = round_up(size, PAGE), list[Extent]()
         for nbytes, offset in reversed(self._extents.by_size[-max_pieces:] if max_pieces else []):
-            pieces.append((offset, min(nbytes, left)))
-            left -= pieces[-1][1]
+            pieces.append(Extent(offset, min(nbytes, left)))
+            left -= pieces[-1].nbytes
             if not left:
                 break
         if left:
@@ -78,17 +77,17 @@ class Heap:
         for offset, nbytes in pieces:
             self._extents.take_at(offset, nbytes)
             self.free_bytes -= nbytes
-        return pieces
+        return tuple(pieces)
 
-    def free(self, offset: int, size: int) -> None:
+    def free(self, extent: Extent) -> None:
         """Gives back what `allocate` returned, or one piece of what `scatter` did."""
-        self.free_bytes += size
-        self._freed[size].append(offset)
+        self.free_bytes += extent.nbytes
+        self._freed[extent.nbytes].append(extent)
 
     def _join(self) -> None:
-        for size, offsets in self._freed.items():
-            for offset in offsets:
-                self._extents.give(offset, size)
+        for freed in self._freed.values():
+            for extent in freed:
+                self._extents.give(*extent)
         self._freed.clear()
 
 
@@ -104,13 +103,13 @@ class _Extents:
     def largest_bytes(self) -> int:
         return self.by_size[-1][0] if self.by_size else 0
 
-    def take(self, size: int) -> int | None:
+    def take(self, size: int) -> Extent | None:
         at = bisect_left(self.by_size, (size, 0))
         if at == len(self.by_size):
             return None
         offset = self.by_size[at][1]
         self.take_at(offset, size)
-        return offset
+        return Extent(offset, size)
 
     def take_at(self, offset: int, size: int) -> None:
         """The beginning of the extent that lies there."""

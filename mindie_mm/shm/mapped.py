@@ -16,6 +16,7 @@ from weakref import finalize
 from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
 from mindie_mm.shm.block import Buffer
 from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
+from mindie_mm.shm.extent import Pieces, read_pieces
 from mindie_mm.shm.layout import (
     DOORBELL,
     FREE,
@@ -101,8 +102,8 @@ class MappedArena:
             return None
 
     @property
-    def is_held(self) -> bool:
-        """Whether something has to be done before it is given up."""
+    def has_cleanups(self) -> bool:
+        """Whether `before_close` was given any, such as to take back a device's registration of the pages."""
         return bool(self._closing)
 
     def before_close(self, action: Callable[[], object]) -> None:
@@ -162,19 +163,10 @@ class MappedArena:
             raise CorruptReference(f"{ref}: the block's first array is {spec.dtype} {spec.shape}")
         return buffer, base, header
 
-    def _pieces(self, block: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of each piece of a block. DamagedHeaderError if they are not whole pages of the data."""
-        entries, at = self._entries, WORDS_PER_ENTRY * block
-        left = size = entries[at + SIZE]
-        pieces: list[tuple[int, int]] = []
-        behind = entries[at + NEXT]
-        while 0 < behind <= self._num_entries and left > 0 and len(pieces) < self._num_entries:
-            next_at = WORDS_PER_ENTRY * (behind - 1)
-            pieces.append((entries[next_at + OFFSET], entries[next_at + SIZE]))
-            left -= pieces[-1][1]
-            behind = entries[next_at + NEXT]
-        pieces.insert(0, (entries[at + OFFSET], left))
-        if behind or any(
+    def _pieces(self, block: int) -> Pieces:
+        """DamagedHeaderError if they are not whole pages of the data."""
+        pieces = read_pieces(self._entries, self._num_entries, block)
+        if not pieces or any(
             offset % PAGE
             or nbytes % PAGE
             or nbytes < PAGE
@@ -182,7 +174,7 @@ class MappedArena:
             or offset + nbytes > self._file_bytes
             for offset, nbytes in pieces
         ):
-            raise DamagedHeaderError(f"its {size} bytes are not in whole pages of the arena")
+            raise DamagedHeaderError("its bytes are not in whole pages of the arena")
         return pieces
 
     def populate(self) -> None:
@@ -227,7 +219,7 @@ class ArenaCache:
         mapped = self._arenas.get(arena)
         if mapped is not None and mapped.is_intact():
             return mapped
-        self._drop_removed(held=True)
+        self._drop_removed(cleanups=True)
         with self._lock:
             mapped = self._arenas.get(arena)
             if mapped is None:
@@ -239,7 +231,7 @@ class ArenaCache:
 
         `reserved`: the arena of that number in /dev/shm is there to keep it for this file.
         """
-        self._drop_removed(held=True)
+        self._drop_removed(cleanups=True)
         with self._lock:
             if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
                 raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
@@ -257,14 +249,14 @@ class ArenaCache:
 
         Those that a device reads are left to whoever reads: any thread may call this, also that of a process's end.
         """
-        self._drop_removed(held=False)
+        self._drop_removed(cleanups=False)
 
-    def _drop_removed(self, *, held: bool) -> None:
+    def _drop_removed(self, *, cleanups: bool) -> None:
         with self._lock:
             gone = {
                 number: mapped
                 for number, mapped in self._arenas.items()
-                if not mapped.is_intact() and (held or not mapped.is_held)
+                if not mapped.is_intact() and (cleanups or not mapped.has_cleanups)
             }
             for number in gone:
                 del self._arenas[number]

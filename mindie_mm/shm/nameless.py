@@ -7,6 +7,7 @@ import os
 
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.shm.space import ShmSpace
 
 _HOW_TO_GET_ROOM = (
     "reclaim what the dead left (`mindie-mm shm gc`), make it smaller, or enlarge /dev/shm: `mount -o "
@@ -24,8 +25,8 @@ def make_nameless() -> int:
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:
     """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later; `what` is for the message."""
-    space = os.statvfs(SHM_DIRECTORY)
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    space = ShmSpace.now()
+    free, total = space.free_bytes, space.total_bytes
     why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
     if nbytes > free:
         raise SharedMemoryError(why)

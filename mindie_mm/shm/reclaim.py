@@ -14,11 +14,11 @@ from typing import Literal, get_args
 
 from mindie_mm import faults
 from mindie_mm.errors import MindieMMError
-from mindie_mm.shm import path_file as ledger
 from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
 from mindie_mm.shm.layout import PUBLISHED, STATE_NAMES, Owner, block_name
 from mindie_mm.shm.life import lock_of_the_dead, unlink_same
 from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.path_file import PATH_FILE_NAME, read_contents
 from mindie_mm.shm.reader import release_block
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.segment import segment_bytes, unlink_segment
@@ -128,7 +128,7 @@ class _Collection:
         with self._going_on(root):
             used = _blocks_in_use()
             for directory in request_directories(root):
-                num_bytes = _bytes_named(directory / ledger.PATH_FILE_NAME, used)
+                num_bytes = _bytes_named(directory / PATH_FILE_NAME, used)
                 with self._going_on(directory):
                     if collect_request(directory, dry_run=self._dry_run):
                         self._add("request_dead", str(directory), num_bytes)
@@ -151,7 +151,7 @@ class _Collection:
                         self._free(cause, arena.ref(block), block.num_bytes)
 
     def take_path_file(self, path_file: Path) -> None:
-        contents = ledger.read_contents(path_file)
+        contents = read_contents(path_file)
         used = _blocks_in_use()
         for ref in contents.refs:
             with self._going_on(block_name(ref.arena, ref.block)):
@@ -227,7 +227,7 @@ def _blocks_in_use() -> Mapping[Ref, int]:
 
 def _bytes_named(path_file: Path, used: Mapping[Ref, int]) -> int:
     try:
-        contents = ledger.read_contents(path_file)
+        contents = read_contents(path_file)
     except MindieMMError:  # whoever collects it says so
         return 0
     blocks = sum(used.get(ref, 0) for ref in contents.refs)

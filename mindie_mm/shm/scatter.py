@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from weakref import finalize
 
 from mindie_mm.errors import SharedMemoryError
+from mindie_mm.shm.extent import Pieces
 
 # <linux/mman.h>, the same on x86-64 and aarch64; the mmap module does not name them all.
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -21,8 +21,8 @@ _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def map_pieces(descriptor: int, pieces: Sequence[tuple[int, int]], *, writable: bool) -> memoryview:
-    """The ranges (offset, bytes) of an open file, in whole pages, mapped in this order; gone with its last array.
+def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview:
+    """The pieces of an open file, in whole pages, mapped in this order; gone with the last array.
 
     SharedMemoryError if the kernel refuses.
     """
@@ -44,7 +44,7 @@ def map_pieces(descriptor: int, pieces: Sequence[tuple[int, int]], *, writable: 
     return view if writable else view.toreadonly()
 
 
-def _refuse(total: int, pieces: Sequence[tuple[int, int]]) -> None:
+def _refuse(total: int, pieces: Pieces) -> None:
     why = os.strerror(ctypes.get_errno())
     raise SharedMemoryError(f"{total} bytes in {len(pieces)} pieces cannot be mapped: {why}")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import pairwise
 
+from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.layout import (
     ALLOCATED_NS,
     DOORBELL,
@@ -46,20 +47,24 @@ class Table:
         """Entries that no block has."""
         return len(self._free)
 
-    def take(self, offset: int, nbytes: int, now_ns: int, expires_ns: int) -> tuple[int, int]:
-        """(entry, generation) of a block that is filled from now on: whoever sees its bytes sees that, too."""
+    def take(self, pieces: Pieces, nbytes: int, now_ns: int, expires_ns: int) -> tuple[int, int]:
+        """(entry, generation) of a block that is filled from now on: whoever sees its bytes sees that, too.
+
+        `nbytes` are those of all its pieces, of which each further one gets an entry of its own.
+        """
         entry = self._free.popleft()
         generation = self._generations[entry]
         entries, at = self._entries, WORDS_PER_ENTRY * entry
         entries[at + STATE] = state_word(generation, FILLING)
         self._releases[1 + entry] = 0
-        entries[at + OFFSET], entries[at + SIZE] = offset, nbytes
+        entries[at + OFFSET], entries[at + SIZE] = pieces[0].offset, nbytes
         entries[at + ALLOCATED_NS], entries[at + EXPIRES_NS] = now_ns, expires_ns
+        if len(pieces) > 1:
+            self._link(entry, pieces[1:])
         fence()
         return entry, generation
 
-    def link(self, own: int, pieces: Sequence[tuple[int, int]]) -> None:
-        """Gives each further piece of a block, (offset, bytes), an entry."""
+    def _link(self, own: int, pieces: Pieces) -> None:
         entries = self._entries
         self._rest[own] = rest = [self._free.popleft() for _ in pieces]
         for entry, (offset, nbytes) in zip(rest, pieces, strict=True):

@@ -8,14 +8,14 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import psutil
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release
-from mindie_mm.shm import arena as arena_module
+from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release, waiting
 from mindie_mm.shm.layout import PAGE
 from mindie_mm.shm.stats import ArenaStats
 
@@ -147,7 +147,7 @@ def test_the_owner_frees_a_published_block_at_once_and_maps_nothing_for_it(path_
 
 
 def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "POLL_S", 60.0)  # it is told, and does not look
+    monkeypatch.setattr(waiting, "POLL_S", 60.0)  # it is told, and does not look
     with Arena.create(PAGE) as arena:
         with arena.allocate(PAGE_SPECS, path_file=None) as block:
             block.publish()
@@ -156,7 +156,7 @@ def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> N
             target=lambda: taken.append(arena.allocate(PAGE_SPECS, path_file=None, timeout_s=60.0))
         )
         waiter.start()
-        while not arena._queue:
+        while not arena._line.tickets:
             waiter.join(0.01)
         arena.free(block)
         waiter.join(10)
@@ -221,7 +221,7 @@ def test_waiting_is_in_order(arena: Arena) -> None:
     for name, specs in (("large", {"x": ArraySpec(((1 << 20) - PAGE,), "uint8")}), ("small", PAGE_SPECS)):
         threads.append(threading.Thread(target=wait, args=(name, specs)))
         threads[-1].start()
-        while len(arena._queue) < len(threads):
+        while len(arena._line.tickets) < len(threads):
             threading.Event().wait(0.001)
     free(kept[0])
     while arena.num_blocks > 1:
@@ -231,6 +231,26 @@ def test_waiting_is_in_order(arena: Arena) -> None:
     for thread in threads:
         thread.join()
     assert order == ["large", "small"]
+
+
+def test_a_closed_arena_is_said_to_be_closed_also_while_others_wait(arena: Arena) -> None:
+    arena._line.tickets.append(SimpleQueue())  # of a thread that has not looked since it was closed
+    arena.close()
+    with pytest.raises(SharedMemoryError, match="is closed"):
+        arena.allocate(PAGE_SPECS, path_file=None)
+
+
+def test_an_arena_that_is_closed_at_the_deadline_is_said_to_be_closed(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(line: waiting.WaitingLine, take: object, timeout_s: float) -> None:
+        arena.close()
+
+    publish(arena, HALF_SPECS)
+    publish(arena, HALF_SPECS)
+    monkeypatch.setattr(waiting.WaitingLine, "wait", wait)
+    with pytest.raises(SharedMemoryError, match="is closed"):
+        arena.allocate(PAGE_SPECS, path_file=None)
 
 
 def test_closing_ends_waiting(arena: Arena) -> None:
@@ -293,13 +313,13 @@ def test_generations_differ_at_each_reuse_and_wrap(arena: Arena) -> None:
         seen.add((ref.block, ref.generation))
         free(ref)
     assert len(seen) == 3 * 64
-    entry = arena._table._free[0]
-    arena._table._generations[entry] = (1 << 24) - 1
+    entry = arena._inventory._table._free[0]
+    arena._inventory._table._generations[entry] = (1 << 24) - 1
     last = publish(arena)
     assert last.generation == (1 << 24) - 1
     free(last)
     arena.sweep()
-    assert arena._table._generations[entry] == 1
+    assert arena._inventory._table._generations[entry] == 1
 
 
 def test_threads_share_an_arena(arena: Arena) -> None:
@@ -323,7 +343,7 @@ def test_threads_share_an_arena(arena: Arena) -> None:
         thread.join()
     assert wrong == []
     assert arena.used_bytes == 0
-    assert arena._heap.largest_bytes == arena.capacity_bytes
+    assert arena._inventory._heap.largest_bytes == arena.capacity_bytes
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -150,7 +150,7 @@ def test_a_request_may_wait_for_ever_behind_another_one(arena: Arena) -> None:
     ]
     for thread in waiting:
         thread.start()
-    while len(arena._queue) < 2 and all(thread.is_alive() for thread in waiting):
+    while len(arena._line.tickets) < 2 and all(thread.is_alive() for thread in waiting):
         threading.Event().wait(0.001)
     arena.free(block)
     for thread in waiting:
@@ -162,13 +162,13 @@ def test_what_can_never_be_had_is_refused_while_others_wait(arena: Arena, tmp_pa
     publish(arena, {"x": ArraySpec((1000 * 1024,), "uint8")})
     waiting = threading.Thread(target=lambda: publish(arena, TENTH))
     waiting.start()
-    while not arena._queue:
+    while not arena._line.tickets:
         threading.Event().wait(0.001)
     with pytest.raises(LimitExceeded, match="the arena has 1048576"):
         arena.allocate({"x": ArraySpec((2 * MiB,), "uint8")}, path_file=None)
     with pytest.raises(LimitExceeded, match="a request may hold 524288"):
         arena.allocate({"x": ArraySpec((900 * 1024,), "uint8")}, path_file=tmp_path / "shm_name.txt")
-    assert arena._queue
+    assert arena._line.tickets
     with pytest.raises(ArenaFull):
         arena.allocate(TENTH, path_file=None, timeout_s=0)
     (block,) = next(info for info in survey() if info.number == arena.number).blocks

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.heap import Heap
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -33,14 +34,14 @@ class Room:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.heap = Heap(START, START + capacity)
-        self.held: dict[int, list[tuple[int, int]]] = {}
+        self.held: dict[int, Pieces] = {}
         """The pieces of each block, by the offset of its first one."""
         self.most_pieces = 1
 
     def allocate(self, size: int) -> int | None:
         """A block in one piece."""
         found = self.heap.allocate(size)
-        return None if found is None else self._hold(size, [found])
+        return None if found is None else self._hold(size, (found,))
 
     def scatter(self, size: int) -> int | None:
         """A block in several pieces, as an arena makes it where none of one piece fits."""
@@ -50,15 +51,15 @@ class Room:
         self.most_pieces = max(self.most_pieces, len(pieces))
         return self._hold(size, pieces)
 
-    def _hold(self, size: int, pieces: list[tuple[int, int]]) -> int:
+    def _hold(self, size: int, pieces: Pieces) -> int:
         assert sum(nbytes for _, nbytes in pieces) >= size
         assert pieces[0][0] not in self.held
         self.held[pieces[0][0]] = pieces
         return pieces[0][0]
 
     def free(self, offset: int) -> None:
-        for at, nbytes in self.held.pop(offset):
-            self.heap.free(at, nbytes)
+        for piece in self.held.pop(offset):
+            self.heap.free(piece)
 
     @property
     def free_share(self) -> float:

@@ -20,7 +20,8 @@ from mindie_mm.shm import arena as arena_module
 SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
 SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
 FILES = {
-    f"{Path(arena_module.__file__).parent / name}.py" for name in ("arena", "block", "heap", "layout", "quota", "table")
+    f"{Path(arena_module.__file__).parent / name}.py"
+    for name in ("arena", "arena_file", "block", "heap", "inventory", "layout", "quota", "table", "waiting")
 }
 
 
@@ -89,13 +90,18 @@ def test_an_interrupt_at_any_line_costs_no_room(arena: Arena, path_file: Path, h
 
     if in_pieces:
         fragmented(arena)
-    before = arena.num_blocks, arena.used_bytes, arena._table.num_free, arena._heap.largest_bytes
+    before = arena.num_blocks, arena.used_bytes, arena._inventory._table.num_free, arena._inventory._heap.largest_bytes
     number = 0
     while interrupted(work, number):
         interrupted(arena.sweep, number % 101)  # what it mends may be broken off, too
         release(path_file)
         path_file.unlink(missing_ok=True)
-        assert (arena.num_blocks, arena.used_bytes, arena._table.num_free, arena._heap.largest_bytes) == before, number
+        assert (
+            arena.num_blocks,
+            arena.used_bytes,
+            arena._inventory._table.num_free,
+            arena._inventory._heap.largest_bytes,
+        ) == before, number
         number += 1
     assert number > 60
     work()
@@ -115,7 +121,7 @@ def test_what_is_filled_elsewhere_survives_a_broken_change(arena: Arena, path_fi
                 seen.add((other.entry, other.generation))
         ref = kept.publish()
     assert (attach(ref)["x"] == 7).all()
-    assert arena._quotas._held[str(path_file).encode()] == kept.nbytes
+    assert arena._inventory._quotas._held[str(path_file).encode()] == kept.nbytes
     free(ref)
 
 
@@ -140,7 +146,7 @@ def test_an_interrupt_while_it_waits_leaves_the_arena_to_others(arena: Arena) ->
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-3, 6e-3))
             with pytest.raises(Interrupt):
                 arena.allocate(SPECS, path_file=None, timeout_s=30)
-            assert not arena._queue
+            assert not arena._line.tickets
             assert not arena._mutex.locked()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm import Arena, ArraySpec, Ref
 from mindie_mm.shm.block_header import BlockHeader, BlockPlan, DamagedHeaderError
+from mindie_mm.shm.extent import Extent
 from mindie_mm.shm.heap import Heap, size_class
 from mindie_mm.shm.layout import PAGE, ArenaHeader, Owner
 from mindie_mm.shm.path_file import read_contents
@@ -111,7 +112,7 @@ def test_any_bytes_are_a_path_file(tmp_path_factory: pytest.TempPathFactory, par
 @given(st.lists(st.integers(1, 20 * PAGE), max_size=60), st.randoms(use_true_random=False))
 def test_a_heap_gives_no_byte_twice_and_joins_what_comes_back(sizes: list[int], random) -> None:
     heap = Heap(PAGE, PAGE * 101)
-    held: dict[int, int] = {}
+    held: list[Extent] = []
     for size in sizes:
         extent = heap.allocate(size)
         if extent is None:
@@ -120,14 +121,13 @@ def test_a_heap_gives_no_byte_twice_and_joins_what_comes_back(sizes: list[int], 
             offset, found = extent
             assert offset % PAGE == found % PAGE == 0
             assert size <= found <= size_class(size) < size + max(PAGE, size / 8 + 1)
-            assert all(offset + found <= other or other + length <= offset for other, length in held.items())
-            held[offset] = found
+            assert all(offset + found <= other or other + length <= offset for other, length in held)
+            held.append(extent)
         if held and random.random() < 0.5:
-            offset = random.choice(sorted(held))
-            heap.free(offset, held.pop(offset))
-        assert heap.free_bytes == PAGE * 100 - sum(held.values())
-    for offset, size in held.items():
-        heap.free(offset, size)
+            heap.free(held.pop(random.randrange(len(held))))
+        assert heap.free_bytes == PAGE * 100 - sum(nbytes for _, nbytes in held)
+    for extent in held:
+        heap.free(extent)
     assert heap.largest_bytes == heap.free_bytes == PAGE * 100
 
 

@@ -176,14 +176,14 @@ def test_a_damaged_arena_header_is_missing(arena: Arena, at: int) -> None:
 
 def test_a_damaged_block_header_is_missing(arena: Arena) -> None:
     ref, expected = publish(arena)
-    offset = arena._table._entries[8 * ref.block + 1]
-    size = int.from_bytes(arena._mapping[offset + 8 : offset + 12], "little")
-    before = arena._mapping[offset : offset + size]
+    offset = arena._inventory._table._entries[8 * ref.block + 1]
+    size = int.from_bytes(arena._file.mapping[offset + 8 : offset + 12], "little")
+    before = arena._file.mapping[offset : offset + size]
     for at in range(size):
-        arena._mapping[offset + at] ^= 0x10
+        arena._file.mapping[offset + at] ^= 0x10
         with pytest.raises(SegmentMissing, match="damaged"):
             attach(ref)
-        arena._mapping[offset : offset + size] = before
+        arena._file.mapping[offset : offset + size] = before
     with attach(ref) as view:
         assert checksum(view) == expected
 
