@@ -62,7 +62,6 @@ class Detokenizer:
         self._stream = TextStream(tokenizer)
         self._min_tokens = min_tokens
         self._stop = stop
-        self._hold = max((len(text) for text in stop), default=1) - 1
         self._num_tokens = 0
         self._text = ""
         self._emitted = 0
@@ -75,7 +74,7 @@ class Detokenizer:
             self._num_tokens += 1
             if piece := self._stream.push(token_id):
                 self._append(piece)
-        return self._emit(max(self._emitted, len(self._text) - self._hold))
+        return self._emit(self._certain())
 
     def flush(self) -> str:
         """The rest, once no token follows."""
@@ -85,13 +84,25 @@ class Detokenizer:
     def _append(self, piece: str) -> None:
         if self.stopped_by is not None:
             return
-        searched = max(0, len(self._text) - self._hold)
+        before = len(self._text)
         self._text += piece
-        hits = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
+        # Those that end in the piece: one that came before `min_tokens` ends nothing later.
+        places = ((self._text.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
+        hits = [(at, text) for at, text in places if at >= 0]
         if hits and self._num_tokens >= self._min_tokens:
             at, self.stopped_by = min(hits)
             self._text = self._text[:at]
-            self._hold = 0
+
+    def _certain(self) -> int:
+        """Where the longest tail of the text begins that begins a stop string, too; the text's end if none does."""
+        text = self._text
+        if self.stopped_by is None:
+            # A place that is none stays none, so each is tried until it is passed, and the first one again.
+            for start in range(self._emitted, len(text)):
+                tail = text[start:]
+                if any(stop.startswith(tail) for stop in self._stop):
+                    return start
+        return len(text)
 
     def _emit(self, stop: int) -> str:
         text = self._text[self._emitted : stop]

@@ -114,6 +114,25 @@ def test_a_stop_string_ends_the_text_before_it(tokenizer, text, stop):
     assert "".join(pieces) == whole[: len("".join(pieces))]
 
 
+@given(st.text("ab", max_size=12), st.lists(st.text("abc", min_size=1, max_size=5), max_size=3))
+def test_no_more_is_held_back_than_may_begin_a_stop_string(tokenizer, text, stop):
+    detokenizer = Detokenizer(tokenizer, tuple(stop))
+    told, ids = "", tokenizer.encode(text, add_special_tokens=False).ids
+    for count, token in enumerate(ids, 1):
+        told += detokenizer.push([token])
+        if detokenizer.stopped_by is None:
+            grown = tokenizer.decode(ids[:count])
+            held = [n for n in range(1, len(grown) + 1) for s in stop if len(s) > n and s.startswith(grown[-n:])]
+            assert told == grown[: len(grown) - max(held, default=0)]
+
+
+def test_a_stop_string_before_the_least_number_of_tokens_ends_nothing_later(by_bytes):
+    ids = [by_bytes.token_to_id(name) for name in ("a", "b", "a", "a", "b", "a")]
+    detokenizer = Detokenizer(by_bytes, ("b", "aaaaaaaa"), min_tokens=3)
+    told = "".join(detokenizer.push([token]) for token in ids)
+    assert (told + detokenizer.flush(), detokenizer.stopped_by) == ("abaa", "b")
+
+
 def test_special_tokens_are_silent(tokenizer):
     end = tokenizer.token_to_id("<|im_end|>")
     ids = [*tokenizer.encode("done", add_special_tokens=False).ids, end]
