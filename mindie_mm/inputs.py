@@ -210,6 +210,8 @@ def _parse_message(message: Mapping[str, Any], where: str) -> Message:
     if role not in ROLES:
         raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     content = message.get("content")
+    if content in ([], ()) and message.get("tool_calls"):
+        content = None
     if isinstance(content, str):
         _require_unicode(content, f"{where}.content")
     elif content is not None:
@@ -223,7 +225,10 @@ def _parse_message(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls as chat templates read them: their arguments an object, which OpenAI's clients send as its JSON."""
+    """Calls as chat templates read them: their arguments an object, which OpenAI's clients send as its JSON.
+
+    A text that is none stays as the model wrote it: it may have been told so since, and is to mend it.
+    """
     if not isinstance(calls, (list, tuple)):
         raise InputError(f"{where} is {_type(calls)}; it must be a list")
     return [_parse_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
@@ -234,11 +239,12 @@ def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments") or "{}", str):
         return dict(call)
+    _require_unicode(text, f"{where}.function.arguments")
     try:
         arguments = msgspec.json.decode(text, type=dict[str, Any] | None) or {}
         msgspec.msgpack.encode(arguments)  # they go to another process, where an integer has 64 bits
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, OverflowError) as error:
-        raise InputError(f"{where}.function.arguments must be a JSON object: {error}") from None
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, OverflowError):
+        return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

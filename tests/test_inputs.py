@@ -57,12 +57,28 @@ def test_arguments_of_a_tool_call_are_an_object():
         calls = [{"function": {"name": "now", "arguments": none}}]
         assert parsed(calls) == [{"function": {"name": "now", "arguments": {}}}]
     assert parsed([]) == []
-    for wrong in ("{", "[1]", "\ud800", f'{{"a": {10**23}}}', '{"a": ' + "[" * 5000 + "]" * 5000 + "}"):
-        with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments must be a JSON object"):
-            parsed([{"function": {"name": "add", "arguments": wrong}}])
+    for wrong in (
+        "{",
+        '{"a": 1,}',
+        "[1]",
+        '{"a": "\\ud800"}',
+        f'{{"a": {10**23}}}',
+        '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+    ):
+        as_written = [{"function": {"name": "add", "arguments": wrong}}]
+        assert parsed(as_written) == as_written, "a model that is told so mends it"
+    with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments holds a lone surrogate"):
+        parsed([{"function": {"name": "add", "arguments": "\ud800"}}])
     for calls in ("x", ["x"]):
         with pytest.raises(InputError, match=r"messages\[0\]\.tool_calls"):
             parsed(calls)
+
+
+def test_no_parts_beside_tool_calls_are_no_content():
+    message = {"role": "assistant", "content": [], "tool_calls": [{"id": "1"}]}
+    assert parse_messages([message]) == parse_messages([message | {"content": None}])
+    with pytest.raises(InputError, match="at least one dict"):
+        parse_messages([{"role": "assistant", "content": []}])
 
 
 def test_hints_for_other_servers_caches_are_passed_over():

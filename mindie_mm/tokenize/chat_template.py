@@ -17,7 +17,6 @@ from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 _REMEMBERED = 256
 """Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""
 _REMEMBERED_BYTES = 4096
-_PROBE = "a text"
 _PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
 """What makes a template give something else the next time, unless it hides that: `map('ran' ~ 'dom')` is not found."""
 _RESERVED_KWARGS = frozenset(
@@ -25,11 +24,18 @@ _RESERVED_KWARGS = frozenset(
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"sanitize_control_tokens", "conversations", "self"}
 )
-_PLACED = {
-    "tools": "tools are not served: the model's chat template has no place for them",
-    "reasoning_effort": "reasoning_effort is not served: the model's chat template has no place for it",
+_PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
+"""Variables, and keys of messages, that are served where a template names them: elsewhere they would be lost."""
+_PROBE = "a text"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
+_ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
+_NAMED = {"name": "a_name", "tool_call_id": "call00000"}
+_TRIED: Mapping[str, Sequence[Message]] = {
+    "system": (Message("system", _PROBE), Message("user", "another")),
+    "tool": (*_ASKED, Message("tool", _PROBE, _NAMED)),
+    "function": (*_ASKED, Message("function", _PROBE, _NAMED)),
 }
-"""Variables that a template is given where it names them alone, and what is said otherwise."""
+"""Roles that some templates pass over, and a conversation in which that shows."""
 
 
 class ChatTemplate:
@@ -41,8 +47,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._spelling = spelling
         # Several families' templates pass over a content that is a string, and read parts alone.
-        self._wraps_strings = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        as_text, as_parts = (self._shows([as_dict(Message("user", _PROBE), wraps)]) for wraps in (False, True))
+        self._wraps_strings = bool(as_parts and not as_text)
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
+        self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
+        self._lost_roles = [role for role, tried in _TRIED.items() if self._loses(tried)]
         self._is_lasting = not _PASSING.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
             lambda conversation, opens: self._rendered(msgspec.json.decode(conversation), opens, {})
@@ -51,13 +60,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
     ) -> Rendered:
-        """`messages` as a prompt. InputError where the template refuses them."""
+        """`messages` as a prompt. InputError where the template refuses them, or would leave something out."""
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
             raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
-        for name in self._placeless:
-            if name in template_kwargs:
-                raise InputError(_PLACED[name])
-        conversation = [as_dict(message, self._wraps_strings) for message in messages]
+        self._check_placed(template_kwargs)
+        conversation = [self._turn(message) for message in messages]
         if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
             if len(key) <= _REMEMBERED_BYTES:
@@ -78,12 +85,31 @@ class ChatTemplate:
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return escapes.rendered(text)
 
-    def _shows(self, content: Any) -> bool:
-        """Whether the template puts such a content into a prompt."""
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """As the template reads it. InputError where it would pass over a part."""
+        turn = as_dict(message, self._wraps_strings)
+        if message.role == "developer" and not self._knows_developer:
+            turn["role"] = "system"  # OpenAI's name for it
+        if turn["role"] in self._lost_roles:
+            raise InputError(f"the role {message.role} is not served: the model's chat template passes over it")
+        self._check_placed(message.extra)
+        return turn
+
+    def _check_placed(self, given: Mapping[str, Any]) -> None:
+        for name in self._placeless:
+            if given.get(name):
+                raise InputError(f"not served: the model's chat template has no place for {name}")
+
+    def _loses(self, tried: Sequence[Message]) -> bool:
+        """Whether the template passes over a part of them. One that refuses them will say so itself."""
+        return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
+
+    def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
+        """Whether the template puts the probe into a prompt; None where it refuses the conversation."""
         try:
-            return _PROBE in self._run([{"role": "user", "content": content}])
+            return _PROBE in self._run(conversation)
         except Exception:  # noqa: BLE001 - as above
-            return False
+            return None
 
     def _run(self, conversation: Any, **kwargs: Any) -> str:
         text: str = self._tokenizer.apply_chat_template(

@@ -105,6 +105,48 @@ def test_other_strings_of_a_message_stay_text(tmp_path, checkpoint_path, referen
         assert token in reference.decode(ids)
 
 
+CHOSEN_ROLES = (  # as Qwen3's
+    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and loop.first) or m.role == 'tool' %}"
+    "{{ m.role }}: {{ m.content }}\n{% elif m.role == 'assistant' %}a: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (CHOSEN_ROLES, "system"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "system"),
+        ("{% for m in messages %}{{ m.role or 'developer' }}: {{ m.content }}\n{% endfor %}", "developer"),
+    ],
+)
+def test_a_developer_is_the_system_unless_the_template_knows_it(tmp_path, checkpoint_path, reference, template, role):
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
+    messages = [{"role": "developer", "content": "In French."}, {"role": "user", "content": "Hello!"}]
+    assert reference.decode(tokenizer.tokenize_chat(messages)) == f"{role}: In French.\nuser: Hello!\n"
+
+
+def test_a_role_that_the_template_passes_over_is_refused(tmp_path, checkpoint_path):
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, CHOSEN_ROLES))
+    messages = [*user("Hello!"), {"role": "tool", "content": "7 kg"}]
+    assert tokenizer.tokenize_chat(messages).tolist() != tokenizer.tokenize_chat(messages[:1]).tolist()
+    with pytest.raises(InputError, match="role function is not served: the model's chat template passes over it"):
+        tokenizer.tokenize_chat([*messages, {"role": "function", "name": "weigh", "content": "7 kg"}])
+    without = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path / "without", checkpoint_path, without))
+    for role in ("system", "developer", "tool"):
+        with pytest.raises(InputError, match=f"role {role} is not served"):
+            tokenizer.tokenize_chat([{"role": role, "content": "In French."}, *user("Hello!")])
+
+
+def test_a_template_that_refuses_a_role_says_so_itself(tmp_path, checkpoint_path):
+    template = (
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('users alone') }}{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
+    with pytest.raises(InputError, match="users alone"):
+        tokenizer.tokenize_chat([{"role": "system", "content": "In French."}])
+
+
 def test_spelled_tokens_beside_a_real_image(checkpoint_path, reference, tmp_path):
     content = [
         {"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>"},

@@ -14,6 +14,7 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "<|im_end|>", "parameters": {}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
     "{% endif %}{% if reasoning_effort %}effort: {{ reasoning_effort }}\n{% endif %}"
@@ -42,7 +43,9 @@ def test_a_template_with_tools(tmp_path: Path) -> None:
 
 def test_a_template_without() -> None:
     with Tokenizer.from_pretrained() as tokenizer:
-        with pytest.raises(InputError, match="no place for them"):
-            answer(tokenizer, request(tools=TOOLS))
-        with pytest.raises(InputError, match=r"reasoning_effort is not served: .* has no place for it"):
-            answer(tokenizer, request(reasoning_effort="low"))
+        for given in ({"tools": TOOLS}, {"reasoning_effort": "low"}):
+            with pytest.raises(InputError, match=f"not served: .* has no place for {min(given)}"):
+                answer(tokenizer, request(**given))
+        called = TokenizeRequest(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL]}])
+        with pytest.raises(InputError, match=r"not served: .* has no place for tool_calls"):
+            answer(tokenizer, called)
