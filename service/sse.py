@@ -44,7 +44,9 @@ class EventStream(Response):
         last: bytes = DONE,
         timeout_s: float | None = None,
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # nginx would gather events into lumps.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self._events = events
         self._admission = admission

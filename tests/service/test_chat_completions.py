@@ -100,6 +100,11 @@ def test_streaming(client: openai.OpenAI, red_square: str) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_a_proxy_is_told_to_pass_events_on(http: Any) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": [HELLO], "max_tokens": 2, "stream": True})
+    assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
+
+
 def test_streaming_without_usage(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
