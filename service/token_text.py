@@ -124,7 +124,9 @@ def completion_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, position: TokenLogprob) -> dict[str, float]:
-    return {_name(tokenizer, token): _finite(logprob) for token, logprob in position.top}
+    """The likeliest tokens and the position's own, which need not be one of them."""
+    found = [*position.top, (position.token_id, position.logprob)]
+    return {_name(tokenizer, token): _finite(logprob) for token, logprob in found}
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:

@@ -175,6 +175,18 @@ def test_best_of_more_is_refused(client: openai.OpenAI) -> None:
         complete(client, "What colour", n=2, best_of=3)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_likeliest_tokens_have_the_drawn_one_beside_them(client: openai.OpenAI, count: int) -> None:
+    settings: dict[str, Any] = {"temperature": 20.0, "seed": 1, "echo": True, "max_tokens": 8}
+    found = complete(client, "What colour is it?", logprobs=count, **settings).choices[0].logprobs
+    assert found is not None
+    tops = found.top_logprobs or []
+    rows = list(zip(found.tokens or [], found.token_logprobs or [], tops, strict=True))[1:]
+    assert [top[token] for token, _, top in rows] == [logprob for _, logprob, _ in rows]
+    assert {len(top) for top in tops[1:]} <= {count, count + 1}
+    assert count + 1 in map(len, tops[1:])
+
+
 def test_no_tokens_are_refused(client: openai.OpenAI) -> None:
     """OpenAI takes 0 beside echo; here 1 is the least."""
     with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than or equal to 1, not 0"):
