@@ -55,26 +55,33 @@ NOT_SERVED: NotServed = {
 """Of vLLM's and OpenAI's fields, those of all requests."""
 
 
-class NamedSchema(Fields):
-    """`response_format.json_schema`; `name` and `strict` are not asked: the answer fits the schema in any case."""
+class NamedSchema(Fields, extra="forbid"):
+    """`response_format.json_schema`; the answer fits the schema whether or not it is `strict`."""
 
+    name: str | None = None
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    strict: bool | None = None
+    """Ignored."""
     content: dict[str, Any] | None = Field(None, alias="schema")
     """None, as OpenAI and vLLM allow: any JSON object."""
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(Fields, extra="forbid"):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
     def schema_text(self) -> str | None:
-        """The schema as JSON, None for a text; InputError where it is missing, or nests too deeply."""
+        """The schema as JSON, None for a text; InputError where it is missing, out of place, or nests too deeply."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            has = "no" if self.json_schema is None else "a"
+            raise InputError(f"response_format is {self.type!r} and has {has} json_schema")
         if self.type == "text":
             return None
-        if self.type == "json_schema" and self.json_schema is None:
-            raise InputError("response_format is 'json_schema' and has no json_schema")
-        if self.type == "json_object" or self.json_schema is None or self.json_schema.content is None:
+        if self.json_schema is None or self.json_schema.content is None:
             return '{"type": "object"}'
         try:
             return json.dumps(self.json_schema.content)

@@ -99,6 +99,22 @@ async def test_neighbours_do_not_change(service: RunningService, red_square: str
     assert answers == [alone, CHAT_ANSWERS["hello"]] * 6
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"type": "json_object", "schema": SCENE}, "response_format.schema: Extra inputs"),
+        ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object' and has a json_schema"),
+        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text' and has a json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "json_schema": SCENE}}, "json_schema.json_schema: Extra"),
+    ],
+)
+def test_a_schema_in_another_place_is_not_ignored(http: Any, given: dict[str, Any], said: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": given}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
 def test_text_is_no_schema(client: openai.OpenAI, red_square: str) -> None:
     answer = ask(client, red_square, {}, response_format={"type": "text"})
     assert answer.choices[0].message.content == "red square"
