@@ -30,6 +30,8 @@ Messages name the value and the limit. The service maps each class to one HTTP s
 one table (service/errors.py).
 """
 
+from typing import Self
+
 
 class MindieMMError(Exception):
     """Base of all of them."""
@@ -49,6 +51,11 @@ class LimitExceeded(InputError):
 
 class ContextLengthExceeded(LimitExceeded):
     """The prompt, with the tokens asked for, does not fit the model's context."""
+
+    @classmethod
+    def of(cls, max_model_len: int, said: str) -> Self:
+        """In the words of vLLM and OpenAI, by which clients know it."""
+        return cls(f"This model's maximum context length is {max_model_len} tokens; {said}")
 
 
 class TokenOutOfRange(InputError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -58,8 +58,8 @@ class ErrorObject(BaseModel):
     type: str
     param: str | None
     """The field of the request that is to blame, where one is."""
-    code: int
-    """The HTTP status."""
+    code: int | Literal["context_length_exceeded"]
+    """The HTTP status, as vLLM has it, or OpenAI's word, by which clients know to shorten what they send."""
 
 
 class ErrorBody(BaseModel):
@@ -84,7 +84,10 @@ def error_object(error: BaseException) -> dict[str, Any]:
     """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text."""
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
     param = "model" if isinstance(error, errors.ModelNotFound) else None
-    return error_body(message, status_of(error), param)
+    body = error_body(message, status_of(error), param)
+    if isinstance(error, errors.ContextLengthExceeded):
+        body["error"]["code"] = "context_length_exceeded"
+    return body
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:

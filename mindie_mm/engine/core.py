@@ -61,10 +61,10 @@ class Engine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         room = min(self._max_model_len, self._capacity_tokens) - len(ids)
         if room < max(params.max_tokens or 1, 1) or len(ids) == 0:
-            raise ContextLengthExceeded(
-                f"{len(ids)} prompt tokens and {params.max_tokens or 1} to generate, "
-                f"the context holds {room + len(ids)} and a prompt at least one"
+            said = (
+                f"{len(ids)} prompt tokens and {params.max_tokens or 1} to generate do not fit; a prompt has at least 1"
             )
+            raise ContextLengthExceeded.of(room + len(ids), said)
         items = self._read(self._model, ids)
         sequence = Sequence(
             request_id=message.request_id,

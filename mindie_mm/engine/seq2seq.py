@@ -119,9 +119,10 @@ class Seq2SeqEngine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), params.max_tokens or 1
         if not 0 < len(ids) <= self._max_len or wanted > most:
-            raise ContextLengthExceeded(
-                f"{len(ids)} prompt tokens and {wanted} to generate; this encoder-decoder takes prompts of 1 to "
-                f"{self._max_len} tokens, and generates at most {max(most, 0)} for one of {len(ids)}"
+            raise ContextLengthExceeded.of(
+                self._max_len,
+                f"{len(ids)} prompt tokens and {wanted} to generate do not fit: a prompt has at least 1, and of one of "
+                f"{len(ids)} this encoder-decoder generates at most {max(most, 0)}",
             )
         items = self._read(self._model, ids)
         return Sequence(

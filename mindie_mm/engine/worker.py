@@ -160,14 +160,21 @@ class Worker:
         if info.max_output_len is not None:
             room = info.max_model_len if wanted <= info.max_output_len else 0
         if room < 1:
-            most = info.max_output_len or info.max_model_len - 1
-            raise ContextLengthExceeded(f"max_tokens is {wanted}, the context holds {most} beside a prompt")
+            raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
         options = PromptOptions(room, self.config.truncate, params.cache_salt)
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
-        return await tokenized(self.tokenizer_stage, request)
+        try:
+            return await tokenized(self.tokenizer_stage, request)
+        except ContextLengthExceeded as error:
+            if request.options.truncate:  # to a length of the request's own, maybe
+                raise
+            limit = self.engine.info.max_model_len
+            wanted = limit - request.options.max_prompt_tokens
+            said = f"{wanted} to generate and the prompt do not fit: {error}"
+            raise ContextLengthExceeded.of(limit, said) from error
 
     def generate(self, source: PromptSource, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
         """The output for a prompt, as it comes; closing it early aborts it. Errors as AsyncEngine.generate."""

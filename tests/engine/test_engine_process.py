@@ -87,7 +87,7 @@ async def test_stop_token_ids(engine):
 @pytest.mark.parametrize(
     ("ids", "params", "error", "words"),
     [
-        (np.arange(250), GREEDY, ContextLengthExceeded, "250 prompt tokens and 16 to generate.*256"),
+        (np.arange(250), GREEDY, ContextLengthExceeded, "length is 256 tokens; 250 prompt tokens and 16 to generate"),
         (np.array([], np.int64), GREEDY, ContextLengthExceeded, "0 prompt tokens"),
         (np.array([10**6]), GREEDY, TokenOutOfRange, r"1000000 is not in \[0, 328\)"),
         (np.array([5, -7]), GREEDY, CorruptReference, "slot 1 holds -7"),
