@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +43,8 @@ class Call:
     clock: Clock
     timed: bool
     """Whether the answer says where its time went."""
+    prompt_alone: bool = False
+    """Whether the prompt alone is asked for: the token that is generated in any case is left out of the answer."""
 
     def prompts(self, requests: Sequence[TokenizeRequest]) -> AbstractAsyncContextManager[list[PromptSource]]:
         """As `line.prompts`."""
@@ -112,7 +114,7 @@ class Call:
                     reason = delta.finish_reason or reason
                     ended = delta.finish_reason is not None
                     stages = delta.timings
-                    yield delta
+                    yield _without_answer(delta) if self.prompt_alone else delta
         except Exception as error:
             reason = "refused" if isinstance(error, InputError) else "error"
             failed.append(reason)
@@ -135,6 +137,10 @@ class Call:
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+def _without_answer(delta: Delta) -> Delta:
+    return replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -35,7 +35,15 @@ async def completions(
     """Continues texts or token ids; streamed on request."""
     service.check_model(body.model)
     params = body.completion_sampling_params().check(service.worker.engine.info.vocab_size)
-    call = Call(service, params, body.n or 1, f"cmpl-{request_id}", Clock(arrived), timed=bool(body.timings))
+    call = Call(
+        service,
+        params,
+        body.n or 1,
+        f"cmpl-{request_id}",
+        Clock(arrived),
+        timed=bool(body.timings),
+        prompt_alone=body.max_tokens == 0,
+    )
     completion = _Completion(call, body, int(time.time()))
     if body.stream:
         return EventStream(completion.events, service.admission)

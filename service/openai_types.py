@@ -220,9 +220,11 @@ class CompletionBody(GenerationBody):
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
     def completion_sampling_params(self) -> SamplingParams:
-        """The sampling settings; InputError for what is not served."""
+        """The sampling settings; InputError for what is not served. Of 0 tokens one is drawn, to be left out."""
+        if self.max_tokens == 0 and not self.echo:
+            raise InputError("max_tokens is 0, which needs echo to be true")
         return self.sampling_params(
-            max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1),
             prompt_logprobs=self.logprobs if self.echo else None,
         )
 
@@ -234,3 +236,5 @@ def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if not all(_ID.fullmatch(token) for token in biases):
         raise InputError("logit_bias must map token ids, written as digits, to numbers")
     return {int(token): bias for token, bias in biases.items()}
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """0, with `echo`: nothing but the prompt."""

@@ -187,7 +187,27 @@ def test_the_likeliest_tokens_have_the_drawn_one_beside_them(client: openai.Open
     assert count + 1 in map(len, tops[1:])
 
 
-def test_no_tokens_are_refused(client: openai.OpenAI) -> None:
-    """OpenAI takes 0 beside echo; here 1 is the least."""
-    with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than or equal to 1, not 0"):
-        complete(client, "What colour", max_tokens=0, echo=True, logprobs=1)
+@pytest.mark.parametrize("prompt", ["What colour is it?", [64, 65, 66]])
+def test_a_text_is_scored_and_nothing_generated(client: openai.OpenAI, prompt: Any) -> None:
+    settings: dict[str, Any] = {"echo": True, "logprobs": 1, "n": 2}
+    whole = complete(client, prompt, max_tokens=1, **settings)
+    scored = complete(client, prompt, max_tokens=0, **settings)
+    assert scored.usage is not None
+    assert whole.usage is not None
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, whole.usage.prompt_tokens)
+    for choice, longer in zip(scored.choices, whole.choices, strict=True):
+        assert longer.text.startswith(choice.text)
+        assert choice.finish_reason == "length"
+        found, more = choice.logprobs, longer.logprobs
+        assert found is not None
+        assert more is not None
+        assert (found.tokens or []) == (more.tokens or [])[:-1]
+        assert found.token_logprobs == pytest.approx((more.token_logprobs or [])[:-1], abs=1e-4)
+    chunks = list(complete(client, prompt, max_tokens=0, stream=True, **settings))  # type: ignore[arg-type]
+    texts = ["".join(part.text for chunk in chunks for part in chunk.choices if part.index == i) for i in (0, 1)]  # type: ignore[attr-defined]
+    assert texts == [choice.text for choice in scored.choices]
+
+
+def test_no_tokens_and_no_echo_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which needs echo to be true"):
+        complete(client, "What colour", max_tokens=0, logprobs=1)
