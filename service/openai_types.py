@@ -56,14 +56,14 @@ NOT_SERVED: NotServed = {
 
 
 class NamedSchema(Fields, extra="forbid"):
-    """`response_format.json_schema`; the answer fits the schema whether or not it is `strict`."""
+    """`response_format.json_schema`; the answer fits the schema in any case."""
 
     name: str | None = None
     """Ignored."""
     description: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """Ignored."""
+    """True: objects have no properties but those that the schema names, unless it says otherwise."""
     content: dict[str, Any] | None = Field(None, alias="schema")
     """None, as OpenAI and vLLM allow: any JSON object."""
 
@@ -84,12 +84,34 @@ class ResponseFormat(Fields, extra="forbid"):
         if self.json_schema is None or self.json_schema.content is None:
             return '{"type": "object"}'
         try:
-            return json.dumps(self.json_schema.content)
+            return json.dumps(
+                _closed(self.json_schema.content) if self.json_schema.strict else self.json_schema.content
+            )
         except RecursionError as error:
             raise InputError("response_format.json_schema nests too deeply") from error
 
 
 class GenerationBody(Body):
+def _closed(schema: Any) -> Any:
+    """The schema with `additionalProperties` false where it names properties and leaves that open.
+
+    But in the parts of an `allOf`, each of which names some of one object's properties.
+    """
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(part) if key in _HOLD_SCHEMAS else part for key, part in schema.items()}
+    for key in _HOLD_NAMED_SCHEMAS & closed.keys():
+        if isinstance(named := closed[key], dict):
+            closed[key] = {name: _closed(part) for name, part in named.items()}
+    return {"additionalProperties": False} | closed if "properties" in closed else closed
+
+
+_HOLD_SCHEMAS = {"anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
+_HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+
+
     """What chat and text completions share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from service.openai_types import NamedSchema, ResponseFormat
 from tools.questions import CHAT_ANSWERS
 from tools.serving import RunningService
 
@@ -97,6 +98,40 @@ async def test_neighbours_do_not_change(service: RunningService, red_square: str
         alone = await one(constrained=True)
         answers = await asyncio.gather(*(one(constrained=index % 2 == 0) for index in range(12)))
     assert answers == [alone, CHAT_ANSWERS["hello"]] * 6
+
+
+def test_strict_objects_have_no_other_properties(client: openai.OpenAI) -> None:
+    """As pydantic's model_json_schema has it, which says nothing of others."""
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "in": {"$ref": "#/$defs/In"}},
+        "required": ["colour", "in"],
+        "$defs": {"In": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}},
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    message: Any = {"role": "user", "content": "Hello!"}
+    answer = client.chat.completions.create(model="tiny", messages=[message], response_format=form, max_tokens=40)
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content or "")
+    assert (found.keys(), found["in"].keys()) == ({"colour", "in"}, {"n"})
+
+
+def test_strict_closes_schemas_alone() -> None:
+    one = {"properties": {"properties": {"properties": {}}}, "const": {"properties": 1}, "additionalProperties": True}
+    schema = {
+        "anyOf": [one, {"items": {"properties": {"a": {}}}}],
+        "allOf": [{"properties": {"b": {}}}],
+        "default": {"properties": 2},
+    }
+
+    def text(strict: bool | None) -> Any:
+        made = ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema, strict=strict))
+        return json.loads(made.schema_text() or "")
+
+    assert text(None) == text(False) == schema
+    inner = {"properties": {}, "additionalProperties": False}
+    items = {"items": {"properties": {"a": {}}, "additionalProperties": False}}
+    assert text(True) == schema | {"anyOf": [one | {"properties": {"properties": inner}}, items]}
 
 
 @pytest.mark.parametrize(
