@@ -6,7 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -27,7 +37,24 @@ T = TypeVar("T")
 Array = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
 
-Stop = Annotated[str | Array[str], AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given))]
+
+def must_be(said: str) -> WrapValidator:
+    """Of a union: one sentence for the mistakes of all its members, which are told by types' names."""
+
+    def checked(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(given)
+        except ValidationError as error:
+            raise PydanticCustomError("no_member", f"must be {said}") from error
+
+    return WrapValidator(checked)
+
+
+Stop = Annotated[
+    str | Array[str],
+    must_be("a text or a list of texts"),
+    AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given)),
+]
 """Stop strings, or one; read as a tuple."""
 
 NotServed = Mapping[str, tuple[Any, ...]]

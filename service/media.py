@@ -325,6 +325,8 @@ def _decoded(source: str, start: int) -> bytes:
     try:
         return pybase64.b64decode(source[start:], validate=True)
     except ValueError as error:
+        if start:
+            raise MediaError("a data: URL whose base64 is not valid: white space, or padding (=) left out?") from error
         raise MediaError("neither a path, a URL nor valid base64") from error
 
 

@@ -24,6 +24,7 @@ from service.body import (
     RepetitionPenalty,
     Stop,
     TopP,
+    must_be,
 )
 
 MAX_CHOICES = 64
@@ -91,7 +92,6 @@ class ResponseFormat(Fields, extra="forbid"):
             raise InputError("response_format.json_schema nests too deeply") from error
 
 
-class GenerationBody(Body):
 def _closed(schema: Any) -> Any:
     """The schema with `additionalProperties` false where it names properties and leaves that open.
 
@@ -112,6 +112,7 @@ _HOLD_SCHEMAS = {"anyOf", "oneOf", "items", "prefixItems", "additionalProperties
 _HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 
 
+class GenerationBody(Body):
     """What chat and text completions share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -229,8 +230,13 @@ class CompletionBody(GenerationBody):
         "add_special_tokens": (None, True),
     }
 
-    prompt: str | Array[str] | Array[int] | Array[Array[int]]
+    prompt: Annotated[
+        str | Array[str] | Array[int] | Array[Array[int]],
+        must_be("a text, a list of texts, token ids or a list of lists of token ids"),
+    ]
     """Texts or token ids, one prompt or several."""
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """0, with `echo`: nothing but the prompt."""
     echo: bool | None = None
     logprobs: Logprobs | None = None
 
@@ -258,5 +264,3 @@ def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if not all(_ID.fullmatch(token) for token in biases):
         raise InputError("logit_bias must map token ids, written as digits, to numbers")
     return {int(token): bias for token, bias in biases.items()}
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """0, with `echo`: nothing but the prompt."""

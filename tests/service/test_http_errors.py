@@ -265,6 +265,15 @@ def test_a_slash_behind_a_route_leads_nowhere_else(http: Any) -> None:
     check(http.post(f"{CHAT}/", json={"messages": HELLO}), 404)
 
 
+def test_a_union_is_told_in_one_sentence(http: Any) -> None:
+    said = "prompt: must be a text, a list of texts, token ids or a list of lists of token ids"
+    for prompt in (None, 1, ["a", 1], [[1], "a"], [1.5]):
+        error = check(http.post("/v1/completions", json={"prompt": prompt}), 400)
+        assert (error["message"].removesuffix(f", not {prompt}"), error["param"]) == (said, "prompt")
+    error = check(http.post(CHAT, json={"messages": HELLO, "stop": ["a", 1]}), 400)
+    assert (error["message"], error["param"]) == ("stop: must be a text or a list of texts", "stop")
+
+
 def test_a_prompt_that_is_too_long(client: openai.OpenAI, http: Any) -> None:
     limit = http.get("/v1/models").json()["data"][0]["max_model_len"]
     hello = [{"role": "user", "content": "Hello!"}]
@@ -330,8 +339,9 @@ def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
         ("ftp://example.org/x.png", "scheme 'ftp'"),
         ("javascript:alert(1)", "scheme 'javascript'"),
         ("data:image/png,abc", "data:"),
-        ("data:image/png;base64,####", "valid base64"),
-        ("data:image/png;base64,abc", "valid base64"),
+        ("data:image/png;base64,####", "a data: URL whose base64 is not valid"),
+        ("data:image/png;base64,abc", "a data: URL whose base64 is not valid"),
+        ("data:image/png;base64,QUJD\n", "a data: URL whose base64 is not valid"),
         ("data:image/png;base64,", "media item 0 (image)"),
         ("data:image/png;base64,aGVsbG8gd29ybGQ=", "media item 0 (image)"),
         ("data:image/png;base64,\ud800", "lone surrogate at character 22"),
