@@ -23,6 +23,7 @@ from service.media import MediaPolicy
 from service.metrics import Metrics
 from service.reclaim import reclaiming
 from service.state import Service
+from service.token_text import TokenTexts
 from service.tracing import Tracer
 
 
@@ -49,6 +50,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 media=MediaPolicy(config),
                 admission=Admission(config.max_concurrent_requests, config.request_timeout_s),
                 metrics=metrics,
+                tokens=TokenTexts(worker.tokenizer),
                 created=int(time.time()),
             )
             yield

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from mindie_mm import faults
+from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.engine.retry import PromptSource
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from mindie_mm.engine.worker import Answer, Delta
-from mindie_mm.errors import InputError, RequestAborted
+from mindie_mm.errors import InputError, LimitExceeded, RequestAborted
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service import tracing
 from service.admission import cause_of_end
@@ -28,6 +29,9 @@ from service.token_text import prompt_text
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+MAX_ANSWER_LOGPROBS = 2**20
+"""Log-probabilities of one answer, some 100 bytes each; one choice over the whole context has as many as it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,12 @@ class Call:
     async def deltas(self, sources: Sequence[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt."""
         n = self.n
+        self._require_room(sources)
         failed: list[str] = []
-        streams = [self._measured(sources[index // n], index, failed) for index in range(len(sources) * n)]
+        firsts = [asyncio.get_running_loop().create_future() for _ in sources]
+        streams = [
+            self._measured(sources[index // n], index, failed, firsts[index // n]) for index in range(len(sources) * n)
+        ]
         for source in sources:
             self.service.metrics.count_prompt(len(source.prompt), n, self.params.max_tokens)
             if self.service.config.log_prompts:
@@ -91,21 +99,47 @@ class Call:
         for start in range(0, len(lengths), n):
             self.service.metrics.count_longest(max(lengths[start : start + n]))
 
-    async def _measured(self, source: PromptSource, index: int, failed: list[str]) -> AsyncGenerator[Delta, None]:
+    def _require_room(self, sources: Sequence[PromptSource]) -> None:
+        """LimitExceeded for more log-probabilities than one answer may hold."""
+        params, context = self.params, self.service.worker.engine.info.max_model_len
+        found = 0
+        for source in sources:
+            num_prompt = len(source.prompt)
+            if params.prompt_logprobs is not None:
+                found += self.n * num_prompt * (params.prompt_logprobs + 1)
+            if params.logprobs is not None:
+                found += self.n * (params.max_tokens or max(context - num_prompt, 0)) * (params.logprobs + 1)
+        limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
+        if found > limit:
+            raise LimitExceeded(
+                f"the answer may have {found} log-probabilities (choices x tokens x those of a token), the limit is "
+                f"{limit}: ask for fewer choices, max_tokens or logprobs"
+            )
+
+    async def _measured(
+        self, source: PromptSource, index: int, failed: list[str], prompt_logprobs: asyncio.Future[list[TokenLogprob]]
+    ) -> AsyncGenerator[Delta, None]:
         """One choice, counted, timed and traced. `failed` has the reasons of the request's choices that failed.
 
         One that ends unfinished counts as an `error`, unless its client gave it up (`abort`) or it cannot be answered
         (`refused`); one that is ended because another failed counts as that one. Latencies count from the arrival.
+        The prompt's first choice sets its `prompt_logprobs`; the others, which have the same, wait for them.
         """
         metrics, trace = self.service.metrics, tracing.current.get()
         asked = time.perf_counter()
         first = last = self.clock.arrived
         num_tokens = 0
         reason, ended, stages = "abort", False, None
-        outputs = self.service.worker.generate(source, self._seeded(index % self.n), f"{self.id}-{index}")
+        params, found = self._seeded(index % self.n), None
         try:
+            if index % self.n and params.prompt_logprobs is not None:
+                found = await prompt_logprobs
+                params = msgspec.structs.replace(params, prompt_logprobs=None)
+            outputs = self.service.worker.generate(source, params, f"{self.id}-{index}")
             async with aclosing(outputs) as deltas:
                 async for delta in deltas:
+                    if delta.prompt_logprobs is not None:
+                        prompt_logprobs.set_result(delta.prompt_logprobs)
                     now = time.perf_counter()
                     (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
                     first, last = first if num_tokens else now, now
@@ -114,7 +148,12 @@ class Call:
                     reason = delta.finish_reason or reason
                     ended = delta.finish_reason is not None
                     stages = delta.timings
+<<<<<<< HEAD
                     yield _without_answer(delta) if self.prompt_alone else delta
+=======
+                    yield delta if found is None else replace(delta, prompt_logprobs=found)
+                    found = None  # told with the first
+>>>>>>> 343eacb (Log-probabilities of an answer are bounded and written in turns; a prompt's are computed once, not for each choice)
         except Exception as error:
             reason = "refused" if isinstance(error, InputError) else "error"
             failed.append(reason)

@@ -69,7 +69,7 @@ class _Chat:
         faults.point("answered")
         return {
             **self._head("chat.completion"),
-            "choices": [self._choice(choice) for choice in choices],
+            "choices": [await self._choice(choice) for choice in choices],
             "usage": usage([source.prompt], choices),
             **self.call.timings(choices),
             **self._spans(source.prompt),
@@ -92,7 +92,7 @@ class _Chat:
                     yield self._chunk([role]) | spans | so_far
                     spans = {}  # the first chunk alone has them
                 if delta.text or delta.logprobs or delta.finish_reason:
-                    yield self._chunk([self._delta(index, delta)]) | so_far
+                    yield self._chunk([await self._delta(index, delta)]) | so_far
         tail = self.call.timings(choices)
         if self.body.include_usage:
             tail["usage"] = usage([source.prompt], choices)
@@ -105,22 +105,20 @@ class _Chat:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.call.id, "object": kind, "created": self.created, "model": self.call.service.model_name}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        tokenizer = self.call.service.worker.tokenizer
+    async def _choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": chat_logprobs(tokenizer, choice.logprobs) if self.body.logprobs else None,
+            "logprobs": await chat_logprobs(self.call.service.tokens, choice.logprobs) if self.body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
-    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
-        tokenizer = self.call.service.worker.tokenizer
+    async def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
         return {
             "index": index,
             "delta": {"content": delta.text},
-            "logprobs": chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None,
+            "logprobs": await chat_logprobs(self.call.service.tokens, delta.logprobs) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }

@@ -87,7 +87,7 @@ class _Completion:
         prompts = [source.prompt for source in sources]
         return {
             **self._head(),
-            "choices": [self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices],
+            "choices": [await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices],
             "usage": usage(prompts, choices),
             **self.call.timings(choices),
         }
@@ -103,7 +103,7 @@ class _Completion:
                     part = Choice(index=index)
                     part.add(delta)
                     first = not choices[index].texts
-                    chunk = self._choice(part, prompts[index // self.call.n] if first else None, offsets[index])
+                    chunk = await self._choice(part, prompts[index // self.call.n] if first else None, offsets[index])
                     choices[index].add(delta)
                     if chunk["text"] or delta.logprobs or delta.finish_reason:
                         so_far = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
@@ -118,7 +118,9 @@ class _Completion:
         call = self.call
         return {"id": call.id, "object": "text_completion", "created": self.created, "model": call.service.model_name}
 
-    def _choice(self, choice: Choice, prompt: Prompt | None, offsets: TextOffsets | None = None) -> dict[str, Any]:
+    async def _choice(
+        self, choice: Choice, prompt: Prompt | None, offsets: TextOffsets | None = None
+    ) -> dict[str, Any]:
         """A choice, or the next part of one with its `offsets`; `prompt` is echoed if that was asked for."""
         tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
@@ -127,8 +129,8 @@ class _Completion:
             offsets = offsets or TextOffsets(tokenizer)
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
             positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *choice.logprobs)]
-            starts = offsets.echoed(echoed) + offsets.answered([p.token_id for p in choice.logprobs])
-            logprobs = completion_logprobs(tokenizer, positions, starts)
+            starts = await offsets.echoed(echoed) + await offsets.answered([p.token_id for p in choice.logprobs])
+            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts)
         return {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,

@@ -21,7 +21,6 @@ from service.infer import InferParameters, InputsBody, details
 from service.json_response import JSONResponse
 from service.sse import STREAMED, EventStream
 from service.state import Arrived, RequestId, Service, ServiceDep
-from service.token_text import token_text
 
 router = APIRouter()
 
@@ -127,7 +126,5 @@ class _Generate:
         return {"prompt_tokens": prompt_tokens, **details(self.call, choice)}
 
     def _tokens(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
-        tokenizer = self.call.service.worker.tokenizer
-        return [
-            {"id": token, "logprob": None, "special": None, "text": token_text(tokenizer, token)} for token in token_ids
-        ]
+        text = self.call.service.tokens.text
+        return [{"id": token, "logprob": None, "special": None, "text": text(token)} for token in token_ids]

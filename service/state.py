@@ -14,6 +14,7 @@ from mindie_mm.errors import ModelNotFound, ServiceStopping
 from service.admission import Admission
 from service.media import MediaPolicy
 from service.metrics import Metrics
+from service.token_text import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Service:
     media: MediaPolicy
     admission: Admission
     metrics: Metrics
+    tokens: TokenTexts
     created: int
     """When it started, Unix time."""
 

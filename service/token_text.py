@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Raw
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.detokenizer import TextStream
 from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.tokenize.prompt import Prompt
+
+T = TypeVar("T")
+
+_ENTRIES_A_TURN = 1000
+"""Tokens that are written at a time: some milliseconds."""
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -68,6 +77,18 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
+class TokenTexts:
+    """The vocabulary's tokens as text, each made when it is first asked for: an answer may name a million."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.text = cache(partial(token_text, tokenizer))
+        """`token_text`."""
+        self.name = cache(partial(_name, tokenizer))
+        """The text, or, where it is no whole character, the bytes in OpenAI's form."""
+        self.entry = cache(partial(_text_and_bytes, tokenizer))
+        """JSON of the text, and that of the list of bytes."""
+
+
 class TextOffsets:
     """Where the tokens of one choice begin in its text, in characters.
 
@@ -80,53 +101,81 @@ class TextOffsets:
         self._answer = TextStream(tokenizer)
         self._length = 0  # of the text before the answer's next token
 
-    def echoed(self, token_ids: Sequence[int]) -> list[int]:
+    async def echoed(self, token_ids: Sequence[int]) -> list[int]:
         """Of the prompt in front of the answer, special tokens spelled out."""
         self._length += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-        return _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0)[:-1]
+        return (await _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0))[:-1]
 
-    def answered(self, token_ids: Sequence[int]) -> list[int]:
+    async def answered(self, token_ids: Sequence[int]) -> list[int]:
         """Of the answer's next tokens."""
-        *starts, self._length = _starts(self._answer, token_ids, self._length)
+        *starts, self._length = await _starts(self._answer, token_ids, self._length)
         return starts
 
 
-def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> list[int]:
+async def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> list[int]:
     """Where each of the stream's next tokens begins, and the one behind them, if the first one does at `start`."""
-    return [*accumulate((len(stream.push(token_id)) for token_id in token_ids), initial=start)]
+    starts = [start]
+    async for part in in_turns(token_ids, 4):
+        starts += [*accumulate((len(stream.push(token_id)) for token_id in part), initial=starts.pop())]
+    return starts
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]]:
+    """Slices of `items`, each as heavy as `weight` entries; between them others have their turn on the event loop."""
+    step = max(1, _ENTRIES_A_TURN // weight)
+    for start in range(0, len(items), step):
+        if start:
+            await asyncio.sleep(0)
+        yield items[start : start + step]
+
+
+async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Raw]:
     """The `logprobs` object of a chat choice."""
-    return {
-        "content": [
-            {
-                **_entry(tokenizer, position.token_id, position.logprob),
-                "top_logprobs": [_entry(tokenizer, token, logprob) for token, logprob in position.top],
-            }
-            for position in logprobs
-        ]
-    }
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text, its_bytes = texts.entry(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": its_bytes}
+
+    def position(one: TokenLogprob) -> dict[str, Any]:
+        return entry(one.token_id, one.logprob) | {"top_logprobs": [entry(*top) for top in one.top]}
+
+    return {"content": await _json_list(logprobs, position, _weight(logprobs))}
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, positions: Sequence[tuple[int, TokenLogprob | None]], text_offsets: list[int]
-) -> dict[str, Any]:
+async def completion_logprobs(
+    texts: TokenTexts, positions: Sequence[tuple[int, TokenLogprob | None]], text_offsets: list[int]
+) -> dict[str, Raw | list[int]]:
     """The `logprobs` object of a text choice, from its token ids; the first token of an echoed prompt has none."""
-    texts = [_name(tokenizer, token_id) for token_id, _ in positions]
     found = [logprob for _, logprob in positions]
+    weight = _weight([logprob for logprob in found[-1:] if logprob])
+
+    def by_text(one: TokenLogprob | None) -> dict[str, float] | None:
+        return None if one is None else {texts.name(token): _finite(logprob) for token, logprob in one.top}
+
     return {
-        "tokens": texts,
-        "token_logprobs": [logprob and _finite(logprob.logprob) for logprob in found],
-        "top_logprobs": [logprob and _by_text(tokenizer, logprob) for logprob in found],
+        "tokens": await _json_list(positions, lambda position: texts.name(position[0]), 1),
+        "token_logprobs": await _json_list(found, lambda one: one and _finite(one.logprob), 1),
+        "top_logprobs": await _json_list(found, by_text, weight),
         "text_offset": text_offsets,
     }
 
 
+<<<<<<< HEAD
 def _by_text(tokenizer: Tokenizer, position: TokenLogprob) -> dict[str, float]:
     """The likeliest tokens and the position's own, which need not be one of them."""
     found = [*position.top, (position.token_id, position.logprob)]
     return {_name(tokenizer, token): _finite(logprob) for token, logprob in found}
+=======
+async def _json_list(items: Sequence[T], make: Callable[[T], Any], weight: int) -> Raw:
+    """What `make` makes of the items, as JSON: as objects it would take ten times the memory."""
+    parts = [msgspec.json.encode([make(item) for item in part])[1:-1] async for part in in_turns(items, weight)]
+    return Raw(b"[" + b",".join(parts) + b"]")
+
+
+def _weight(logprobs: Sequence[TokenLogprob]) -> int:
+    """Entries of a position; all have as many."""
+    return 1 + len(logprobs[0].top) if logprobs else 1
+>>>>>>> 343eacb (Log-probabilities of an answer are bounded and written in turns; a prompt's are computed once, not for each choice)
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
@@ -137,12 +186,9 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes(tokenizer, token_id))
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": token_text(tokenizer, token_id),
-        "logprob": _finite(logprob),
-        "bytes": list(token_bytes(tokenizer, token_id)),
-    }
+def _text_and_bytes(tokenizer: Tokenizer, token_id: int) -> tuple[Raw, Raw]:
+    encode = msgspec.json.encode
+    return Raw(encode(token_text(tokenizer, token_id))), Raw(encode([*token_bytes(tokenizer, token_id)]))
 
 
 def _finite(logprob: float) -> float:

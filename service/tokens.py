@@ -17,7 +17,6 @@ from service.json_response import JSONResponse
 from service.line import prompt_of_ids, prompts
 from service.openai_types import NOT_SERVED
 from service.state import Arrived, ServiceDep
-from service.token_text import token_text
 
 router = APIRouter()
 
@@ -74,7 +73,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, ar
         "tokens": ids,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [token_text(service.worker.tokenizer, token) for token in ids]
+        answer["token_strs"] = [service.tokens.text(token) for token in ids]
     return JSONResponse(answer)
 
 

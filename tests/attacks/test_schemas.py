@@ -50,10 +50,8 @@ def test_who_asks_and_leaves_holds_nothing(attacked: Attacked) -> None:
     for i in range(40):
         body = json.dumps(asking({"type": "integer", "multipleOf": 1000003 + i})).encode()
         sockets.append(one := socket.create_connection((attacked.http.base_url.host, attacked.http.base_url.port)))
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        one.sendall(head.encode() + body)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     for one in sockets:
         one.close()
     started = time.monotonic()

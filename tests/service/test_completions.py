@@ -6,6 +6,9 @@ from typing import Any
 import openai
 import pytest
 
+HELLO = [{"role": "user", "content": "Hello!"}]
+HITS = "mindie_mm:prefix_cache_hits_total"
+
 
 def complete(client: openai.OpenAI, prompt: Any, **changes: Any) -> openai.types.Completion:
     settings: dict[str, Any] = {"temperature": 0, "max_tokens": 5} | changes
@@ -140,6 +143,41 @@ def test_a_prompt_that_is_json_is_text(client: openai.OpenAI, http: Any) -> None
 def test_too_many_choices(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="limit is 64"):
         complete(client, ["a"] * 33, n=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "found"),
+    [
+        ("/v1/completions", {"prompt": [5] * 2000, "n": 64, "max_tokens": 1, "echo": True}, 64 * 2001 * 21),
+        ("/v1/completions", {"prompt": [[5] * 2000] * 16, "n": 4, "max_tokens": 1, "echo": True}, 64 * 2001 * 21),
+        ("/v1/chat/completions", {"messages": HELLO, "n": 64, "max_tokens": 800, "top_logprobs": 20}, 64 * 800 * 21),
+    ],
+)
+def test_more_log_probabilities_than_an_answer_may_have(
+    http: Any, path: str, body: dict[str, Any], found: int, stream: bool
+) -> None:
+    answer = http.post(path, json=body | {"logprobs": True if "messages" in body else 20, "stream": stream})
+    assert answer.status_code == 400
+    assert f"{found} log-probabilities" in answer.json()["error"]["message"]
+    assert f"the limit is {2**20}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompts_log_probabilities_are_computed_once(client: openai.OpenAI, http: Any, stream: bool) -> None:
+    def hits() -> float:
+        (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith(HITS)]
+        return float(line.split()[-1])
+
+    before, prompt = hits(), [5 + stream, *range(100, 180)]
+    answer = complete(client, prompt, echo=True, logprobs=2, n=3, max_tokens=2, stream=stream)
+    by_choice: dict[int, list[float | None]] = {0: [], 1: [], 2: []}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:  # type: ignore[attr-defined]
+            by_choice[choice.index] += choice.logprobs.token_logprobs
+    assert [len(found) for found in by_choice.values()] == [len(prompt) + 2] * 3
+    assert by_choice[0][: len(prompt)] == by_choice[1][: len(prompt)] == by_choice[2][: len(prompt)]
+    assert hits() - before > 64, "the further choices need the prompt's keys and values alone"
 
 
 def tokens(client: openai.OpenAI, **changes: Any) -> list[str]:

@@ -1,10 +1,16 @@
 """Bytes and offsets of tokens, over vocabularies of both kinds that have parts of characters."""
 
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mindie_mm.engine.detokenizer import Detokenizer
-from service.token_text import TextOffsets, token_bytes
+from mindie_mm.engine.messages import TokenLogprob
+from service.token_text import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, token_bytes
 from tests.service.conftest import TINY
 
 DAY = "日".encode()
@@ -27,15 +33,15 @@ def byte_fallback() -> Tokenizer:
     return made
 
 
-def offsets(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+async def offsets(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """What TextOffsets gives, which is what a Detokenizer has told before each token."""
     detokenizer, told, expected = Detokenizer(tokenizer), 0, []
     for token_id in ids:
         expected.append(told)
         told += len(detokenizer.push([token_id]))
     found = TextOffsets(tokenizer)
-    assert [found.answered([token_id])[0] for token_id in ids] == expected
-    assert TextOffsets(tokenizer).answered(ids) == expected
+    assert [(await found.answered([token_id]))[0] for token_id in ids] == expected
+    assert await TextOffsets(tokenizer).answered(ids) == expected
     return expected
 
 
@@ -55,29 +61,71 @@ def test_bytes_of_fallback_pieces(byte_fallback: Tokenizer) -> None:
     assert token_bytes(byte_fallback, 258) == "\ufffd".encode()
 
 
-def test_offsets(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+async def test_offsets(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     red = byte_level.encode("red", add_special_tokens=False).ids
     end = byte_level.token_to_id("<|im_end|>")
     day = byte_level.encode("日", add_special_tokens=False).ids
-    found = offsets(byte_level, [*red, *day, end, *red])
+    found = await offsets(byte_level, [*red, *day, end, *red])
     assert found[len(red) : len(red) + len(day)] == [3] * len(day)
     assert found[len(red) + len(day) :][:2] == [4, 4]
     pieces = [257, *(1 + byte for byte in DAY), 257]
-    assert offsets(byte_fallback, [*pieces, byte_fallback.token_to_id("</s>"), 257]) == [0, 3, 3, 3, 4, 8, 8]
-    offsets(byte_fallback, [1 + DAY[0], 257, 1 + DAY[1], 257, *(1 + byte for byte in DAY), 1 + DAY[0]])
+    assert await offsets(byte_fallback, [*pieces, byte_fallback.token_to_id("</s>"), 257]) == [0, 3, 3, 3, 4, 8, 8]
+    await offsets(byte_fallback, [1 + DAY[0], 257, 1 + DAY[1], 257, *(1 + byte for byte in DAY), 1 + DAY[0]])
 
 
-def test_offsets_behind_an_echo(byte_level: Tokenizer) -> None:
+async def test_offsets_behind_an_echo(byte_level: Tokenizer) -> None:
     end = byte_level.token_to_id("<|im_end|>")
     red = byte_level.encode("red", add_special_tokens=False).ids
     found = TextOffsets(byte_level)
-    assert found.echoed([*red, end, *red])[len(red) :][:2] == [3, 3 + len("<|im_end|>")]
-    assert found.echoed([]) == []
-    assert found.answered([end, *red])[:2] == [6 + len("<|im_end|>")] * 2
+    assert (await found.echoed([*red, end, *red]))[len(red) :][:2] == [3, 3 + len("<|im_end|>")]
+    assert await found.echoed([]) == []
+    assert (await found.answered([end, *red]))[:2] == [6 + len("<|im_end|>")] * 2
 
 
 @pytest.mark.timeout(60)
-def test_offsets_of_bytes_that_never_end_take_no_longer(byte_level: Tokenizer) -> None:
+async def test_offsets_of_bytes_that_never_end_take_no_longer(byte_level: Tokenizer) -> None:
     """A prompt of them would hold up the service: decoding all of them anew for each took 100 s."""
     (part,) = [i for i in range(byte_level.get_vocab_size()) if token_bytes(byte_level, i) == b"\x80"]
-    assert TextOffsets(byte_level).echoed([part] * 32_768)[-1] > 32_000
+    assert (await TextOffsets(byte_level).echoed([part] * 32_768))[-1] > 32_000
+
+
+async def with_turns(work: Awaitable[Any]) -> tuple[Any, int]:
+    """What the work gives, and how often others had their turn meanwhile."""
+    turns, ended = 0, asyncio.Event()
+
+    async def others() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    await asyncio.sleep(0)
+    found = await work
+    ended.set()
+    await running
+    return found, turns
+
+
+async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_level: Tokenizer) -> None:
+    texts, top = TokenTexts(byte_level), [(token, -float(token)) for token in range(300, 320)]
+    logprobs = [TokenLogprob(300 + i % 5, -0.5, top) for i in range(1000)]
+    chat, turns = await with_turns(chat_logprobs(texts, logprobs))
+    assert turns > 20
+    entries = msgspec.json.decode(msgspec.json.encode(chat))["content"]
+    assert len(entries) == 1000
+    assert entries[7]["logprob"] == -0.5
+    assert bytes(entries[7]["bytes"]) == token_bytes(byte_level, 302)
+    assert entries[7]["token"] == byte_level.decode([302])
+    assert [entry["logprob"] for entry in entries[7]["top_logprobs"]] == [logprob for _, logprob in top]
+    positions = [(one.token_id, one) for one in logprobs]
+    starts, turns = await with_turns(TextOffsets(byte_level).answered([one.token_id for one in logprobs]))
+    assert turns > 3
+    text, turns = await with_turns(completion_logprobs(texts, [(300, None), *positions], [0, *starts]))
+    assert turns > 20
+    found = msgspec.json.decode(msgspec.json.encode(text))
+    assert found["token_logprobs"] == [None, *[-0.5] * 1000]
+    assert found["tokens"][1:6] == [byte_level.decode([token]) for token in range(300, 305)]
+    assert found["top_logprobs"][0] is None
+    assert len(found["top_logprobs"][9]) == 20
+    assert await completion_logprobs(texts, [], []) == await completion_logprobs(TokenTexts(byte_level), [], [])
