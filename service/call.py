@@ -148,12 +148,9 @@ class Call:
                     reason = delta.finish_reason or reason
                     ended = delta.finish_reason is not None
                     stages = delta.timings
-<<<<<<< HEAD
-                    yield _without_answer(delta) if self.prompt_alone else delta
-=======
-                    yield delta if found is None else replace(delta, prompt_logprobs=found)
-                    found = None  # told with the first
->>>>>>> 343eacb (Log-probabilities of an answer are bounded and written in turns; a prompt's are computed once, not for each choice)
+                    told = delta if found is None else replace(delta, prompt_logprobs=found)
+                    found = None  # with the first alone
+                    yield _without_answer(told) if self.prompt_alone else told
         except Exception as error:
             reason = "refused" if isinstance(error, InputError) else "error"
             failed.append(reason)

@@ -150,7 +150,9 @@ async def completion_logprobs(
     weight = _weight([logprob for logprob in found[-1:] if logprob])
 
     def by_text(one: TokenLogprob | None) -> dict[str, float] | None:
-        return None if one is None else {texts.name(token): _finite(logprob) for token, logprob in one.top}
+        """The likeliest tokens and the position's own, which need not be one of them."""
+        found = [] if one is None else [*one.top, (one.token_id, one.logprob)]
+        return {texts.name(token): _finite(logprob) for token, logprob in found} or None
 
     return {
         "tokens": await _json_list(positions, lambda position: texts.name(position[0]), 1),
@@ -160,12 +162,6 @@ async def completion_logprobs(
     }
 
 
-<<<<<<< HEAD
-def _by_text(tokenizer: Tokenizer, position: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens and the position's own, which need not be one of them."""
-    found = [*position.top, (position.token_id, position.logprob)]
-    return {_name(tokenizer, token): _finite(logprob) for token, logprob in found}
-=======
 async def _json_list(items: Sequence[T], make: Callable[[T], Any], weight: int) -> Raw:
     """What `make` makes of the items, as JSON: as objects it would take ten times the memory."""
     parts = [msgspec.json.encode([make(item) for item in part])[1:-1] async for part in in_turns(items, weight)]
@@ -175,7 +171,6 @@ async def _json_list(items: Sequence[T], make: Callable[[T], Any], weight: int) 
 def _weight(logprobs: Sequence[TokenLogprob]) -> int:
     """Entries of a position; all have as many."""
     return 1 + len(logprobs[0].top) if logprobs else 1
->>>>>>> 343eacb (Log-probabilities of an answer are bounded and written in turns; a prompt's are computed once, not for each choice)
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
