@@ -8,7 +8,7 @@ from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
-from mindie_mm.device.kernels import Kernels, Rows
+from mindie_mm.device.kernels import Kernels, Rows, block_table
 from mindie_mm.device.npu import NPU
 from mindie_mm.device.transfer import download, upload
 from mindie_mm.errors import DeviceError, InputError
@@ -49,4 +49,16 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-__all__ = ["KINDS", "Device", "Kernels", "Rows", "download", "kernels_of", "kind_of", "open_device", "upload", "zeros"]
+__all__ = [
+    "KINDS",
+    "Device",
+    "Kernels",
+    "Rows",
+    "block_table",
+    "download",
+    "kernels_of",
+    "kind_of",
+    "open_device",
+    "upload",
+    "zeros",
+]

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mindie_mm.device.transfer import upload
@@ -36,11 +38,24 @@ class Rows:
         """For sequences with so many rows, so many tokens, and these blocks each."""
         stops = [*accumulate(counts)]
         singles = [number for number, count in enumerate(counts) if count == 1]
-        width = max(map(len, blocks))
-        table = torch.tensor([[*held, *[0] * (width - len(held))] for held in blocks], dtype=torch.int32)
         rows = torch.tensor([stops[number] - 1 for number in singles], dtype=torch.int64)
         numbers = torch.tensor(singles, dtype=torch.int64)
-        return cls(stops, [*lengths], upload(table, device), singles, upload(rows, device), upload(numbers, device))
+        return cls(
+            stops,
+            [*lengths],
+            upload(block_table(blocks, 0).astype(np.int32), device),
+            singles,
+            upload(rows, device),
+            upload(numbers, device),
+        )
+
+
+def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int64]:
+    """The blocks of each sequence in a row, with `padding` behind them: int64 [sequences, most blocks of one]."""
+    table = np.full((len(blocks), max(map(len, blocks))), padding, np.int64)
+    for row, held in zip(table, blocks, strict=True):
+        row[: len(held)] = held
+    return table
 
 
 class Kernels:
@@ -62,4 +77,4 @@ class Kernels:
         pages.flatten(0, 1).index_copy_(0, slots, new)
 
 
-__all__ = ["Kernels", "Rows"]
+__all__ = ["Kernels", "Rows", "block_table"]

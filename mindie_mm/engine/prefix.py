@@ -56,17 +56,15 @@ def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
         block = blake3(key)
         block.update(rows[start - known * block_size : end - known * block_size].tobytes())
         block.update(_media(sequence, start, end))
-        for span in sequence.spans:
-            # Its tokens see those of the group behind the block, too.
-            if span[0] < end and span[1] > start:
-                block.update(_span_key(sequence, span))
+        for span in sequence.spans_in(start, end):
+            block.update(_span_key(sequence, span))  # its tokens see those of the group behind the block, too
         key = block.digest(KEY_BYTES)
         sequence.keys.append(key)
 
 
 def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
     """What each of tokens [start, stop) is by itself: its id, its positions, its group; int64 [tokens, columns]."""
-    columns = [sequence.ids(start, stop), *sequence.positions(start, stop).numpy()]
+    columns = [sequence.ids(start, stop), *sequence.positions(start, stop)]
     if sequence.groups is not None:
         known = sequence.groups[start:stop].numpy()
         columns.append(np.pad(known, (0, stop - start - len(known)), constant_values=-1))

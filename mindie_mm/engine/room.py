@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mindie_mm.config import EngineConfig, MiB
-from mindie_mm.device import Device, kind_of
+from mindie_mm.device import Device, kind_of, upload
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.runner import PROMPT_ROWS
 from mindie_mm.errors import DeviceError, MindieMMError
@@ -178,7 +178,7 @@ class _WorstCase:
         groups = torch.zeros(stop, dtype=torch.int64) if model.has_groups else None
         return lambda: model.forward(
             torch.zeros(num_tokens, dtype=torch.int64, device=spec.device),
-            model.positions(stop, ()).of(start, stop).to(spec.device),
+            upload(model.positions(stop, ()).of(start, stop), spec.device),
             [Splice(np.arange(num_tokens), features)],
             PagedBatch([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
             torch.arange(min(num_tokens, max(self._config.max_num_seqs, PROMPT_ROWS)), device=spec.device),

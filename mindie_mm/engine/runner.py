@@ -74,7 +74,7 @@ class Runner:
         self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
         states = self._model.states(
             upload(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step]), device),
-            upload(torch.cat([s.sequence.positions(s.start, s.stop) for s in step], dim=1), device),
+            upload(np.concatenate([s.sequence.positions(s.start, s.stop) for s in step], axis=1), device),
             splices,
             PagedBatch(
                 [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.groups) for s in step], self._cache, device

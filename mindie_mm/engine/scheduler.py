@@ -1,8 +1,8 @@
 """Which tokens of which sequences the next step computes.
 
 Every sequence lacks some tokens in the cache: a decode lacks one, a prefill many. One rule serves both: give each
-sequence as many of them as the step's budgets hold, running ones first. (Continuous batching with chunked prefill:
-Yu et al., Orca, 2022; Agrawal et al., Sarathi, 2023.)
+sequence as many of them as the step's budgets hold, first those that lack one, then prompts that have begun, then new
+ones. (Continuous batching with chunked prefill: Yu et al., Orca, 2022; Agrawal et al., Sarathi, 2023.)
 """
 
 from __future__ import annotations
@@ -112,10 +112,13 @@ class Scheduler(BaseScheduler):
         preemptions = self.preemptions
         step = [
             scheduled
-            for sequence in tuple(self.running)
+            # A prompt that takes all that a step has left must not hold up the answers that were begun behind it.
+            for sequence in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1)
             if sequence in self.running and (scheduled := self._schedule(sequence, budget))
         ]
-        while self.waiting and len(self.running) < config.max_num_seqs and preemptions == self.preemptions:
+        if preemptions != self.preemptions:  # nobody new; and who gave up its blocks may have had a token already
+            return [scheduled for scheduled in step if scheduled.sequence in self.running]
+        while self.waiting and len(self.running) < config.max_num_seqs:
             scheduled = self._admit(self.waiting[0], budget)
             if scheduled is None:
                 break
@@ -190,8 +193,8 @@ class Scheduler(BaseScheduler):
         items = self._uncached(sequence, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):
             stop = max(items[fitting].start, start)
-        for first, last in sequence.spans:
-            if first < stop < last:
+        for first, last in sequence.spans_in(stop - 1, stop):
+            if stop < last:
                 # What cannot be cut may be more than a step holds, so a step's first prompt overdraws the budgets.
                 return first if first > start else start if budget.prompts else last
         return stop

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, abc
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -55,7 +57,8 @@ class Sequence:
     """Keys of what lies in each of `spans`, as far as they were asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of positions 1.. of the prompt, as far as they are computed."""
-    added_s: float = field(default_factory=time.monotonic)
+    asked_s: float = field(default_factory=time.monotonic)
+    """As `Add.asked_s`."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     tower_s: float = 0.0
@@ -65,12 +68,18 @@ class Sequence:
     """The different ids of the prompt, int64, ascending; none where no penalty asks for them."""
     output_counts: Counter[int] = field(init=False)
     """How often each id is in the output."""
+    _item_starts: list[int] = field(init=False)
+    """First slots of `items`, ascending."""
+    _item_stops: list[int] = field(init=False)
+    """The slots behind the last ones of each item and of those before it, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.groups)
         penalised = self.token_ids[: self.num_prompt] if self.params.repetition_penalty != 1 else []
         self.unique_prompt_ids = np.unique(np.array(penalised, dtype=np.int64))
         self.output_counts = Counter(self.output_ids)
+        self._item_starts = [item.start for item in self.items]
+        self._item_stops = [*accumulate((item.stop for item in self.items), max)]
 
     def append(self, token: int) -> None:
         """Takes a token of the output."""
@@ -96,15 +105,19 @@ class Sequence:
         """Plain ids of tokens [start, stop), int64."""
         return np.array(self.token_ids[start:stop], dtype=np.int64)
 
-    def positions(self, start: int, stop: int) -> Tensor:
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Positions of tokens [start, stop): int64 [axes, stop - start]."""
         return self.prompt_positions.of(start, stop)
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
         """The media items with slots in [start, stop)."""
-        if start >= self.num_prompt:  # a token being decoded: every step comes here for every sequence
-            return []
-        return [item for item in self.items if item.start < stop and item.stop > start]
+        first, last = bisect_right(self._item_stops, start), bisect_left(self._item_starts, stop)
+        return [item for item in self.items[first:last] if item.stop > start]
+
+    def spans_in(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Those of `spans` with tokens in [start, stop)."""
+        first = bisect_right(self.spans, start, key=lambda span: span[1])
+        return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span[0])]
 
     def timings(self) -> Timings:
         """Where the time went, up to now."""
@@ -112,7 +125,7 @@ class Sequence:
         scheduled = self.scheduled_s or now
         first = self.first_token_s or now
         return Timings(
-            queue_s=scheduled - self.added_s,
+            queue_s=scheduled - self.asked_s,
             prefill_s=first - scheduled,
             tower_s=self.tower_s,
             decode_s=now - first,

@@ -72,17 +72,19 @@ class Positions:
     held_axes: int = 0
     """As many axes, the last ones, keep for later tokens what they are for the prompt's last."""
 
-    def of(self, start: int, stop: int) -> Tensor:
+    def of(self, start: int, stop: int) -> NDArray[np.int64]:
         """Positions of tokens [start, stop), of prompt or output: int64 [axes, stop - start]."""
         axes, length = self.prompt.shape
-        known = self.prompt[:, start : min(stop, length)]
+        if start >= length and stop - start == 1 and not self.held_axes:
+            return np.full((axes, 1), start + self.delta)  # being decoded: every step comes here for every sequence
+        prompt: NDArray[np.int64] = self.prompt.numpy()
+        known = prompt[:, start : min(stop, length)]
         if stop <= length:
             return known
-        later = torch.arange(max(start, length) + self.delta, stop + self.delta).expand(axes - self.held_axes, -1)
-        if start >= length and not self.held_axes:  # a token being decoded: every step comes here for every sequence
-            return later
-        held = self.prompt[axes - self.held_axes :, -1:].expand(-1, later.shape[1])
-        return torch.cat([known, torch.cat([later, held])], dim=1)
+        count, moving = stop - max(start, length), axes - self.held_axes
+        later = np.repeat(prompt[:, -1:], count, axis=1)
+        later[:moving] = np.arange(stop - count, stop) + self.delta
+        return np.concatenate([known, later], axis=1)
 
 
 class MediaModel(ABC):

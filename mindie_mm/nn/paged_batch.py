@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import Rows, upload, zeros
+from mindie_mm.device import Rows, block_table, upload, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,15 @@ class PagedBatch:
 
 
 def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
-    slots: list[NDArray[np.int64]] = []
+    slots: list[NDArray[np.int64] | list[int]] = []
     for chunk in chunks:
-        block, within = np.divmod(np.arange(chunk.start, chunk.stop), block_size)
-        slots.append(np.asarray(chunk.blocks, np.int64)[block] * block_size + within)
+        first, within = divmod(chunk.start, block_size)
+        if chunk.stop - chunk.start == 1:  # a token being decoded: every step comes here for every sequence
+            slots.append([chunk.blocks[first] * block_size + within])
+        else:
+            own = np.asarray(chunk.blocks[first : -(-chunk.stop // block_size)], np.int64)
+            places = np.add.outer(own * block_size, np.arange(block_size)).ravel()
+            slots.append(places[within : within + chunk.stop - chunk.start])
     return np.concatenate(slots)
 
 
@@ -193,10 +198,8 @@ def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
 
 
 def _decode_group(group: Sequence[tuple[int, Chunk]], padding: int, device: torch.device) -> Decode:
-    width = max(len(chunk.blocks) for _, chunk in group)
-    tables = [[*chunk.blocks, *[padding] * (width - len(chunk.blocks))] for _, chunk in group]
     return Decode(
         upload([row for row, _ in group], device),
-        upload(tables, device).flatten(),
+        upload(block_table([chunk.blocks for _, chunk in group], padding).ravel(), device),
         upload([chunk.stop for _, chunk in group], device).view(-1, 1, 1, 1),
     )

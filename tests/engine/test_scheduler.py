@@ -88,6 +88,32 @@ def test_a_step_is_as_many_tokens_as_the_budget_and_running_ones_come_first():
     assert step(made) == [("a", 11, 12), ("b", 3, 4), ("c", 2, 3)]
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"joined": ((30, 50),)},  # no chunk ends in it, so that the first one ends before it
+        {"items": (picture(0, 10), picture(30, 90, b"large"))},  # more than the tower takes beside the first
+    ],
+)
+def test_a_long_prompt_holds_up_no_answer_that_began_behind_it(prompt):
+    """What its first chunk left of the budget let the other one in; each further chunk takes all that a step has."""
+    made = scheduler(sequence("long", 200, **prompt), sequence("b", 4), tower_tokens=90, max_num_batched_tokens=40)
+    assert step(made) == [("long", 0, 30), ("b", 0, 4)]
+    assert step(made) == [("b", 4, 5), ("long", 30, 69)]
+    assert step(made) == [("b", 5, 6), ("long", 69, 108)]
+
+
+def test_who_gives_up_its_blocks_to_a_prompt_has_no_token_in_that_step():
+    first, second = sequence("a", 12, joined=((4, 12),)), sequence("b", 3)
+    made = scheduler(first, second, blocks=3, max_num_batched_tokens=9)
+    assert step(made) == [("a", 0, 4), ("b", 0, 3)]
+    assert step(made) == [("a", 4, 12)]
+    assert ([one.request_id for one in made.waiting], second.num_computed, second.blocks) == (["b"], 0, [])
+    assert (second.token_ids[3:], made.preemptions) == ([7], 1)
+    made.remove(first)
+    assert step(made) == [("b", 0, 4)]
+
+
 def test_no_more_sequences_run_than_may():
     first, *others = (sequence(name, 2) for name in "abc")
     made = scheduler(first, *others, max_num_seqs=2)
@@ -146,18 +172,28 @@ def test_media_behind_another_requests_wait_for_the_next_step():
     assert step(made) == [("a", 6, 7), ("b", 2, 6)]
 
 
-def test_next_tokens_ask_for_no_media():
+def test_media_and_groups_out_of_view_are_not_walked():
+    """Every step asks for every sequence's, and each block of a prompt for its own."""
+
     class Unread(list):
         def __iter__(self):
             raise AssertionError("walked")
 
-    one = sequence("a", 6, items=(picture(2, 3),))
-    made = scheduler(one)
-    step(made)
-    one.items = Unread(one.items)
-    assert step(made) == [("a", 6, 7)]
-    with pytest.raises(AssertionError, match="walked"):
-        one.items_in(5, 7)
+    items = [picture(start, 5, b"%d" % start) for start in range(0, 60, 10)]
+    one = sequence("a", 60, items=tuple(items), joined=tuple((item.start, item.stop) for item in items))
+    spans = one.spans
+    one.items, one.spans = Unread(items), Unread(spans)
+    for start, stop in ((0, 60), (13, 21), (13, 20), (15, 20), (14, 15), (59, 60), (60, 61)):
+        assert one.items_in(start, stop) == [item for item in items if item.start < stop and item.stop > start]
+        assert one.spans_in(start, stop) == [span for span in spans if span[0] < stop and span[1] > start]
+
+
+def test_media_may_lie_over_each_other():
+    """As in Molmo's checkpoints that write each picture's features over the first one's."""
+    items = tuple(picture(4, length, b"%d" % length) for length in (5, 9, 2, 7))
+    one = sequence("a", 20, items=items)
+    for start in range(20):
+        assert one.items_in(start, start + 1) == [item for item in items if item.start <= start < item.stop]
 
 
 def test_the_last_come_gives_up_its_blocks_and_is_the_first_to_come_back():
