@@ -29,7 +29,7 @@ INT32_MAX = 2**31 - 1
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=100)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 T = TypeVar("T")

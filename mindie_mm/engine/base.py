@@ -149,27 +149,36 @@ class BaseEngine(ABC):
 
         None where the logits are no numbers: the model's dtype overflowed, or embeddings were none.
         """
-        senseless = logits.isnan().any(dim=1)
+        senseless = ~(logits < torch.inf).all(dim=1)  # with a NaN, or plus infinity, which draws nothing either
         logits.masked_fill_(senseless.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
         # Sampling biases the logits in place; log-probabilities are of the model's own.
-        raw = {i: logits[i : i + 1].clone() for i, s in enumerate(sequences) if s.params.logprobs is not None}
-        for row, sequence in zip(logits, sequences, strict=True):
-            self._constrain(row, sequence)
-            if sequence.constraint is not None:
-                row.masked_fill_(upload(sequence.constraint.refused(len(row)), row.device), -torch.inf)
+        asking = _asking(sequences)
+        rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
+        raw = [logits.index_select(0, group) for group in rows]
+        self._constrain(logits, sequences)
         tokens = sample(logits, sequences, self._spec.eos_token_ids)
-        scores = [score(row, tokens[i : i + 1], sequences[i].params.logprobs or 0) for i, row in raw.items()]
+        scores = [
+            score(part, tokens.index_select(0, group), num_top)
+            for part, group, num_top in zip(raw, rows, asking, strict=True)
+        ]
         # All of it at once: the host waits for the device here, and nowhere else in a step without media.
         on_host = download(senseless, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
         drawn: list[int] = on_host[1].tolist()
-        logprobs = {i: logprobs_of([drawn[i]], *on_host[2 + 3 * n : 5 + 3 * n]) for n, i in enumerate(raw)}
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        for n, group in enumerate(asking.values()):
+            for i, one in zip(group, logprobs_of([drawn[i] for i in group], *on_host[2 + 3 * n :][:3]), strict=True):
+                logprobs[i] = [one]
         return [
             None if bad else (token, logprobs.get(i))
             for i, (token, bad) in enumerate(zip(drawn, on_host[0].tolist(), strict=True))
         ]
 
-    def _constrain(self, row: Tensor, sequence: Sequence) -> None:
-        """Changes the logits float32 [vocabulary] of a sequence's next token, whatever its request asks for."""
+    def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
+        """Takes out of the logits float32 [sequences, vocabulary], in place, which tokens may not be drawn."""
+        for row, sequence in enumerate(sequences):
+            if sequence.constraint is not None:
+                refused = sequence.constraint.refused(logits.shape[1])
+                logits[row].masked_fill_(upload(refused, logits.device), -torch.inf)
 
     def _advance(self, sequence: Sequence, draw: Draw | None) -> Progress:
         """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails."""
@@ -227,6 +236,15 @@ class BaseEngine(ABC):
         for item in sequence.items:
             if item.digest is None:
                 self._encoder_cache.drop(item)
+
+
+def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
+    """By how many of the likeliest tokens they ask for, the rows that ask for log-probabilities."""
+    rows: dict[int, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        if (num_top := sequence.params.logprobs) is not None:
+            rows.setdefault(num_top, []).append(row)
+    return rows
 
 
 def _require_alive(device: torch.device) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -25,8 +26,7 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
 
     A row's draw depends on nothing but its logits, settings and generator: not on its neighbours.
     """
-    for row, sequence in zip(logits, sequences, strict=True):
-        _bias(row, sequence, eos_token_ids)
+    _bias(logits, sequences, eos_token_ids)
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
     if drawn:
@@ -35,29 +35,51 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
     return tokens
 
 
-def _bias(row: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) -> None:
-    """Adds a request's own preferences to its logits, float32 [vocabulary]; most requests have none."""
-    params = sequence.params
-    if params.logit_bias:
-        values = upload(torch.tensor([*params.logit_bias.values()], dtype=row.dtype), row.device)
-        row.index_add_(0, _indices(params.logit_bias, row.device), values)
-    if params.repetition_penalty != 1:
-        prompt, counts = sequence.unique_prompt_ids, sequence.output_counts
-        # A prompt may hold ids that have no logits. One that is in both is twice here, with the same new score.
-        ids = np.concatenate([prompt[prompt < row.shape[0]], np.fromiter(counts, np.int64, len(counts))])
-        seen = upload(ids, row.device)
-        scores = row.index_select(0, seen)
-        row.index_copy_(
-            0, seen, torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-        )
-    if (params.presence_penalty or params.frequency_penalty) and sequence.num_output:
-        counts = sequence.output_counts
-        ids, times = (np.fromiter(part, np.int64, len(counts)) for part in (counts.keys(), counts.values()))
-        penalties = (params.presence_penalty + params.frequency_penalty * times).astype(np.float32)
-        row.index_add_(0, upload(ids, row.device), upload(penalties, row.device), alpha=-1)
-    if sequence.num_output < params.min_tokens:
-        ends = _indices((*eos_token_ids, *params.stop_token_ids), row.device)
-        row.index_copy_(0, ends, row.new_full(ends.shape, -torch.inf))  # not index_fill_: see PagedCache.clear
+_Weights = list[tuple[int, NDArray[np.int64], float | NDArray[np.floating]]]
+"""Rows, tokens of each, and a number for all of these, or one for each."""
+
+
+def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+    """Adds the requests' own preferences to their logits, float32 [rows, vocabulary], in place; most have none.
+
+    Those of all rows at once: launched row by row, they would take longer than the draws.
+    """
+    flat, vocab_size = logits.view(-1), logits.shape[1]
+    given: _Weights = []
+    repeated: _Weights = []
+    generated: _Weights = []
+    for row, sequence in enumerate(sequences):
+        params, prompt, counts = sequence.params, sequence.unique_prompt_ids, sequence.output_counts
+        if params.logit_bias:
+            given.append((row, _array(params.logit_bias), np.array([*params.logit_bias.values()], np.float64)))
+        if params.repetition_penalty != 1:
+            # A prompt may hold ids that have no logits. One that is in both is twice here, with the same new score.
+            ids = np.concatenate([prompt[prompt < vocab_size], _array(counts)])
+            repeated.append((row, ids, params.repetition_penalty))
+        if (params.presence_penalty or params.frequency_penalty) and counts:
+            penalties = params.presence_penalty + params.frequency_penalty * _array(counts.values())
+            generated.append((row, _array(counts), -penalties))
+        if sequence.num_output < params.min_tokens:
+            generated.append((row, _array((*eos_token_ids, *params.stop_token_ids)), -np.inf))
+    if given:
+        flat.index_add_(0, *_placed(given, logits))
+    if repeated:
+        places, penalty = _placed(repeated, logits)
+        scores = flat.index_select(0, places)
+        flat.index_copy_(0, places, torch.where(scores > 0, scores / penalty, scores * penalty))
+    if generated:
+        flat.index_add_(0, *_placed(generated, logits))
+
+
+def _placed(weights: _Weights, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Their places in the flattened logits, int64 [n], and their numbers, float32 [n]."""
+    places = np.concatenate([row * logits.shape[1] + ids for row, ids, _ in weights])
+    numbers = np.concatenate([np.broadcast_to(np.asarray(values, np.float32), len(ids)) for _, ids, values in weights])
+    return upload(places, logits.device), upload(numbers, logits.device)
+
+
+def _array(values: abc.Collection[int]) -> NDArray[np.int64]:
+    return np.fromiter(values, np.int64, len(values))
 
 
 def _indices(values: abc.Iterable[int], device: torch.device) -> Tensor:

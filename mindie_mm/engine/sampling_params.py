@@ -36,7 +36,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     """Subtracted per occurrence from the logits of tokens generated so far, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive (multiplies negative) logits of tokens in prompt and output; above 0 (Keskar et al., 2019)."""
+    """Divides positive (multiplies negative) logits of tokens in prompt and output (Keskar et al., 2019).
+
+    In [0.01, 100]: what is much less makes infinities of them.
+    """
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids, in [-100, 100]."""
     seed: int | None = None
@@ -74,9 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 raise InputError(f"{name} is {value}, it must be in [{low}, {high}]")
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise InputError(f"{name} is 0, it must be above 0")
+        if self.top_p == 0:
+            raise InputError("top_p is 0, it must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}")
         try:
@@ -122,7 +124,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0, 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 0, 100),
+    ("repetition_penalty", 0.01, 100),
     ("seed", -(2**63), 2**63 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),

@@ -167,9 +167,11 @@ class Seq2SeqEngine(BaseEngine):
         faults.point("mid-prefill")
         return self._model.decode(decoding, [self._model.rules.start_token_id])
 
-    def _constrain(self, row: Tensor, sequence: Sequence) -> None:
-        last = sequence.num_output + 1 == sequence.max_tokens and self._forces_eos(sequence)
-        self._model.rules.constrain(row, sequence.output_ids, last=last)
+    def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
+        for row, sequence in zip(logits, sequences, strict=True):
+            last = sequence.num_output + 1 == sequence.max_tokens and self._forces_eos(sequence)
+            self._model.rules.constrain(row, sequence.output_ids, last=last)
+        super()._constrain(logits, sequences)
 
     def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
         if sequence.num_output == sequence.max_tokens and self._forces_eos(sequence):

@@ -1,5 +1,6 @@
 """Numbers that overflow are their own request's misfortune."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,27 @@ def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prom
     assert [one.token_ids for one in news if one.request_id == "other" and one.token_ids]
     while engine.has_work():
         assert not [one.error for one in engine.step().progress if one.error]
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_their_own_rows_alone(model, number):
+    """float16 has plus infinity above 65,504, of which a softmax makes NaN and a draw token 0."""
+    settings = ({"temperature": 0, "logprobs": 2}, {"seed": 3}, {"temperature": 0, "logprobs": 0}, {"seed": 4})
+    logits = torch.randn(4, model.spec.vocab_size, generator=torch.Generator().manual_seed(1)).to(model.spec.device)
+    logits[:, 6] = -torch.inf  # what a model bars is no fault
+
+    def drawn(rows):
+        engine = Engine(model, EngineConfig())
+        for row in rows:
+            params = SamplingParams(**settings[row])
+            assert engine.add(Add(str(row), np.arange(5, dtype=np.int64).tobytes(), params)) is None
+        return engine._draw(logits[rows].clone(), [*engine._sequences.values()])
+
+    whole = drawn([0, 1, 2, 3])
+    assert [draw[1] and [len(one.top) for one in draw[1]] for draw in whole] == [[2], None, [0], None]
+    assert [drawn([row]) for row in range(4)] == [[draw] for draw in whole], "as alone"
+    logits[[0, 3], 5] = number
+    assert drawn([0, 1, 2, 3]) == [None, *whole[1:3], None]
 
 
 @pytest.mark.parametrize(
