@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -94,13 +95,14 @@ class AsyncEngine:
         and such, and ProcessDied.
         """
         assert request_id not in self._requests, request_id
+        asked_s = time.monotonic()
         params = params.check(self.info.vocab_size)
         await self.wait_until_up()
         queue: asyncio.Queue[Progress] = asyncio.Queue()
         self._requests[request_id] = queue
         finished = False
         try:
-            self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params))
+            self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params, asked_s))
             faults.point("sent")
             while not finished:
                 progress = await queue.get()

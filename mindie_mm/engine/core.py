@@ -76,6 +76,7 @@ class Engine(BaseEngine):
             groups=self._model.attention_groups(len(ids), items),
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             generator=generator_of(params),
+            asked_s=message.asked_s,
         )
         if self._prefix_caching:
             share(sequence, self._model)

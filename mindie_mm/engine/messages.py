@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from mindie_mm.config import EngineConfig
@@ -26,6 +28,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     input_ids: bytes
     """int64 [T], native byte order, with words in their slots: all that the engine learns of the request's media."""
     params: SamplingParams
+    asked_s: float = msgspec.field(default_factory=time.monotonic)
+    """When the engine was asked for it, on the clock of time.monotonic, which is one for all processes of a machine."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -62,7 +66,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request's time went, in seconds."""
 
     queue_s: float
-    """Waiting to be scheduled."""
+    """Waiting to be scheduled; where the engine is just started again, for that, too."""
     prefill_s: float
     """From the first scheduled chunk to the first token; the tower's time is in it."""
     tower_s: float

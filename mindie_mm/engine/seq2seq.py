@@ -135,6 +135,7 @@ class Seq2SeqEngine(BaseEngine):
             groups=None,
             max_tokens=most if params.max_tokens is None else params.max_tokens,
             generator=generator_of(params),
+            asked_s=message.asked_s,
             num_cached=0,
         )
 

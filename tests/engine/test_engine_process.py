@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -115,7 +116,11 @@ async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint,
             pass
     with pytest.raises(ProcessDied, match="the engine process died, another is being started"):
         engine.check()
-    assert await tokens(engine, "later") == right, "it waits for the next process"
+    asked = time.monotonic()
+    up = asyncio.create_task(waited(engine, asked))
+    later = [progress async for progress in engine.generate("later", PROMPT, GREEDY)]
+    assert [token for progress in later for token in progress.token_ids] == right, "it waits for the next process"
+    assert 0.9 * await up < later[-1].timings.queue_s < time.monotonic() - asked, "and says how long"
     assert engine.pid != before
     engine.check()
     await engine.close()
@@ -172,6 +177,11 @@ async def test_an_engine_that_cannot_come_back_says_why_and_is_tried_again(rando
         checkpoint.symlink_to(random_checkpoint)
         assert len(await tokens(engine, "again")) == 16
     await engine.close()
+
+
+async def waited(engine, since):
+    await engine.wait_until_up()
+    return time.monotonic() - since
 
 
 def why_down(engine):
