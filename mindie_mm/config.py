@@ -1,4 +1,4 @@
-"""Settings, frozen; this module alone reads the environment.
+"""Settings, frozen.
 
 Every field can be set by a flag of `mindie-mm serve`, by the variable MINDIE_MM_<FIELD>, or by the key <field> of a
 TOML file; the first of these that is given counts (`sources.py`).
@@ -8,31 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
 
 from mindie_mm.errors import InputError
-from mindie_mm.limits import Count, CountOrNone, Seconds, converted, require
+from mindie_mm.limits import Count, CountOrNone, Seconds, require
 
 MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
-_PREFIX = "MINDIE_MM_"
-_NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
-"""Variables that are read and set no field."""
-_SERVICE_LINK = re.compile(
-    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
-)
-"""What Kubernetes sets in every pod for a Service that is called mindie-mm, or mindie-mm-and-so-on."""
-_LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
-"""What such a Service's variable holds that ends with PORT alone."""
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 TowerParallel = Literal["replicate", "items"]
 
@@ -258,27 +247,6 @@ def _require_url(name: str, url: str) -> None:
         raise InputError(f"{name} is {url!r}, it must be a URL of http or https")
 
 
-def foreign(names: Iterable[str]) -> dict[str, str]:
-    """Variables of other programs that are set, by their names: for `doctor`, which says what is wrong with them."""
-    return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def keep_backends_out() -> None:
-    """Has `import torch` of this process and its children not import the libraries of accelerators that are installed.
-
-    One that does not load (CANN's environment is not set) would make torch itself fail, whatever device is asked for;
-    the package imports them by itself, where the device is used.
-    """
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-
-
-def default_spool() -> Path:
-    """Where requests spool their media: MINDIE_MM_SPOOL, or a folder of this user in the temporary directory."""
-    if folder := os.environ.get("MINDIE_MM_SPOOL"):
-        return Path(folder)
-    return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
-
-
 def require_media_dir(config: ServiceConfig) -> None:
     """InputError unless `allowed_media_dir`, where one is set, is a folder whose files this user may open."""
     folder = config.allowed_media_dir
@@ -288,57 +256,3 @@ def require_media_dir(config: ServiceConfig) -> None:
         raise InputError(f"allowed_media_dir is {folder}, which is no folder")
     if not os.access(folder, os.X_OK):
         raise InputError(f"allowed_media_dir is {folder}, which user {os.geteuid()} may not enter")
-
-
-def fault_folder() -> Path | None:
-    """Where tests put the triggers of `faults`; no setting for users."""
-    folder = os.environ.get("MINDIE_MM_FAULTS")
-    return Path(folder) if folder else None
-
-
-def keep_collectives_local() -> None:
-    """Has gloo and NCCL listen on the loopback interface alone, unless their variables name another."""
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-
-
-def config_file() -> Path | None:
-    """The TOML file of settings that MINDIE_MM_CONFIG names."""
-    file = os.environ.get("MINDIE_MM_CONFIG")
-    return Path(file) if file else None
-
-
-def variable(name: str) -> str:
-    """The variable that sets the field `name`."""
-    return f"{_PREFIX}{name.upper()}"
-
-
-def unknown_variables(settings: Collection[str]) -> list[str]:
-    """Variables named like a setting's that set none of the fields `settings`: misspelt, or of another version."""
-    known = _NO_SETTINGS | set(map(variable, settings))
-    return sorted(
-        name
-        for name, value in os.environ.items()
-        if name.startswith(_PREFIX)
-        and name not in known
-        and not _SERVICE_LINK.fullmatch(name.removeprefix(_PREFIX))
-        and not _LINKED_ADDRESS.match(value)
-    )
-
-
-def environment(cls: type[Any]) -> dict[str, Any]:
-    """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {
-        one.name: _parse(variable(one.name), text, hints[one.name])
-        for one in fields(cls)
-        if (text := os.environ.get(variable(one.name))) is not None
-    }
-
-
-def _parse(name: str, text: str, hint: Any) -> Any:
-    if get_origin(hint) is not tuple:
-        return converted(name, text, hint, strict=False)
-    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
-        raise InputError(f"{name} is {text!r}, which holds no value: unset it, or give one")
-    return parts

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from mindie_mm.config import GiB, MiB, ServiceConfig, WorkerConfig, default_spool, require_media_dir
+from mindie_mm.config import GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
 from mindie_mm.device import KINDS, open_device
 from mindie_mm.device.finding import Finding
+from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint

@@ -10,18 +10,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
-from mindie_mm.config import (
-    EngineConfig,
-    MediaCaps,
-    ServiceConfig,
-    WorkerConfig,
-    config_file,
-    environment,
-    unknown_variables,
-    variable,
-)
+from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+from mindie_mm.environment import config_file, given, unknown_variables, variable
 from mindie_mm.errors import InputError
 from mindie_mm.limits import converted
 
@@ -83,7 +75,7 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
         found = read_file(file)
         give(found, dict.fromkeys(found, str(file)))
     for cls in CLASSES:
-        found = environment(cls)
+        found = from_environment(cls)
         give(found, {name: variable(name) for name in found})
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     give(given, {name: _flag(name, value) for name, value in given.items()})
@@ -93,6 +85,24 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
 
     worker = made(WorkerConfig, engine=made(EngineConfig), media=made(MediaCaps))
     return Configuration(worker, made(ServiceConfig), origins)
+
+
+def from_environment(cls: type[Any]) -> dict[str, Any]:
+    """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        one.name: _parse(variable(one.name), text, hints[one.name])
+        for one in fields(cls)
+        if (text := given(one.name)) is not None
+    }
+
+
+def _parse(name: str, text: str, hint: Any) -> Any:
+    if get_origin(hint) is not tuple:
+        return converted(name, text, hint, strict=False)
+    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
+        raise InputError(f"{name} is {text!r}, which holds no value: unset it, or give one")
+    return parts
 
 
 def misspelt_variables() -> list[str]:

@@ -11,8 +11,9 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from mindie_mm.config import ServiceConfig, default_spool, require_media_dir
+from mindie_mm.config import ServiceConfig, require_media_dir
 from mindie_mm.engine.worker import Worker
+from mindie_mm.environment import default_spool
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens

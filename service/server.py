@@ -19,8 +19,9 @@ import uvloop
 from fastapi import FastAPI
 
 from mindie_mm import faults, logs
-from mindie_mm.config import ServiceConfig, WorkerConfig, fault_folder
+from mindie_mm.config import ServiceConfig, WorkerConfig
 from mindie_mm.engine.worker import Worker
+from mindie_mm.environment import fault_folder
 from mindie_mm.errors import WorldError
 from service.app import create_app, require_folders
 from service.connection import Connection

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig, environment
+from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig
 from mindie_mm.errors import InputError
+from mindie_mm.sources import from_environment
 
 
 @pytest.mark.parametrize("empty", ["", ",", " , "])
@@ -14,14 +15,14 @@ def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty)
     """Taken as none, a key that was meant to be there would leave the service open."""
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which holds no value"):
-        environment(ServiceConfig)
+        from_environment(ServiceConfig)
 
 
 def test_the_environment_sets_fields_by_their_types(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_PORT", "0")
     monkeypatch.setenv("MINDIE_MM_ALLOWED_MEDIA_DOMAINS", "a.example, b.example")
     monkeypatch.setenv("MINDIE_MM_ALLOW_PRIVATE_MEDIA", "true")
-    found = ServiceConfig(**environment(ServiceConfig))
+    found = ServiceConfig(**from_environment(ServiceConfig))
     assert (found.port, found.allow_private_media) == (0, True)
     assert found.allowed_media_domains == ("a.example", "b.example")
 
@@ -30,7 +31,7 @@ def test_the_environment_sets_fields_by_their_types(monkeypatch):
 def test_a_value_of_another_type_is_named(monkeypatch, name, value):
     monkeypatch.setenv(f"MINDIE_MM_{name}", value)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{value}'"):
-        environment(ServiceConfig)
+        from_environment(ServiceConfig)
 
 
 @pytest.mark.parametrize(

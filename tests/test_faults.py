@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from mindie_mm import faults
 from mindie_mm.cli import main
-from mindie_mm.config import fault_folder
+from mindie_mm.environment import fault_folder
 
 SCRIPT = """
 import sys

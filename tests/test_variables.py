@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mindie_mm.config import variable
+from mindie_mm.environment import variable
 from mindie_mm.sources import CLASSES, PARTS, configuration, misspelt_variables
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.config import keep_backends_out
+from mindie_mm.environment import keep_backends_out
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 
 COMMANDS = ("serve", "ask", "tokenize", "inspect", "generate", "models", "shm", "doctor")

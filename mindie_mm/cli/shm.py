@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
+from mindie_mm.environment import default_spool
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
 from mindie_mm.shm.arena_info import ArenaInfo, survey
 from mindie_mm.shm.layout import file_name
@@ -115,8 +116,6 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
     else:
         if spool is not None:
             _mode(spool, "no spool")
-        from mindie_mm.config import default_spool  # late: the settings take as long to import as the arenas
-
         root = spool or default_spool()
         # Trouble with the service's own spool keeps nothing else from being reclaimed.
         with nullcontext() if spool else suppress(SharedMemoryError):

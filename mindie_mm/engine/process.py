@@ -10,7 +10,6 @@ import msgspec
 from transformers.utils.logging import disable_progress_bar
 
 from mindie_mm import faults
-from mindie_mm.config import fault_folder
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
@@ -19,6 +18,7 @@ from mindie_mm.engine.messages import Abort, Add, Mount, Progress, Ready, Start,
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
+from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.models import family_of, load_model, reading

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindie_mm.config import keep_collectives_local
 from mindie_mm.device import Device, open_device
+from mindie_mm.environment import keep_collectives_local
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.ipc import Failure
 

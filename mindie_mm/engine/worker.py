@@ -13,13 +13,14 @@ from typing import Self
 import msgspec
 from tokenizers import Tokenizer
 
-from mindie_mm.config import WorkerConfig, default_spool
+from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, TokenizerStage, generated, tokenized
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.schema_check import SchemaCheck
+from mindie_mm.environment import default_spool
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import request_directory

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from mindie_mm import faults
-from mindie_mm.config import fault_folder
+from mindie_mm.environment import fault_folder
 from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.shm import Arena, collect

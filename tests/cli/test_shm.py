@@ -251,7 +251,7 @@ def test_another_user_sees_and_takes_nothing(dead_arena, arena, path_file, tmp_p
 
     def as_nobody(*arguments):
         return subprocess.run(
-            [sys.executable, "-c", f"import mindie_mm.config, mindie_mm.cli.shm; {site}", "shm", *map(str, arguments)],
+            [sys.executable, "-c", f"import mindie_mm.cli.shm; {site}", "shm", *map(str, arguments)],
             capture_output=True,
             text=True,
             check=False,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mindie_mm.config import foreign
+from mindie_mm.environment import foreign
 
 ASCEND = "/usr/local/Ascend"
 """Where driver and CANN are installed by root, unless told otherwise."""

@@ -1,0 +1,81 @@
+"""The environment, which this module alone reads: variables of settings, and of other programs."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+_PREFIX = "MINDIE_MM_"
+_NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
+"""Variables that are read and set no field."""
+_SERVICE_LINK = re.compile(
+    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
+)
+"""What Kubernetes sets in every pod for a Service that is called mindie-mm, or mindie-mm-and-so-on."""
+_LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
+"""What such a Service's variable holds that ends with PORT alone."""
+
+
+def variable(name: str) -> str:
+    """The variable that sets the field `name`."""
+    return f"{_PREFIX}{name.upper()}"
+
+
+def given(name: str) -> str | None:
+    """What the variable of the field `name` says; None where it is not set."""
+    return os.environ.get(variable(name))
+
+
+def fault_folder() -> Path | None:
+    """Where tests put the triggers of `faults`; no setting for users."""
+    folder = os.environ.get("MINDIE_MM_FAULTS")
+    return Path(folder) if folder else None
+
+
+def keep_collectives_local() -> None:
+    """Has gloo and NCCL listen on the loopback interface alone, unless their variables name another."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+def config_file() -> Path | None:
+    """The TOML file of settings that MINDIE_MM_CONFIG names."""
+    file = os.environ.get("MINDIE_MM_CONFIG")
+    return Path(file) if file else None
+
+
+def unknown_variables(settings: Collection[str]) -> list[str]:
+    """Variables named like a setting's that set none of the fields `settings`: misspelt, or of another version."""
+    known = _NO_SETTINGS | set(map(variable, settings))
+    return sorted(
+        name
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIX)
+        and name not in known
+        and not _SERVICE_LINK.fullmatch(name.removeprefix(_PREFIX))
+        and not _LINKED_ADDRESS.match(value)
+    )
+
+
+def foreign(names: Iterable[str]) -> dict[str, str]:
+    """Variables of other programs that are set, by their names: for `doctor`, which says what is wrong with them."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def keep_backends_out() -> None:
+    """Has `import torch` of this process and its children not import the libraries of accelerators that are installed.
+
+    One that does not load (CANN's environment is not set) would make torch itself fail, whatever device is asked for;
+    the package imports them by itself, where the device is used.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def default_spool() -> Path:
+    """Where requests spool their media: MINDIE_MM_SPOOL, or a folder of this user in the temporary directory."""
+    if folder := os.environ.get("MINDIE_MM_SPOOL"):
+        return Path(folder)
+    return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
