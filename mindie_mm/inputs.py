@@ -42,11 +42,11 @@ class MediaOptions:
     fps: float | None = None
     """Frames sampled per second of video; excludes `num_frames`."""
     num_frames: int | None = None
-    """Frames sampled, evenly over the video."""
+    """Frames sampled, evenly over the video; excludes `fps`."""
     min_frames: int | None = None
-    """Least frames that `fps` may come to."""
+    """Least frames sampled, of a video that has them."""
     max_frames: int | None = None
-    """Most frames that `fps` may come to."""
+    """Most frames sampled."""
     detail: str | None = None
     """OpenAI's `auto`, `low`, `high` or `original`; `low` bounds the image to 512 x 512 pixels."""
     sampling_rate: int | None = None
@@ -105,6 +105,12 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "detail"),
     "audio": ("sampling_rate",),
 }
+_ORDERED = (
+    ("min_pixels", "max_pixels"),
+    ("min_frames", "max_frames"),
+    ("min_frames", "num_frames"),
+    ("num_frames", "max_frames"),
+)
 _SOURCES: Mapping[str, Kind] = {
     "image": "image",
     "image_url": "image",
@@ -336,11 +342,17 @@ def _parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOpt
             limit = _MAX_PIXELS if name.endswith("pixels") else _MAX_FRAMES
             values[name] = _integer(value, 1, limit, f"{where}.{name}")
     options = MediaOptions(**values)
-    _require_order(options.min_pixels, options.max_pixels, "pixels", where)
-    _require_order(options.min_frames, options.max_frames, "frames", where)
+    _require_order(options, where)
+    return options
+
+
+def _require_order(options: MediaOptions, where: str) -> None:
+    for low, high in _ORDERED:
+        least, most = getattr(options, low), getattr(options, high)
+        if least is not None and most is not None and least > most:
+            raise InputError(f"{where}: {low} {least} is above {high} {most}")
     if options.fps is not None and options.num_frames is not None:
         raise InputError(f"{where} gives both fps and num_frames; one excludes the other")
-    return options
 
 
 def _integer(value: Any, low: int, high: int, where: str) -> int:
@@ -357,11 +369,6 @@ def _number(value: Any, above: float, high: float, where: str) -> float:
     if not math.isfinite(value) or not above < value <= high:
         raise InputError(f"{where} is {value}; it must be above {above:g} and at most {high:g}")
     return float(value)
-
-
-def _require_order(low: int | None, high: int | None, unit: str, where: str) -> None:
-    if low is not None and high is not None and low > high:
-        raise InputError(f"{where}: min_{unit} {low} is above max_{unit} {high}")
 
 
 def _require_list(value: Any, where: str) -> None:

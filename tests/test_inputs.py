@@ -134,6 +134,8 @@ def test_base64_spellings():
         ([{"video": "a", "fps": float("inf")}], "fps is inf"),
         ([{"video": "a", "fps": 1, "num_frames": 2}], "both fps and num_frames"),
         ([{"video": "a", "min_frames": 5, "max_frames": 4}], "min_frames 5 is above max_frames 4"),
+        ([{"video": "a", "min_frames": 5, "num_frames": 4}], "min_frames 5 is above num_frames 4"),
+        ([{"video": "a", "num_frames": 5, "max_frames": 4}], "num_frames 5 is above max_frames 4"),
         ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item holds 'text'"),
         ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item holds 'image'"),
         ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item holds 'image'"),

@@ -1,9 +1,9 @@
-"""How many frames are taken from a video, and which, as transformers' default sampling has it."""
+"""How many frames are taken from a video, by its item's options or by the family's sampling, and which."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from mindie_mm.errors import InputError, LimitExceeded
@@ -13,7 +13,7 @@ from mindie_mm.media.video import Video
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """At most one of `num_frames` and `fps`; neither: every frame is taken."""
+    """transformers' default one: at most one of `num_frames` and `fps`; neither: every frame is taken."""
 
     limit: int
     """Most frames."""
@@ -29,24 +29,41 @@ class Sampling:
 
     def count(self, video: Video, options: MediaOptions) -> int:
         """Frames taken from `video` under its item's options. InputError, LimitExceeded."""
-        num_frames, fps, total = self.num_frames, self.fps, video.num_frames
-        if options.num_frames is not None or options.fps is not None:
-            num_frames, fps = options.num_frames, options.fps
-        if fps is not None:
-            if video.fps is None:
-                raise InputError(f"fps {fps:g} is asked of a video that states no frame rate; num_frames can be given")
-            least, most = options.min_frames or 1, min(total, options.max_frames or total)
-            num_frames = min(max(int(total / video.fps * fps), least), most)
-        if num_frames is None:
-            num_frames = total
-        if num_frames > total:
-            raise InputError(f"num_frames {num_frames} is more than the video's {total} frames")
-        if num_frames > self.limit:
-            raise LimitExceeded(
-                f"{num_frames} frames of the video would be taken; the limit is {self.limit}: "
-                "num_frames or fps can ask for fewer"
-            )
-        return num_frames
+        total = video.num_frames
+        if options.num_frames is None and options.fps is None:
+            own = self.num_frames and bounded(self.num_frames, options)
+            options = replace(options, num_frames=own, fps=self.fps)
+        check_asked(video, options)
+        by_rate = total if options.fps is None or video.fps is None else int(total / video.fps * options.fps)
+        return num_taken(by_rate, video, options, self.limit)
+
+
+def check_asked(video: Video, options: MediaOptions) -> None:
+    """InputError where a rate is asked of a video that has none, or more frames than it has."""
+    if options.fps is not None and video.fps is None:
+        raise InputError(f"fps {options.fps:g} is asked of a video that states no frame rate; num_frames can be given")
+    if options.num_frames is not None and options.num_frames > video.num_frames:
+        raise InputError(f"num_frames {options.num_frames} is more than the video's {video.num_frames} frames")
+
+
+def bounded(count: int, options: MediaOptions) -> int:
+    """`count` frames, or as many as `min_frames` and `max_frames` allow."""
+    count = max(count, options.min_frames or 1)
+    return count if options.max_frames is None else min(count, options.max_frames)
+
+
+def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
+    """Frames taken of `video`, all options obeyed; `own` is what the family's sampling, or `fps`, comes to.
+
+    LimitExceeded for more than `limit`.
+    """
+    count = min(bounded(options.num_frames or own, options), video.num_frames)
+    if count > limit:
+        raise LimitExceeded(
+            f"{count} frames of the video would be taken; the limit is {limit}: "
+            "num_frames, max_frames or fps can ask for fewer"
+        )
+    return count
 
 
 def evenly(total: int, count: int) -> list[int]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.device import upload
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.crops import Geometry, choose_tiling, cut_crops, cut_patches
+from mindie_mm.media.frames import check_asked, num_taken
 from mindie_mm.media.image import Data, Pixels, open_image
 from mindie_mm.media.preprocess import Size, check_settings
 from mindie_mm.media.video import Video, open_video
@@ -208,21 +209,15 @@ class Molmo2Processor(Processor):
         )
 
     def _sample(self, video: Video, fps: float, options: MediaOptions) -> Tensor:
-        """int32, ascending: indices of the frames taken of a video of rate `fps`. LimitExceeded."""
+        """int32, ascending: indices of the frames taken of a video of rate `fps`. InputError, LimitExceeded."""
+        check_asked(video, replace(options, fps=None))  # without a rate of its own it has the one asked for
         total = video.num_frames
         seconds = total / fps
         if options.fps is not None:
-            count = min(max(int(seconds * options.fps), options.min_frames or 1), options.max_frames or total)
+            own = int(seconds * options.fps)
         else:
-            count = options.num_frames or self._max_frames
-            if fps > self._max_fps:
-                count = min(count, int(seconds * self._max_fps))
-        count = max(min(count, total), 1)
-        if count > self._max_frames:
-            raise LimitExceeded(
-                f"{count} frames of the video would be taken; the limit is {self._max_frames}: "
-                "num_frames or fps can ask for fewer"
-            )
+            own = min(self._max_frames, int(seconds * self._max_fps)) if fps > self._max_fps else self._max_frames
+        count = num_taken(own, video, options, self._max_frames)
         indices = torch.arange(0, total, total / count).int()
         return indices[indices < total]  # the step rounded down makes one more, where the reference fails
 

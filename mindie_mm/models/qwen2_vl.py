@@ -17,6 +17,7 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.frames import bounded, check_asked
 from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.preprocess import check_settings
@@ -112,10 +113,14 @@ class PixelSettings:
             value, limit = getattr(options, name), limits[name.partition("_")[2]]
             if value is not None and value > limit:
                 raise LimitExceeded(f"{name} is {value}; the checkpoint's limit is {limit}")
+        for name in ("num_frames", "max_frames"):
+            value = getattr(options, name)
+            if value is not None and value < self.temporal_patch_size:
+                raise InputError(f"{name} is {value}; this model takes at least {self.temporal_patch_size} frames")
         max_pixels = options.max_pixels or self.max_pixels
         if options.detail == "low":
             max_pixels = min(max_pixels, _LOW_DETAIL_PIXELS)
-        sampling: dict[str, Any] = {}
+        sampling: dict[str, Any] = {"num_frames": self.num_frames and bounded(self.num_frames, options)}
         if options.num_frames is not None or options.fps is not None:
             sampling = {"num_frames": options.num_frames, "fps": options.fps}
         return replace(
@@ -148,6 +153,7 @@ class Qwen2VLProcessor(Processor):
     """
 
     mindie_layouts = _MINDIE
+    bounds_pixels = True
 
     config_name: ClassVar[str] = "Qwen2VLConfig"
 
@@ -181,7 +187,7 @@ class Qwen2VLProcessor(Processor):
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
-        return self._plan_video(data, self.video.with_options(media.options), media.options.fps)
+        return self._plan_video(data, self.video.with_options(media.options), media.options)
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
         patches = math.prod(grid[:3])
@@ -202,6 +208,9 @@ class Qwen2VLProcessor(Processor):
 
     def sample(self, video: Video, settings: PixelSettings) -> list[int]:
         """Indices of the frames taken from a video, ascending. InputError, LimitExceeded."""
+        limit = self.video.max_frames
+        if video.fps is None and settings.num_frames is None and video.num_frames > settings.max_frames == limit:
+            raise LimitExceeded(f"the video has {video.num_frames} frames; the limit is {limit}")
         return sample_frames(video.num_frames, video.fps, settings)
 
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
@@ -212,12 +221,9 @@ class Qwen2VLProcessor(Processor):
         """`Plan.grid` of a video of `patches` (t, h, w), of which the frames `indices` are taken."""
         return patches
 
-    def _plan_video(self, data: Data, settings: PixelSettings, asked_fps: float | None) -> Plan:
+    def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
         video = open_video(data)
-        if asked_fps is not None and video.fps is None:
-            raise InputError(
-                f"fps {asked_fps:g} is asked of a video that states no frame rate; num_frames can be given"
-            )
+        check_asked(video, options)
         indices = self.sample(video, settings)
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
@@ -331,22 +337,20 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
 
     As many as `settings.num_frames`, or as `settings.fps` (2.0 where the checkpoint says nothing) comes to within
     min_frames and max_frames; a whole number of temporal patches, where the video is that long. Frames handed in
-    without a rate are all taken. InputError, LimitExceeded.
+    without a rate are all taken, up to max_frames. InputError.
     """
     temporal = settings.temporal_patch_size
+    most = settings.max_frames // temporal * temporal
     if settings.num_frames is not None:
-        wanted = max(round(settings.num_frames / temporal) * temporal, temporal)
-        if wanted > max(num_frames, temporal):
+        wanted = min(round(settings.num_frames / temporal) * temporal, most)
+        if settings.num_frames > max(num_frames, temporal):
             raise InputError(f"num_frames {settings.num_frames} is more than the video's {num_frames} frames")
     elif fps is None:
-        if num_frames > settings.max_frames:
-            raise LimitExceeded(f"the video has {num_frames} frames; the limit is {settings.max_frames}")
-        return list(range(num_frames))
+        wanted = num_frames if num_frames <= settings.max_frames else most
     else:
-        max_frames = min(settings.max_frames, num_frames) // temporal * temporal
         expected = num_frames / fps * (settings.fps or _DEFAULT_FPS)
-        wanted = math.floor(min(max(expected, settings.min_frames), max_frames, num_frames) / temporal) * temporal
-    wanted = min(wanted, num_frames) or num_frames
+        wanted = math.floor(min(max(expected, settings.min_frames), most, num_frames) / temporal) * temporal
+    wanted = min(max(wanted, temporal), num_frames)
     # torch's own arange, so that its rounding is the reference's
     indices: list[int] = torch.arange(0, num_frames, num_frames / wanted).int().tolist()
     return indices

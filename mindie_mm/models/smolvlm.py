@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.frames import check_asked, num_taken
 from mindie_mm.media.image import Data, resize
 from mindie_mm.media.preprocess import check_settings, resample_of
 from mindie_mm.media.video import Video, open_video
@@ -106,11 +107,6 @@ class SmolVLMProcessor(Idefics3Processor):
             return super().plan(media, data, counts)
         video = open_video(data)
         indices = self._sample(video, media.options)
-        if len(indices) > self._limit:
-            raise LimitExceeded(
-                f"{len(indices)} frames of the video would be taken; the limit is {self._limit}: "
-                "num_frames can ask for fewer"
-            )
         fps = video.fps or _FPS_OF_FRAMES
         duration = indices[-1] / fps if video.fps is None else video.num_frames / fps
         size, side, resample = self._frame_size, self.side, self._frame_resample
@@ -129,27 +125,30 @@ class SmolVLMProcessor(Idefics3Processor):
         )
 
     def _sample(self, video: Video, options: MediaOptions) -> list[int]:
-        """Indices of the frames taken, ascending; of a video without a rate all, unless a number is asked for."""
+        """Indices of the frames taken, ascending; of a video without a rate all, unless the options ask for fewer."""
+        check_asked(video, options)
         total, fps = video.num_frames, video.fps
         if fps is None:
-            if options.num_frames is not None or options.fps is not None:
-                raise InputError("frames are asked for by number or rate, of a video that states no frame rate")
-            return list(range(total))
+            return _spread(0, total - 1, num_taken(total, video, options, self._limit))
         most = options.num_frames or options.max_frames or self._num_frames
         rate = options.fps or self._fps
         if most is None or rate is None:
             raise InputError("the checkpoint names no fps or no num_frames to sample a video by")
-        count = max(min(round(rate * total / fps), most), 1)
+        count = num_taken(min(round(rate * total / fps), most), video, options, self._limit)
         start, end = 0, total - 1
         if total / fps - 2 * _SKIPPED_S > most * rate:
             start, end = int(_SKIPPED_S * fps), min(int(total - _SKIPPED_S * fps), total - 1)
-        if start >= end:
+        if start >= end or end - start + 1 < count:
             start, end = 0, total - 1
-        indices: list[int] = np.unique(np.linspace(start, end, count, dtype=int)).tolist()
-        return indices
+        return _spread(start, end, count)
 
     def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
         return checkpoint.special_token(name) or self.tokens[name]
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    indices: list[int] = np.unique(np.linspace(first, last, count, dtype=int)).tolist()
+    return indices
 
 
 def in_words(number: int) -> str:

@@ -80,6 +80,8 @@ class Processor(ABC):
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
     """The slots of each kind on MindIE's wire, as its model's; none, and that wire is refused."""
+    bounds_pixels: ClassVar[bool] = False
+    """Whether images and frames are resized within `min_pixels` and `max_pixels`; where not, these are refused."""
     inserted: ClassVar[bool] = False
     """Whether items have no place of their own in the text: they stand, in order, at `insert_at` of its ids."""
     chat_template: ClassVar[str | None] = None

@@ -23,6 +23,7 @@ from mindie_mm.inputs import (
     Item,
     Kind,
     Media,
+    MediaOptions,
     Message,
     Text,
     media_of,
@@ -81,6 +82,7 @@ class Tokenizer:
     ) -> None:
         """For `from_pretrained`."""
         self._closed = False
+        self._family = family.__name__
         self._caps = caps or MediaCaps()
         with reading(checkpoint, family):
             self._processor = family.processor(checkpoint)
@@ -267,6 +269,7 @@ class Tokenizer:
     def _plan(self, media: Media, index: int, counts: Mapping[Kind, int]) -> _Planned:
         processor, kind = self._processor, media.kind
         try:
+            self._check_options(media.options)
             if isinstance(media.source, Embeddings):
                 plan, data = self._plan_embeddings(kind, media.source)
             else:
@@ -278,6 +281,11 @@ class Tokenizer:
             raise type(error)(f"media item {index} ({kind}): {error}") from error
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return _Planned(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
+
+    def _check_options(self, options: MediaOptions) -> None:
+        for name in ("min_pixels", "max_pixels"):
+            if getattr(options, name) is not None and not self._processor.bounds_pixels:
+                raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
 
     def _plan_embeddings(self, kind: Kind, source: Embeddings) -> tuple[Plan, Data]:
         """Features handed in instead of media: stored as they are, and spliced without a tower. InputError."""

@@ -7,6 +7,8 @@ one item, two items of different size, an extreme aspect ratio, and mixed modali
 from __future__ import annotations
 
 import base64
+import re
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +27,12 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange
-from mindie_mm.inputs import KINDS, Embeddings, Media, media_of, parse_inputs
+from mindie_mm.inputs import KINDS, Embeddings, Media, MediaOptions, media_of, parse_inputs
 from mindie_mm.ipc import Failure
 from mindie_mm.media.source import read_source
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Processor
+from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
@@ -38,7 +40,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.truncate import truncate
-from tests.media_samples import encode_video, encoded
+from tests.media_samples import encode_video, encoded, moving_frames
 from tests.sound_samples import encode_sound
 from tests.warm import running_service
 
@@ -441,6 +443,38 @@ class FamilyContract:
             plan = processor.plan(Media(kind, data), data, {kind: 1})
             most = processor.max_tokens(kind)
             assert 0.9 * most <= plan.num_features <= most, kind
+
+    @pytest.mark.parametrize("encoded", [True, False], ids=["encoded", "frames"])
+    def test_options_of_a_video_are_obeyed(self, encoded, processor, tokenizer, path_file):
+        """Or refused, never passed over."""
+        if "video" not in family_named(self.name).kinds:
+            return
+        frames = moving_frames(20)
+        data = encode_video(frames, fps=10) if encoded else frames
+
+        def planned(**options: Any) -> Plan:
+            return processor.plan(Media("video", data, MediaOptions(**options)), data, {"video": 1})
+
+        def taken(**options: Any) -> int:
+            return len(literal_eval(re.search(r"\[.*?\]", planned(**options).settings)[0]))
+
+        assert [taken(num_frames=count) for count in (2, 4, 6)] == [2, 4, 6]
+        assert [taken(max_frames=count) for count in (2, 4)] == [2, 4]
+        assert taken(min_frames=4) >= 4
+        with pytest.raises(InputError, match="num_frames 21 is more than the video's 20 frames"):
+            planned(num_frames=21)
+        if encoded:
+            assert taken(fps=1.0, min_frames=2) == 2
+            assert taken(fps=1.0, min_frames=4) == 4
+            assert taken(fps=9.0, max_frames=2) == 2
+            assert taken(fps=1.0, min_frames=1) == 2, "not all of them"
+        bounds = {"min_pixels": 4096, "max_pixels": 8192}
+        if processor.bounds_pixels:
+            assert planned(**bounds).num_features < planned().num_features
+            return
+        for name, bound in bounds.items():
+            with pytest.raises(InputError, match=rf"\(video\): {name} is given; {family_named(self.name).__name__} "):
+                tokenizer.tokenize([{"video": data, name: bound}], path_file)
 
     def test_preprocessing_fills_its_arrays(self, processor):
         """Shared memory is handed out as an earlier item left it."""

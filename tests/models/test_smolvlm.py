@@ -127,6 +127,8 @@ class TestSmolVLM(FamilyContract):
     def test_an_encoded_video_is_sampled_as_the_reference_does(
         self, options, frames, tokenizer, reference, model, path_file
     ):
+        if "num_frames" in options:  # more than there are is refused
+            options = {"num_frames": min(3, frames)}
         video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=5)
         metadata = {"total_num_frames": frames, "fps": 5.0, "duration": frames / 5}
         expected = reference.processor(
