@@ -20,7 +20,7 @@ from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
 from mindie_mm.media.container import best_stream, check_codec, frames_of, open_container
 
-CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf")
+CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf", "caf", "w64")
 """Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Lowest and highest rate of a source, samples a second."""

@@ -26,13 +26,13 @@ from mindie_mm.media.sample_tables import may_be_turned
 from mindie_mm.media.seek import Keyframes, begins_anew
 from mindie_mm.media.segments import check_scans
 
-CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv")
-"""Containers that are opened, told by content (mov is MP4 too, matroska WebM too). Playlists are none of them: they
-would make the library open files and addresses of the client's choice."""
+CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg")
+"""Containers that are opened, told by content (mov is MP4 too, matroska WebM too; mpeg is program streams). Playlists
+are none of them: they would make the library open files and addresses of the client's choice."""
 _RATE_TOLERANCE = 0.02
 """Share of a video's length by which its frames' times may differ from the rate that its container states."""
 _LONGEST_PAUSE_S = 10.0
-"""Between two frames of MPEG-TS; a longer one is where captures were joined, as for the ffmpeg program."""
+"""Between two frames of an MPEG stream; a longer one is where captures were joined, as for the ffmpeg program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _rate(stream: VideoStream, walk: _Walk, container: str) -> Fraction | None:
     stated, time_base, times = stream.average_rate, stream.time_base, walk.times
     if container == "avi" or not time_base or times is None or not len(times) or walk.end <= times[0]:
         return stated  # an AVI has no times, only its rate
-    if container == "mpegts" and np.diff(times).max(initial=0) * time_base > _LONGEST_PAUSE_S:
+    if container in ("mpegts", "mpeg") and np.diff(times).max(initial=0) * time_base > _LONGEST_PAUSE_S:
         return stated
     lasts = int(times[-1] - times[0]) * time_base
     if stated and abs((len(times) - 1) / stated - lasts) <= _RATE_TOLERANCE * len(times) / stated + 2 * time_base:

@@ -28,6 +28,17 @@ def video(container: str = "mp4", codec: str = "libx264") -> bytes:
     return encode_video(moving_frames(6), container=container, codec=codec)
 
 
+def video_of_program() -> bytes:
+    return encode_video(moving_frames(6), fps=25, container="mpeg", codec="mpeg1video")
+
+
+def caf(chunk: bytes = b"") -> bytes:
+    """ALAC in Apple's container, with `chunk` in place of the table of its packets."""
+    data = encode_sound(tone(0.1, RATE), RATE, "CAF", "ALAC_16")
+    at = data.index(b"pakt")
+    return data[:at] + (chunk or data[at:])
+
+
 def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
     """`data` with `value` at `offset` of what its first box `kind` holds."""
     at = data.index(kind) + 4 + offset
@@ -384,6 +395,8 @@ BROKEN_VIDEOS: dict[str, Make] = {
     "matroska of a huge element": lambda: video("matroska")[:60] + b"\x18\x53\x80\x67\x01\xff\xff\xff\xff\xff\xff\xfe",
     "avi cut": lambda: video("avi", "mpeg4")[:2000],
     "avi whose list is too long": lambda: b"RIFF\xff\xff\xff\xffAVI LIST\xff\xff\xff\xffhdrl" + bytes(100),
+    "program stream of its packs alone": lambda: video_of_program()[:14] * 3000,
+    "program stream of another codec": lambda: video_of_program().replace(b"\0\0\1\xb3", b"\0\0\1\xb9"),
     "flv of its head alone": lambda: b"FLV\1\5\0\0\0\x09\0\0\0\0" + bytes(100),
     "transport stream of nothing": lambda: (b"\x47\x1f\xff\x10" + bytes(184)) * 50,
     "asf of its head alone": lambda: b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c" + b"\xff" * 50,
@@ -418,6 +431,13 @@ BROKEN_SOUNDS: dict[str, Make] = {
         b"moov", b"moox"
     ),
     "a video without sound": video,
+    "caf of its head alone": lambda: caf()[:52],
+    "caf of a chunk of 2**63 bytes": lambda: caf().replace(b"data\0", b"kuki\x7f"),
+    "caf of 2**31 packets": lambda: caf(b"pakt" + struct.pack(">qqqii", 24, 2**31 - 1, 2**40, 0, 0)),
+    "w64 of its head alone": lambda: encode_sound(tone(0.1, RATE), RATE, "W64")[:64],
+    "w64 whose format has 2**31 bytes": lambda: patched(
+        encode_sound(tone(0.1, RATE), RATE, "W64"), b"fmt ", 12, struct.pack("<q", 2**31 - 8)
+    ),
     "midi": lambda: b"MThd\0\0\0\6\0\1\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0",
     "noise": lambda: np.random.default_rng(1).bytes(20_000),
 }

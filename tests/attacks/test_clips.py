@@ -8,7 +8,7 @@ from tests.attacks import clips
 from tests.attacks.clips import Make
 from tests.attacks.conftest import CHAT, Attacked, asking, with_bytes
 
-NO_VIDEO = "bytes are no readable video (mov, matroska, avi, asf, mpegts, flv)"
+NO_VIDEO = "bytes are no readable video (mov, matroska, avi, asf, mpegts, flv, mpeg)"
 
 
 def named(cases: dict[str, Make]) -> pytest.MarkDecorator:

@@ -33,6 +33,10 @@ LOSSLESS = [
     ("WAV", "ULAW"),
     ("WAVEX", "PCM_16"),
     ("AIFF", "PCM_16"),
+    ("CAF", "PCM_16"),
+    ("CAF", "FLOAT"),
+    ("W64", "PCM_16"),
+    ("W64", "FLOAT"),
     ("FLAC", "PCM_16"),
     ("FLAC", "PCM_24"),
 ]

@@ -161,6 +161,10 @@ def test_where_times_go_back_or_jump_the_stated_rate_holds():
     assert _decoded(data + data) == (80, 10.0)
     jump = encode_video(moving_frames(40), container="mpegts", moments=[*range(20), *range(1000, 1020)])
     assert EncodedVideo.open(jump).fps == pytest.approx(10)
+    program = encode_video(
+        moving_frames(40), fps=25, container="mpeg", codec="mpeg2video", moments=[*range(20), *range(1000, 1020)]
+    )
+    assert EncodedVideo.open(program).fps == pytest.approx(25)
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
@@ -194,6 +198,12 @@ def test_a_preview_beside_the_film_is_passed_over():
     video = EncodedVideo.open(file.getvalue())
     assert (video.height, video.width, video.num_frames) == (84, 112, 20)
     assert [frame.shape for frame in video.decode([0, 19])] == [(84, 112, 3)] * 2
+
+
+@pytest.mark.parametrize("codec", ["mpeg1video", "mpeg2video"])
+@pytest.mark.parametrize("container", ["mpeg", "vob"])
+def test_program_streams(container, codec):
+    assert _decoded(_clip(container, codec, fps=25)) == (40, 25.0)
 
 
 def test_frames_that_are_not_to_be_shown_do_not_count():
