@@ -135,7 +135,7 @@ def test_an_engine_that_dies_fails_what_has_output_and_comes_back(lenient: Runni
     ):
         begun = first_tokens(lenient)
         whole = pool.submit(post, lenient, CHAT, body, 503)
-        stream.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode())
+        stream.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
         stream.sendall(f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
         deadline = time.monotonic() + 30
         while first_tokens(lenient) < begun + 2:

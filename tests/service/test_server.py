@@ -57,7 +57,7 @@ def connected(service: RunningService) -> socket.socket:
 
 def head_and_body(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -142,7 +142,7 @@ def test_while_it_stops_each_answer_ends_its_connection_and_those_at_rest_are_cl
 ) -> None:
     """Clients that keep connections find another service behind the address, not this one again and again."""
     with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 600}, tmp_path / "log") as service:
-        asking = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        asking = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with (
             start_endless_stream(service, red_square) as stream,
             connected(service) as at_rest,

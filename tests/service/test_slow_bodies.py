@@ -23,7 +23,7 @@ from service.metrics import Metrics
 from tools.serving import running_service
 
 IDLE_S = 1.0
-HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 class Asked(BaseModel):

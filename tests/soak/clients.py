@@ -162,7 +162,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def _head(case: Case, *headers: str) -> bytes:
-    lines = [f"POST {case.path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    lines = [f"POST {case.path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
