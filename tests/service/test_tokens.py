@@ -52,8 +52,8 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tools": [{"type": "function"}]}, "tools are not served"),
-        ({"reasoning_effort": "low"}, "reasoning_effort is not served"),
+        ({"tools": [{"type": "function"}]}, "no place for tools"),
+        ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message is not served"),
         ({"chat_template": "{{ messages }}"}, "chat_template is not served"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),

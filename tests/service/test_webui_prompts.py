@@ -134,7 +134,7 @@ def test_chat_takes_the_form_for_text(http: httpx2.Client, red: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ('<img src="data:image/jpeg;base64,====">', r"media item 0 \(image\): neither a path, a URL nor valid base64"),
+        ('<img src="data:image/jpeg;base64,====">', r"media item 0 \(image\): a data: URL whose base64 is not valid"),
         ('x<img src="data:image/jpeg;base64,AAA">', r"media item 0 \(image\)"),
         ('<img src="data:image/jpeg;base64,AAAAAAAA">', r"media item 0 \(image\)"),
         ('<img src="data:image/jpeg;base64,AAAA">' * 5, "more pictures than the limit of 4"),
