@@ -136,7 +136,9 @@ def _begin(command: list[str], out: Connection, errors: Connection, environment:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path[:] = [entry for entry in sys.path if not entry.endswith("stubs")]  # pytest's own
+    named = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    stubs = [entry for entry in sys.path if entry.endswith("stubs")]  # pytest's own
+    sys.path[:] = [*named, *(entry for entry in sys.path if entry not in {*named, *stubs})]
     ipc.subprocess = SUBPROCESS  # type: ignore[assignment]
     sys.argv = command
     _show([sys.executable, *command])

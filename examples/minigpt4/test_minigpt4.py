@@ -1,4 +1,4 @@
-"""MiniGPT-4 from outside the repository: installed as anybody's package is, equal to the reference, served by HTTP."""
+"""MiniGPT-4 from outside the repository: installed as anybody's package is, held to the contract of every family."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import httpx2
 import numpy as np
@@ -30,9 +31,9 @@ from transformers import (
 from mindie_mm.errors import InputError
 from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.splice import plain_ids
-from mindie_mm.shm import release
-from mindie_mm.tokenize import Tokenizer
+from mindie_mm.nn.model import Model
+from mindie_mm.nn.splice import MediaItem
+from tests.models.contract import FamilyContract, Items, Reference, picture
 from tools.demo import data_url
 from tools.serving import running_service
 
@@ -52,15 +53,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def importable(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(installed)
-    yield
+def importable(installed: Path) -> Iterator[None]:
+    with imported(installed):
+        yield
+
+
+@contextmanager
+def imported(installed: Path) -> Iterator[None]:
+    """The package is found, here and in processes that are started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(installed)
+        patch.setenv("PYTHONPATH", str(installed), os.pathsep)
+        yield
     sys.modules.pop("mindie_mm_minigpt4", None)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("minigpt4")
+def write_checkpoint(out: Path) -> None:
     tokenizer = Backend(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -92,80 +100,82 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(out)
     written = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(written | {"model_type": "minigpt4"}))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("minigpt4")
+    write_checkpoint(out)
     return out
 
 
-def picture(height: int, width: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-PROMPTS: dict[str, list[dict[str, Any]]] = {
-    "text": [{"text": "###Human: Hello ###Assistant:"}],
-    "one": [{"text": "###Human: "}, {"image": picture(40, 60, 0)}, {"text": " What? ###Assistant:"}],
-    "two": [{"image": picture(28, 28, 1)}, {"text": "and"}, {"image": picture(90, 31, 2)}, {"text": "?"}],
-    "extreme": [{"image": picture(3, 300, 3)}, {"text": "?"}],
-}
-
-
-class Reference:
+class MiniGPT4Reference(Reference):
     """transformers' modules, the features put where the placeholders stand."""
 
-    def __init__(self, path: Path) -> None:
-        self.model = Blip2ForConditionalGeneration.from_pretrained(path).eval()
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        self.processor = BlipImageProcessor.from_pretrained(path)
+    markers: ClassVar = {"image": "<Img><ImageHere></Img>"}
 
-    def ids(self, items: list[dict[str, Any]]) -> list[int]:
-        expanded = f"<Img>{'<ImageHere>' * QUERIES}</Img>"
-        ids: list[int] = self.tokenizer("".join(item.get("text", expanded) for item in items))["input_ids"]
-        return ids
+    def __init__(self, path: Path) -> None:
+        images, self.tokenizer = (cls.from_pretrained(path) for cls in (BlipImageProcessor, PreTrainedTokenizerFast))
+        super().__init__(Blip2ForConditionalGeneration.from_pretrained(path, dtype=torch.float32), images)
+
+    def inputs(self, items: Items) -> dict[str, torch.Tensor]:
+        text = self.text(items).replace("<ImageHere>", "<ImageHere>" * QUERIES)
+        inputs = {"input_ids": torch.tensor([self.tokenizer(text)["input_ids"]])}
+        if images := [Image.fromarray(item["image"]) for item in items if "image" in item]:
+            inputs["pixel_values"] = self.processor(images, return_tensors="pt")["pixel_values"]
+        return inputs
 
     @torch.inference_mode()
-    def embeddings(self, items: list[dict[str, Any]]) -> torch.Tensor:
-        ids = torch.tensor([self.ids(items)])
-        hidden = self.model.get_input_embeddings()(ids)
-        images = [Image.fromarray(item["image"]) for item in items if "image" in item]
-        if images:
-            pixels = self.processor(images, return_tensors="pt")["pixel_values"]
-            hidden[ids == self.model.config.image_token_id] = self.model.get_image_features(
-                pixels
-            ).pooler_output.flatten(0, 1)
+    def embeddings(self, items: Items) -> torch.Tensor:
+        inputs = self.inputs(items)
+        hidden = self.model.get_input_embeddings()(inputs["input_ids"])
+        if "pixel_values" in inputs:
+            features = self.model.get_image_features(inputs["pixel_values"]).pooler_output
+            hidden[inputs["input_ids"] == self.model.config.image_token_id] = features.flatten(0, 1)
         return hidden
 
     @torch.inference_mode()
-    def logits(self, items: list[dict[str, Any]]) -> torch.Tensor:
-        return self.model.language_model(inputs_embeds=self.embeddings(items)).logits[0]
+    def logits(self, items: Items) -> torch.Tensor:
+        return self.model.language_model(inputs_embeds=self.embeddings(items)).logits[0].float()
 
     @torch.inference_mode()
-    def generate(self, items: list[dict[str, Any]], count: int) -> list[int]:
+    def generate(self, items: Items, count: int) -> list[int]:
         hidden = self.embeddings(items)
         out = self.model.language_model.generate(inputs_embeds=hidden, max_new_tokens=count, do_sample=False)
         return out[0].tolist()
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint)
+def device() -> str:
+    return "cpu"
 
 
-@pytest.mark.usefixtures("importable")
-def test_ids_pixels_and_logits_equal_the_references(checkpoint: Path, reference: Reference, tmp_path: Path) -> None:
-    model = load_model(checkpoint, device="cpu", dtype="float32")
-    path_file = tmp_path / "shm_name.txt"
-    with Tokenizer.from_pretrained(checkpoint) as tokenizer:
-        tokenized = {name: tokenizer.tokenize(items, path_file) for name, items in PROMPTS.items()}
-        for name, items in PROMPTS.items():
-            ids = tokenized[name].numpy()
-            media = model.read(ids)
-            assert plain_ids(ids, media).tolist() == reference.ids(items), name
-            for item, image in zip(media, (item["image"] for item in items if "image" in item), strict=True):
-                resized = reference.processor(Image.fromarray(image), do_rescale=False, do_normalize=False)
-                expected = np.asarray(resized["pixel_values"][0]).transpose(1, 2, 0)
-                assert np.array_equal(item.view["pixel_values"], expected)
-        for order in ([*PROMPTS], [*PROMPTS][::-1]):
-            for name, logits in zip(order, model.packed_logits([tokenized[name] for name in order]), strict=True):
-                assert (logits - reference.logits(PROMPTS[name])).abs().max() <= 1e-4, (name, order)
-        release(path_file)
+class TestMiniGPT4(FamilyContract):
+    name = "minigpt4"
+    prompts: ClassVar = {
+        "text": [{"text": "###Human: Hello ###Assistant:"}],
+        "one": [{"text": "###Human: "}, {"image": picture(40, 60)}, {"text": " What? ###Assistant:"}],
+        "two": [{"image": picture(28, 28)}, {"text": "and"}, {"image": picture(90, 31)}, {"text": "?"}],
+        "extreme": [{"image": picture(3, 300)}, {"text": "?"}],
+    }
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def importable(cls, installed: Path) -> Iterator[None]:
+        with imported(installed):
+            yield
+
+    @classmethod
+    def write_checkpoint(cls, out: Path) -> None:
+        write_checkpoint(out)
+
+    @classmethod
+    def make_reference(cls, path: Path) -> Reference:
+        return MiniGPT4Reference(path)
+
+    def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
+        pixels = torch.from_numpy(np.stack([item.view["pixel_values"] for item in items]))
+        assert torch.equal(model._normalization(pixels), expected["pixel_values"])
 
 
 @pytest.mark.usefixtures("importable")
@@ -194,9 +204,10 @@ def test_the_command_line_lists_it(installed: Path) -> None:
     assert found["kinds"] == ["image"]
 
 
-def test_it_is_served(installed: Path, checkpoint: Path, reference: Reference, tmp_path: Path) -> None:
+def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -> None:
+    reference = MiniGPT4Reference(checkpoint)
     settings = {"spool": tmp_path / "spool", "arena_bytes": 2**24, "kv_cache_bytes": 2**24}
-    images = [np.full((50, 70, 3), 250, np.uint8), picture(20, 90, 5)]
+    images = [np.full((50, 70, 3), 250, np.uint8), picture(20, 90)]
     urls = [data_url(Image.fromarray(image)) for image in images]
     with (
         running_service(settings, tmp_path / "log", checkpoint, environment={"PYTHONPATH": str(installed)}) as running,
@@ -208,7 +219,7 @@ def test_it_is_served(installed: Path, checkpoint: Path, reference: Reference, t
             body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
             answer = http.post("/v1/chat/completions", json=body).json()
             prompt = [{"text": "###Human: "}, {"image": image}, {"text": " What is it? ###Assistant:"}]
-            assert answer["usage"]["prompt_tokens"] == len(reference.ids(prompt))
+            assert answer["usage"]["prompt_tokens"] == reference.inputs(prompt)["input_ids"].shape[1]
             expected = reference.generate(prompt, 8)
             assert answer["choices"][0]["message"]["content"] == reference.tokenizer.decode(
                 expected, skip_special_tokens=True

@@ -159,8 +159,14 @@ class TextEncoder:
     def replace_marker_ids(
         self, ids: Sequence[int], names: Collection[str], markers: Sequence[str], texts: Sequence[str]
     ) -> Encoded:
-        """The same of a prompt that is encoded already. A text is encoded apart from its neighbours."""
-        spelled = {name: self._encode(name, plain=False) for name in sorted(names, key=len, reverse=True)}
+        """The same of a prompt that is encoded already. A text is encoded apart from its neighbours.
+
+        A marker that stays is found by its control tokens: the ids of text round them depend on what it stands beside.
+        """
+        replaced = {marker for marker, text in zip(markers, texts, strict=True) if marker != text}
+        spelled = {
+            name: self._marker_ids(name, whole=name in replaced) for name in sorted(names, key=len, reverse=True)
+        }
         first = {own[0] for own in spelled.values()}
         pieces: list[Sequence[int]] = []
         found: list[str] = []
@@ -173,8 +179,18 @@ class TextEncoder:
                 behind = at + len(spelled[here])
         pieces.append(ids[behind:])
         check_order(found, markers, len(markers))
-        pieces[1::2] = [self._encode(text, plain=False) for text in texts]
+        pieces[1::2] = [
+            self._encode(text, plain=False) if marker in replaced else spelled[marker]
+            for marker, text in zip(markers, texts, strict=True)
+        ]
         return Encoded([index for piece in pieces for index in piece], _odd_ones(pieces))
+
+    def _marker_ids(self, marker: str, whole: bool) -> list[int]:
+        """Its ids; unless `whole`, those from its first control token to its last, where it has any."""
+        ids = self._encode(marker, plain=False)
+        control = {*self._control_ids.values()}
+        places = [at for at, index in enumerate(ids) if index in control]
+        return ids if whole or not places else ids[places[0] : places[-1] + 1]
 
     def encode(self, rendered: Rendered) -> Encoded:
         """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
