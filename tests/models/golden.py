@@ -87,6 +87,9 @@ class GoldenReference:
         """float32 [T, vocabulary]."""
         return self.case(items).hidden @ self.head.T
 
+    def in_bfloat16(self) -> None:
+        """There is none."""
+
     def generate(self, items: Items, count: int) -> list[int]:
         """Greedy tokens."""
         return self.case(items).about["generated"][:count]

@@ -41,6 +41,9 @@ class Reference(BaseReference):
             ChameleonProcessor(images, AutoTokenizer.from_pretrained(path), image_seq_length=FEATURES),
         )
 
+    def in_bfloat16(self):
+        """None: of pixels that are rounded it makes other codes. The family's stay float32."""
+
 
 class TestChameleon(FamilyContract):
     name = "chameleon"

@@ -130,7 +130,6 @@ class Reference(BaseReference):
 
 class TestMolmo2(FamilyContract):
     name = "molmo2"
-    bf16_tolerance = 0.2
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
         "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
