@@ -66,7 +66,8 @@ def streamed(service: RunningService) -> socket.socket:
     host = urlsplit(service.url)
     data = body(max_tokens=60, ignore_eos=True, stream=True)
     connection = socket.create_connection((host.hostname, host.port), timeout=60)
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += "Content-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection

@@ -31,7 +31,8 @@ def post(service: RunningService, path: str, body: dict[str, Any]) -> socket.soc
     assert host.hostname is not None
     connection = socket.create_connection((host.hostname, host.port or 80), timeout=20)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 

@@ -95,7 +95,8 @@ def post(service: RunningService, path: str, body: dict[str, Any], receive_bytes
     made.settimeout(WAIT_S)
     made.connect((parts.hostname, parts.port))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
     made.sendall(head.encode() + data)
     return made
 
