@@ -12,8 +12,10 @@ export class End {
   constructor(column, mark) {
     this.#mark = mark;
     document.addEventListener("scroll", () => {
-      const up = scrollY < this.#last; // nobody leaves by what grew since the last time, but by scrolling up
-      this.#there = (!up && this.#there) || this.#isSeen(up ? ROUNDED_PX : NEAR_PX);
+      // Nobody leaves by what grew, but by scrolling up: with the first step, before the end is out of sight, for to
+      // follow it would end a scroll under way. A page that became shorter scrolls up by itself, to its bottom.
+      const left = scrollY < this.#last && !isAtBottom();
+      this.#there = !left && (this.#there || this.#isSeen());
       this.#last = scrollY;
     });
     new ResizeObserver(() => this.#there && this.go()).observe(column);
@@ -23,10 +25,15 @@ export class End {
   go() {
     this.#there = true;
     this.#mark.scrollIntoView({ block: "nearest" });
+    this.#last = scrollY;
   }
 
-  #isSeen(slack) {
+  #isSeen() {
     const { bottom } = this.#mark.getBoundingClientRect();
-    return bottom > 0 && bottom <= innerHeight + slack;
+    return bottom > 0 && bottom <= innerHeight + NEAR_PX;
   }
+}
+
+function isAtBottom() {
+  return scrollY + innerHeight >= document.documentElement.scrollHeight - ROUNDED_PX;
 }
