@@ -5,8 +5,8 @@ import { bytes } from "./format.js";
 
 const BY_ENDING = {
   image: /\.(jpe?g|png|webp|gif|bmp|tiff?)$/i,
-  video: /\.(mp4|m4v|mov|webm|mkv|avi|wmv|ts|flv)$/i,
-  audio: /\.(wav|flac|mp3|m4a|aac|ogg|oga|opus|aiff?|wma)$/i,
+  video: /\.(mp4|m4v|mov|webm|mkv|avi|wmv|ts|mpe?g|flv)$/i,
+  audio: /\.(wav|w64|flac|mp3|m4a|aac|ogg|oga|opus|aiff?|caf|wma)$/i,
 };
 const PART = { image: "image_url", video: "video_url", audio: "audio_url" };
 
