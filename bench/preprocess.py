@@ -27,8 +27,8 @@ from mindie_mm.media.image import resize
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import Arena, release
+from mindie_mm.tokenize.planning import content_digest
 from mindie_mm.tokenize.preprocessed import Preprocessed
-from mindie_mm.tokenize.tokenizer import content_digest
 from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
 

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-import numpy as np
 import torch
 
 from mindie_mm import faults
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import ContextLengthExceeded, InputError, LimitExceeded, TokenOutOfRange, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.inputs import (
-    Embeddings,
     Item,
     Kind,
     Media,
-    MediaOptions,
     Message,
     Text,
     media_of,
@@ -31,39 +28,20 @@ from mindie_mm.inputs import (
     parse_inputs,
     parse_messages,
 )
-from mindie_mm.media.caps import under
-from mindie_mm.media.image import Data
-from mindie_mm.media.source import read_source, source_path
+from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Plan
-from mindie_mm.nn.model import EMBEDDINGS
-from mindie_mm.nn.splice import MediaShape
-from mindie_mm.salt import salted
-from mindie_mm.shm import PATH_FILE_NAME, Arena, ArraySpec
+from mindie_mm.nn.family import Family, Placeholder
+from mindie_mm.shm import PATH_FILE_NAME
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
+from mindie_mm.tokenize.planning import PlannedItem, Planner, content_digest
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
 from mindie_mm.tokenize.spelling import Rendered
 from mindie_mm.tokenize.text import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
 
-DIGEST_BYTES = 32
 _PLAIN = PromptOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A media item, read and planned, not preprocessed yet."""
-
-    expansion: Expansion
-    plan: Plan
-    data: Data
-
-    @property
-    def shape(self) -> MediaShape:
-        item = self.expansion
-        return MediaShape(item.kind, item.placeholder.token, item.num_features, self.plan.grid)
 
 
 class Tokenizer:
@@ -77,13 +55,10 @@ class Tokenizer:
         checkpoint: Checkpoint,
         family: type[Family],
         wire: WireName | Wire,
-        arena: Arena | None,
         caps: MediaCaps | None,
     ) -> None:
         """For `from_pretrained`."""
         self._closed = False
-        self._family = family.__name__
-        self._caps = caps or MediaCaps()
         with reading(checkpoint, family):
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
@@ -100,37 +75,33 @@ class Tokenizer:
         spelled = [] if self._processor.inserted else placeholders
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
-        self._wire: Wire
-        if wire != "mindie":
-            self._wire = NativeWire(arena) if wire == "native" else wire
-            return
-        layouts = self._processor.mindie_layouts
-        if missing := set(family.kinds) - set(layouts):
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {', '.join(missing)}")
-        self._wire = MindIEWire(layouts)
+        if wire == "mindie":
+            layouts = self._processor.mindie_layouts
+            if missing := ", ".join(set(family.kinds) - layouts.keys()):
+                raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
+            wire = MindIEWire(layouts)
+        self._wire = NativeWire() if wire == "native" else wire
+        self._planner = Planner(self._processor, family.__name__, self._wire, caps or MediaCaps())
 
     @classmethod
     def from_pretrained(
         cls,
         path: str | Path | None = None,
         wire: WireName | Wire = "native",
-        arena: Arena | None = None,
         family: str | None = None,
         caps: MediaCaps | None = None,
     ) -> Self:
         """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
 
-        On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
-        on `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
-        MindIE's reads it, and there is no arena. A `Wire` is one that the caller made. `caps`: of its media items.
-        InputError, UnsupportedCheckpoint.
+        On the native wire items lie in an arena of the tokenizer's own, made at the first of them, and removed on
+        `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
+        MindIE's reads it. A `Wire` is one that the caller made, such as `NativeWire(arena)`. `caps`: of its media
+        items. InputError, UnsupportedCheckpoint.
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
-        if wire != "native" and arena is not None:
-            raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
         checkpoint = Checkpoint.open(path)
-        return cls(checkpoint, family_of(checkpoint, family), wire, arena, caps)
+        return cls(checkpoint, family_of(checkpoint, family), wire, caps)
 
     @property
     def has_template(self) -> bool:
@@ -183,7 +154,7 @@ class Tokenizer:
         """The prompt of `items`, one after another."""
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
-        planned = self._plan_all(media_of(items))
+        planned = self._plan(media_of(items))
         spelled = self._spell(planned)
         pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
         ids = self._encode(self._text.render_items(pieces), planned)
@@ -201,7 +172,7 @@ class Tokenizer:
         template_kwargs = template_kwargs or {}
         if options.max_prompt_tokens:
             self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
-        planned = self._plan_all(media_of_messages(messages))
+        planned = self._plan(media_of_messages(messages))
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
         return self._prompt(self._encode(rendered, planned), planned, path_file, options)
 
@@ -234,7 +205,7 @@ class Tokenizer:
         for index in ids:
             if type(index) is not int or not 0 <= index < 2**31:
                 raise TokenOutOfRange(f"{index!r} is no token id")
-        planned = self._plan_all(media)
+        planned = self._plan(media)
         encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
         return self._prompt(encoded, planned, path_file)
 
@@ -254,55 +225,12 @@ class Tokenizer:
     ) -> None:
         self.close()
 
-    def _plan_all(self, media: Sequence[Media]) -> list[_Planned]:
+    def _plan(self, media: Sequence[Media]) -> list[PlannedItem]:
         if self._closed:
             raise InputError("the tokenizer is closed")
-        counts: Counter[Kind] = Counter(item.kind for item in media)
-        for kind in counts:
-            self._processor.placeholder(kind)
-        for kind, limit in self._processor.limits().items():
-            if counts[kind] > limit:
-                raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
-        self._processor.check_kinds(counts.keys())
-        return [self._plan(item, index, counts) for index, item in enumerate(media)]
+        return self._planner.plan(media)
 
-    def _plan(self, media: Media, index: int, counts: Mapping[Kind, int]) -> _Planned:
-        processor, kind = self._processor, media.kind
-        try:
-            self._check_options(media.options)
-            if isinstance(media.source, Embeddings):
-                plan, data = self._plan_embeddings(kind, media.source)
-            else:
-                data = read_source(media)
-                with under(self._caps):
-                    plan = processor.plan(media, data, counts)
-            self._wire.check(plan, kind)
-        except InputError as error:
-            raise type(error)(f"media item {index} ({kind}): {error}") from error
-        spelling = processor.spelling(kind, plan.num_features, plan.grid)
-        return _Planned(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
-
-    def _check_options(self, options: MediaOptions) -> None:
-        for name in ("min_pixels", "max_pixels"):
-            if getattr(options, name) is not None and not self._processor.bounds_pixels:
-                raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
-
-    def _plan_embeddings(self, kind: Kind, source: Embeddings) -> tuple[Plan, Data]:
-        """Features handed in instead of media: stored as they are, and spliced without a tower. InputError."""
-        array = np.ascontiguousarray(source.array)
-        num_features, width = array.shape
-        if width != self._processor.feature_width:
-            raise InputError(f"the embeddings are {width} wide, the model takes {self._processor.feature_width}")
-        if not self._processor.makes(kind, num_features, source.grid):
-            raise InputError(f"the model makes no {kind} of {num_features} features that has the grid {source.grid}")
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays[EMBEDDINGS][...] = array
-
-        spec = ArraySpec(array.shape, str(array.dtype))
-        return Plan(num_features, {EMBEDDINGS: spec}, f"embeddings {spec} {source.grid}", write, source.grid), array
-
-    def _encode(self, rendered: Rendered, planned: Sequence[_Planned]) -> Encoded:
+    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
         if self._markers:
             rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
@@ -311,7 +239,7 @@ class Tokenizer:
     def _prompt(
         self,
         encoded: Encoded,
-        planned: Sequence[_Planned],
+        planned: Sequence[PlannedItem],
         path_file: Path | None,
         options: PromptOptions = _PLAIN,
     ) -> Prompt:
@@ -335,7 +263,7 @@ class Tokenizer:
         kept = planned[len(planned) - len(prompt.spans) :]
         return put_words(prompt, self._preprocess(kept, path_file, options.cache_salt))
 
-    def _preprocess(self, planned: Sequence[_Planned], path_file: Path | None, salt: str) -> list[Sequence[int]]:
+    def _preprocess(self, planned: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
         """The words of each item, now in shared memory; on any failure nothing of them stays there."""
         if not planned:
             return []
@@ -346,14 +274,16 @@ class Tokenizer:
             undo.pop_all()
         return words
 
-    def _store(self, item: _Planned, index: int, path_file: Path | None, salt: str, undo: ExitStack) -> Sequence[int]:
+    def _store(
+        self, item: PlannedItem, index: int, path_file: Path | None, salt: str, undo: ExitStack
+    ) -> Sequence[int]:
         digest = partial(content_digest, item.plan.settings, item.data, salt)
         try:
             return self._wire.store(item.plan, item.shape, digest, path_file, undo)
         except InputError as error:
             raise type(error)(f"media item {index} ({item.shape.kind}): {error}") from error
 
-    def _spell(self, planned: Sequence[_Planned]) -> Iterator[str]:
+    def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
         """How each item stands in a prompt that no template makes."""
         numbers: Counter[Kind] = Counter()
         for item in planned:
@@ -371,7 +301,7 @@ class Tokenizer:
     def _spelled_marker(self, placeholder: Placeholder) -> str:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
-    def _spellings(self, planned: Sequence[_Planned]) -> tuple[list[str], list[str]]:
+    def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
         """The marker of each item that the prompt spells, and the text that takes its place."""
         items = [] if self._processor.inserted else [item.expansion for item in planned]
         markers = [self._marker_of[item.placeholder] for item in items]
@@ -389,22 +319,6 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
     """How many ids both begin with."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
-
-
-def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
-    """Names the content of an item's block: equal sources under equal settings (`Plan.settings`) make equal arrays.
-
-    Under another `salt` equal contents have other names.
-    """
-    digest = salted(salt)
-    digest.update(settings.encode())
-    if isinstance(data, np.ndarray):
-        digest.update(f"\0array {data.dtype} {data.shape}\0".encode())
-        digest.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-    else:
-        digest.update(b"\0bytes\0")
-        digest.update(data)
-    return digest.digest(DIGEST_BYTES)
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

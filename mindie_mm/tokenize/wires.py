@@ -52,7 +52,7 @@ class Wire(ABC):
 class NativeWire(Wire):
     """One block an item: a name word and a shape word; where there is one slot, the name word will do."""
 
-    def __init__(self, arena: Arena | None, preprocessed: Preprocessed | None = None) -> None:
+    def __init__(self, arena: Arena | None = None, preprocessed: Preprocessed | None = None) -> None:
         """Without `arena` it makes one at the first item, to be removed on `close` or when the process ends well.
 
         Where there is no room for it, it reclaims what killed processes left. Its own is replaced should another
