@@ -63,7 +63,7 @@ def command(
     if a row failed: DIR/errors.jsonl says which, and why.
     """
     from mindie_mm.batch.progress import shown
-    from mindie_mm.batch.run import BatchRun
+    from mindie_mm.batch.run import run_batch
     from mindie_mm.batch.settings import Settings
 
     max_errors = _max_errors(on_error)
@@ -81,8 +81,9 @@ def command(
         **given,
     )
     with shown("json" if json_progress else "auto") as show:
-        run = BatchRun(made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address)
-        manifest = run.run()
+        manifest = run_batch(
+            made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address
+        )
     said = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
     if manifest.num_errors:
         failed = "1 row" if manifest.num_errors == 1 else f"{manifest.num_errors} rows"

@@ -14,7 +14,7 @@ import pytest
 
 from mindie_mm.batch.gather import gather
 from mindie_mm.batch.manifest import Manifest
-from mindie_mm.batch.run import BatchRun
+from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.shard import complete_shards
 from mindie_mm.batch.source import chunks
@@ -65,7 +65,7 @@ def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureReques
 
 
 def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:
-    return BatchRun(settings, folder, num_workers=num_workers, **options).run()
+    return run_batch(settings, folder, num_workers=num_workers, **options)
 
 
 def made(settings: Settings, folder: Path) -> Manifest:

@@ -1,0 +1,82 @@
+"""How far a run is: chunks that an earlier one did, rows that failed, and what all of them are of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mindie_mm.batch.messages import Step
+from mindie_mm.batch.progress import Progress, Show
+from mindie_mm.batch.settings import Run
+from mindie_mm.batch.shard import ShardInfo, complete_shards
+from mindie_mm.batch.source import Chunk, Source
+from mindie_mm.errors import TooManyErrors
+
+
+class Tally:
+    """Counts what is done of `run` into `folder`, and shows it."""
+
+    def __init__(self, run: Run, folder: Path, sources: Sequence[Source], max_errors: int | None, show: Show) -> None:
+        """`sources`: the run's. `max_errors`: rows that may fail; None: any number."""
+        self._digest, self._limit = run.digest, run.settings.limit
+        self._folder = folder
+        self._max_errors = max_errors
+        self._show = show
+        sizes = [source.path.stat().st_size for source in sources]
+        each = zip(sizes, sources, strict=True)
+        self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
+        """Of the whole input, a unit of each source's own size."""
+        self.done = self._earlier = Progress()
+
+    def is_done(self, chunk: Chunk) -> bool:
+        """Whether an earlier run did a chunk; counts it then."""
+        shards = complete_shards(self._folder, chunk, self._digest)
+        if shards is None:
+            return False
+        before = self.done
+        self._add_all(chunk, shards)
+        self._earlier += self.done - before
+        return True
+
+    def add_step(self, chunk: Chunk, step: Step) -> Progress:
+        """A row of a chunk is done; what that adds. TooManyErrors."""
+        more = Progress(1, step.error is not None, step.num_bytes, self._share(chunk, 1))
+        self._add(more)
+        if step.error is not None:
+            self._require_few_errors(f"row {step.row}: {step.error}")
+        return more
+
+    def add_shards(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
+        """A chunk is done, these its shards. TooManyErrors."""
+        self._add_all(chunk, shards)
+        self._require_few_errors(f"rows {chunk.first_row} to {chunk.stop_row - 1}")
+
+    def take_back(self, rows: Progress) -> None:
+        """Rows that were added are not done: their worker died before the chunk's end."""
+        self._add(Progress() - rows)
+
+    def end(self) -> None:
+        """All is done, also what of a file is in no row, such as what a tar ends with."""
+        self._show(replace(self.done, share=1.0), self._earlier)
+
+    def _add_all(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
+        for shard in shards:
+            share = self._share(chunk, shard.num_rows)
+            self._add(Progress(shard.num_rows, shard.num_errors, shard.num_bytes, share))
+
+    def _add(self, more: Progress) -> None:
+        self.done += more
+        self._show(self._of_limit(self.done), self._of_limit(self._earlier))
+
+    def _share(self, chunk: Chunk, rows: int) -> float:
+        """Of the whole input, so many rows of a chunk."""
+        return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
+
+    def _of_limit(self, done: Progress) -> Progress:
+        """With what is done of the rows that are taken, where that is more than what is done of the input."""
+        return done if self._limit is None else replace(done, share=max(done.share, done.rows / self._limit))
+
+    def _require_few_errors(self, why: str) -> None:
+        if self._max_errors is not None and self.done.errors > self._max_errors:
+            raise TooManyErrors(f"{why} (rows that failed: {self.done.errors}, the limit is {self._max_errors})")

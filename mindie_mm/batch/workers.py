@@ -1,0 +1,147 @@
+"""A run's worker processes on this machine: each does one chunk after another, and rows at which they die are found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+
+from mindie_mm.batch.messages import Finished, Job, Ready, Report, Steps, death_error
+from mindie_mm.batch.place import Place
+from mindie_mm.batch.progress import Progress
+from mindie_mm.batch.source import Chunk
+from mindie_mm.batch.tally import Tally
+from mindie_mm.errors import ProcessDied, StorageError
+from mindie_mm.ipc import Child, Failure
+
+_log = logging.getLogger(__name__)
+
+_MODULE = "mindie_mm.batch.process"
+TIMINGS_FILE = "timings.jsonl"
+
+
+class Workers:
+    """They do those of `chunks` that no earlier run did, and write to `folder`."""
+
+    def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
+        self._folder = folder
+        self._chunks = chunks
+        self._tally = tally
+        self._suspects = _Suspects()
+        self._set_aside: list[Chunk] = []
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
+
+    async def run(self, num_workers: int | None) -> None:
+        """Until all is done, with so many processes; None: one a core. ProcessDied, StorageError, TooManyErrors."""
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(num_workers or len(os.sched_getaffinity(0))):
+                    workers.create_task(self._worker(self._chunks))
+            # Alone, so that what another worker took cannot be what ends it again.
+            while self._set_aside:
+                again, self._set_aside = self._set_aside, []
+                await self._worker(chain(again, self._chunks), alone=True)
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            for left in self._folder.glob("shard-*.partial"):  # of workers, which have all ended
+                left.unlink(missing_ok=True)
+
+    async def _next(self, every: Iterator[Chunk]) -> Chunk | None:
+        """The next chunk that is not done; None behind the last one."""
+        for chunk in every:
+            if not self._tally.is_done(chunk):
+                return chunk
+            await asyncio.sleep(0)  # many may be done: an interrupt comes through here
+        return None
+
+    async def _worker(self, every: Iterator[Chunk], *, alone: bool = False) -> None:
+        """One process after another, until nothing waits; none where nothing does.
+
+        One that is killed before it is ready is the last: what it took is left to the others. `alone`, ProcessDied.
+        """
+        while (chunk := await self._next(every)) is not None:
+            with Place.create() as place:
+                child = await Child.start(_MODULE, str(self._folder), place.path)
+                try:
+                    if ready := isinstance(await self._report(child), Ready):
+                        while chunk is not None and await self._finish(child, place, chunk):
+                            chunk = await self._next(every)
+                finally:
+                    await child.end()
+            if chunk is not None:
+                self._set_aside.append(chunk)
+            if not ready:
+                how = f"a worker ended with {_ended_with(child.status)} before it was ready"
+                if alone or child.status is None or child.status >= 0:
+                    raise ProcessDied(how)
+                _log.warning("%s: the run goes on with one less", how)
+                return
+
+    async def _report(self, child: Child) -> Report | None:
+        """The worker's next one; None if it died."""
+        try:
+            report: Report = self._decoder.decode(await child.channel.recv())
+        except EOFError:
+            return None
+        if isinstance(report, Failure):
+            raise report.exception()
+        return report
+
+    async def _finish(self, child: Child, place: Place, chunk: Chunk) -> bool:
+        """Has the worker do a chunk; False if it died in the midst of it."""
+        began, done = time.monotonic(), Progress()
+        doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
+        place.put(chunk.first_row)
+        child.channel.send(self._encoder.encode(Job(chunk, doomed)))
+        while isinstance(report := await self._report(child), Steps):
+            for step in report.steps:
+                done += self._tally.add_step(chunk, step)
+        if isinstance(report, Finished):
+            self._write_timing(chunk, time.monotonic() - began, child.pid)
+            return True
+        await child.end()
+        self._tally.take_back(done)
+        self._suspects.blame(place.row, child.status)
+        return False
+
+    def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
+        """Apart from what must be equal from run to run. StorageError."""
+        line = {"first_row": chunk.first_row, "rows": chunk.num_rows, "seconds": round(seconds, 4), "worker": pid}
+        path = self._folder / TIMINGS_FILE
+        try:
+            with path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@dataclass(slots=True)
+class _Suspects:
+    """Rows at which workers died."""
+
+    deaths: dict[int, int] = field(default_factory=dict)
+    """By row."""
+    doomed: dict[int, str] = field(default_factory=dict)
+    """Rows that are not tried again."""
+
+    def blame(self, row: int, status: int | None) -> None:
+        """ProcessDied at a third death: the row was not tried any more."""
+        how = _ended_with(status)
+        _log.warning("a worker ended with %s at row %d", how, row)
+        if row in self.doomed:
+            raise ProcessDied(f"a worker ended with {how} at row {row} again, though that row was left out")
+        self.deaths[row] = self.deaths.get(row, 0) + 1
+        if self.deaths[row] > 1:
+            self.doomed[row] = f"{death_error(how)}, the second time alone"
+
+
+def _ended_with(status: int | None) -> str:
+    return f"signal {-status}" if status is not None and status < 0 else f"status {status}"
