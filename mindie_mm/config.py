@@ -22,6 +22,8 @@ MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
+MAX_SOURCE_BYTES = 512 * MiB
+"""Most bytes of one encoded medium."""
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 TowerParallel = Literal["replicate", "items"]
 

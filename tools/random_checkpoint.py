@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
+
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -74,8 +76,8 @@ def write_checkpoint(out: Path, size: str = "tiny", *, seed: int = 0, max_pixels
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD,
         "processor_class": "Qwen2VLProcessor",
     }
     images = {**pixels, "min_pixels": 3136, "max_pixels": max_pixels, "image_processor_type": "Qwen2VLImageProcessor"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,11 @@ from tokenizers import Tokenizer
 from torch.nn.functional import interpolate
 from transformers import WhisperFeatureExtractor
 
+from mindie_mm.models.qwen2_vl import PixelSettings, smart_resize
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from tools.samples import Sample
 from tools.sounds import make
 from tools.tiny_layout import (
-    CLIP_MEAN,
-    CLIP_STD,
     HOP,
     IMAGE_PIXELS,
     MELS,
@@ -35,27 +34,11 @@ _MEAN = torch.tensor(CLIP_MEAN).view(3, 1, 1) * 255
 _STD = torch.tensor(CLIP_STD).view(3, 1, 1) * 255
 
 
-def smart_resize(height: int, width: int, pixels: tuple[int, int]) -> tuple[int, int]:
-    """Qwen2-VL's target size: sides in multiples of 28, the area within `pixels`."""
-    factor, (smallest, largest) = PATCH * MERGE, pixels
-    new_height = round(height / factor) * factor
-    new_width = round(width / factor) * factor
-    if new_height * new_width > largest:
-        shrink = math.sqrt(height * width / largest)
-        new_height = max(factor, math.floor(height / shrink / factor) * factor)
-        new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < smallest:
-        grow = math.sqrt(smallest / (height * width))
-        new_height = math.ceil(height * grow / factor) * factor
-        new_width = math.ceil(width * grow / factor) * factor
-    return new_height, new_width
-
-
 def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """One picture, or a video's frames, as uint8 patches [t * h * w, 1176] and its grid (t, h, w)."""
     array = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     stack = torch.from_numpy(array).permute(0, 3, 1, 2)  # (F, 3, H, W)
-    size = smart_resize(stack.shape[2], stack.shape[3], pixels)
+    size = smart_resize(stack.shape[2], stack.shape[3], PixelSettings.read({}, "training", *pixels))
     stack = interpolate(stack, size=size, mode="bicubic", antialias=True)
     if missing := -len(stack) % TEMPORAL:
         stack = torch.cat([stack, stack[-1:].expand(missing, -1, -1, -1)])

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from tools.phrasings import QUESTIONS
 from tools.questions import CLIPS, NOUNS, RECORDINGS, plural
 from tools.samples import SYSTEM_PROMPTS
@@ -30,8 +31,6 @@ SPECIAL = (
     "<|AUDIO|>",
 )
 VOCABULARY = 1000
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 PATCH, MERGE, TEMPORAL = 14, 2, 2
 # A little over 112 * 112 and 84 * 112: the resize rounds down, and a side must not fall to 84 where
 # its root is 111.999.

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
+from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError
 from mindie_mm.shm.disk_digest import digest_of as blocks_digest
 
@@ -18,9 +19,6 @@ _log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
-
-
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -102,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"{folder} holds no finished run: there is no {MANIFEST_FILE}") from None
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
-        except _NOT_JSON as error:
+        except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {error}") from None
         if manifest.run.format != FORMAT:
             raise InputError(f"{folder} was written in format {manifest.run.format}; only {FORMAT} is read")

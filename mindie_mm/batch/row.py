@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.batch.source import MEDIA_MARK, SUFFIXES, Files, Record, suffix_of
+from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, SUFFIXES, Files, Record, suffix_of
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import (
     KINDS,
@@ -29,7 +29,6 @@ from mindie_mm.inputs import (
 from mindie_mm.media.source import located
 
 _PROMPTS = ("inputs", "messages")
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 _TEXTS = ("text", "prompt")
 _SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
 _MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
@@ -65,7 +64,7 @@ def row_id(record: Record) -> str | None:
     try:
         named = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
         return _id(named.id)
-    except (*_NOT_JSON, RecursionError, InputError):
+    except (*NOT_JSON, RecursionError, InputError):
         return None
 
 
@@ -246,7 +245,7 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT) -> A
 def _decoded(text: str | bytes, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except _NOT_JSON as error:
+    except NOT_JSON as error:
         raise InputError(f"{what} is not JSON: {error}") from None
 
 

@@ -12,8 +12,8 @@ from blake3 import blake3
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
-from mindie_mm.batch.source import Source, open_source
-from mindie_mm.config import MediaCaps
+from mindie_mm.batch.source import NOT_JSON, Source, open_source
+from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
@@ -21,7 +21,6 @@ FORMAT = 2
 """Of the output; another number is another layout."""
 RUN_FILE = "run.json"
 
-MiB = 2**20
 MAX_SHARD_BYTES = 2**40
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
@@ -140,7 +139,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         if file.is_file():
             try:
                 earlier = msgspec.json.decode(file.read_bytes(), type=Run)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 raise InputError(f"{file} is not a run of this version: {error}") from None
             if differing := _differences(earlier, self):
                 raise InputError(f"{folder} holds another run: {'; '.join(differing)}. Name another folder")

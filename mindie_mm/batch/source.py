@@ -19,17 +19,18 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind
 
 MEDIA_MARK = "{media}"
 """Where a prompt template has the media."""
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are no JSON, or another type's."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 _MOST_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
-_MOST_FILE_BYTES = (1 << 29) + 1
-"""One more than a medium may have, so that it fails for its size."""
 _NAMED: Mapping[Kind, str] = {
     "image": ".jpg .jpeg .png .webp .bmp .gif .tif .tiff",
     "video": ".mp4 .mkv .webm .mov .avi .m4v .wmv .flv .ts",
@@ -132,7 +133,7 @@ def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
         return text
     try:
         values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (*NOT_JSON, RecursionError):
         return text
     return msgspec.json.encode({name: value for name, value in values.items() if name in columns})
 
@@ -260,7 +261,7 @@ class Tar(Source):
                         yield Files(key, files)
                     key, files = name, {}
                 file.seek(member.offset_data)
-                data = file.read(min(member.size, _MOST_FILE_BYTES))
+                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # so that it fails for its size
                 files[member.name] = _chosen(data, self.columns) if suffix_of(member.name) == ".json" else data
         if files:
             yield Files(key, files)

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import msgspec
 
 from mindie_mm.batch.files import replacing
+from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError
 
@@ -42,7 +43,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             earlier = msgspec.json.decode(file.read_bytes(), type=Origin)
         except FileNotFoundError:
             raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             raise InputError(f"{file} is not what an earlier call left: {error}") from None
         before, now = msgspec.structs.asdict(earlier), msgspec.structs.asdict(self)
         before |= msgspec.structs.asdict(before.pop("sampling"))
@@ -83,7 +84,7 @@ def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
             break
         try:
             answer = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (*NOT_JSON, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("row") != rows:
             raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")

@@ -9,10 +9,7 @@ from typing import Any
 import click
 
 from mindie_mm.cli.settings import configured, settings
-from mindie_mm.config import MediaCaps
-
-STDIN = "-"
-MiB = 2**20
+from mindie_mm.config import MediaCaps, MiB
 
 
 @click.command("tokenize")
@@ -62,6 +59,7 @@ def command(
     standard input. A row is a List[Dict], an object with inputs or messages, or one with text and media. Exits with 1
     if a row failed: DIR/errors.jsonl says which, and why.
     """
+    from mindie_mm.batch.gather import STDIN
     from mindie_mm.batch.progress import shown
     from mindie_mm.batch.run import run_batch
     from mindie_mm.batch.settings import Settings

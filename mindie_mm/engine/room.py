@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mindie_mm.config import EngineConfig, MiB
 from mindie_mm.device import Device, kind_of, upload
@@ -23,6 +22,7 @@ from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.runner import PROMPT_ROWS
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
@@ -31,7 +31,6 @@ from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
 
 _log = logging.getLogger(__name__)
 
-Data = bytes | NDArray[Any]
 _PARTS = (1024, 256, 64, 16, 4, 1)
 """One part in so many of the worst case is tried, one after another."""
 _ADVICE = (
@@ -163,16 +162,7 @@ class _WorstCase:
         size = block_size(spec, self._config)
         num_blocks = -(-stop // size)
         # All layers have one layer's pages: what they hold does not matter, and more may not be there.
-        layer = PagedCache.allocate(
-            num_layers=1,
-            num_blocks=num_blocks,
-            block_size=size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            value_head_dim=spec.value_head_dim or spec.head_dim,
-            dtype=spec.dtype,
-            device=spec.device,
-        )
+        layer = model.allocate_cache(num_blocks, size, num_layers=1)
         cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
         groups = torch.zeros(stop, dtype=torch.int64) if model.has_groups else None

@@ -14,14 +14,12 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import pybase64
 
+from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.media.audio import Samples
 from mindie_mm.media.file_url import file_url_path
 from mindie_mm.media.image import Data, Pixels, pil_to_rgb
-
-MAX_SOURCE_BYTES = 512 * 2**20
-"""Most bytes of one encoded source."""
 
 FETCH_TIMEOUT_S = 30.0
 """Longest that fetching a URL may take."""

@@ -254,11 +254,11 @@ class Model(MediaModel):
         )
         return list(logits.split([len(ids) for ids in plain]))
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> PagedCache:
-        """A KV cache of `num_blocks` blocks of `block_size` tokens on the model's device."""
+    def allocate_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedCache:
+        """A KV cache of `num_blocks` blocks of `block_size` tokens on the model's device; of all layers, if None."""
         spec = self.spec
         return PagedCache.allocate(
-            num_layers=spec.num_layers,
+            num_layers=num_layers or spec.num_layers,
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=spec.num_kv_heads,
