@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -80,7 +81,18 @@ class Fields(BaseModel):
             raise PydanticCustomError("not_served", said, {"name": name, "others": others})
         return given
 
-    def settings(self, **made: Any) -> SamplingParams:
+
+class Settings(Fields):
+    """Fields that say how to answer."""
+
+    timings: bool | None = None
+    """Ours: say where the request's time went, in the answer's `timings`, or in the `details` of MindIE's forms."""
+
+    @abstractmethod
+    def sampling_params(self) -> SamplingParams:
+        """As the engine takes them; InputError for what contradicts itself or is not served."""
+
+    def params(self, **made: Any) -> SamplingParams:
         """Those that are given here under the sampler's own names, with those of `made` in their place.
 
         What is absent or null keeps its default.

@@ -8,19 +8,17 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from mindie_mm import faults
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.call import Call
-from service.choices import Choice, Clock, media_spans, usage
-from service.json_response import JSONResponse
+from service.choices import Choice, media_spans, usage
+from service.incoming import Form, IncomingDep
 from service.openai_types import ChatBody
-from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, ServiceDep
+from service.sse import STREAMED
 from service.token_text import chat_logprobs
 
 router = APIRouter()
@@ -30,25 +28,16 @@ _ROLE = {"role": "assistant", "content": ""}
 
 
 @router.post("/v1/chat/completions", responses=STREAMED)
-async def chat_completions(
-    body: ChatBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
-) -> Response:
+async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answers a chat, with images and videos in it; streamed on request."""
-    service.check_model(body.model)
-    params = body.chat_sampling_params().check(service.worker.engine.info.vocab_size)
-    call = Call(service, params, body.n or 1, f"chatcmpl-{request_id}", Clock(arrived), timed=bool(body.timings))
-    chat = _Chat(call, body, int(time.time()))
-    if body.stream:
-        return EventStream(chat.events, service.admission)
-    async with service.admission.admit(request.receive):
-        return JSONResponse(await chat.answer())
+    call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
+    return await incoming.answered(_Chat(call, body, int(time.time())), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat:
+class _Chat(Form):
     """One chat request."""
 
-    call: Call
     body: ChatBody
     created: int
 
@@ -63,7 +52,6 @@ class _Chat:
         return self.call.service.worker.limited(request, self.call.params)
 
     async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
         async with self.call.prompts([await self.request()]) as (source,):
             choices = await self.call.choices([source])
         faults.point("answered")

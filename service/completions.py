@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from mindie_mm.engine.messages import TokenLogprob
@@ -16,46 +16,27 @@ from mindie_mm.engine.retry import PromptSource
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.call import Call
-from service.choices import Choice, Clock, usage
-from service.json_response import JSONResponse
+from service.choices import Choice, usage
+from service.incoming import Form, IncomingDep
 from service.line import prompt_of_ids
 from service.openai_types import MAX_CHOICES, CompletionBody
-from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, ServiceDep
+from service.sse import STREAMED
 from service.token_text import TextOffsets, completion_logprobs
 
 router = APIRouter()
 
 
 @router.post("/v1/completions", responses=STREAMED)
-async def completions(
-    body: CompletionBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
-) -> Response:
+async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Continues texts or token ids; streamed on request."""
-    service.check_model(body.model)
-    params = body.completion_sampling_params().check(service.worker.engine.info.vocab_size)
-    call = Call(
-        service,
-        params,
-        body.n or 1,
-        f"cmpl-{request_id}",
-        Clock(arrived),
-        timed=bool(body.timings),
-        prompt_alone=body.max_tokens == 0,
-    )
-    completion = _Completion(call, body, int(time.time()))
-    if body.stream:
-        return EventStream(completion.events, service.admission)
-    async with service.admission.admit(request.receive):
-        return JSONResponse(await completion.answer())
+    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, prompt_alone=body.max_tokens == 0)
+    return await incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
-class _Completion:
+class _Completion(Form):
     """One completion request."""
 
-    call: Call
     body: CompletionBody
     created: int
 
@@ -81,7 +62,6 @@ class _Completion:
             yield sources
 
     async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
         async with self.sources() as sources:
             choices = await self.call.choices(sources)
         prompts = [source.prompt for source in sources]

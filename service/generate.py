@@ -8,19 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.call import Call
-from service.choices import Clock
+from service.incoming import Form, Incoming, IncomingDep
 from service.infer import InferParameters, InputsBody, details
-from service.json_response import JSONResponse
-from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, Service, ServiceDep
+from service.sse import STREAMED
 
 router = APIRouter()
 
@@ -47,41 +44,35 @@ class GenerateBody(InputsBody):
 
 
 @router.post("/generate")
-async def generate_text(
-    body: GenerateBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
-) -> Response:
+async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos, in one piece."""
-    generation = _generation(body, service, request_id, arrived)
-    async with service.admission.admit(request.receive, generation.parameters.timeout):
-        return JSONResponse(await generation.answer())
+    generation = _generation(body, incoming)
+    return await incoming.answered(generation, timeout_s=generation.parameters.timeout)
 
 
 @router.post("/generate_stream", response_class=Response, responses=STREAMED)
-async def generate_stream(body: GenerateBody, service: ServiceDep, request_id: RequestId, arrived: Arrived) -> Response:
+async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers the same in events, one a step."""
-    generation = _generation(body, service, request_id, arrived)
+    generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
         raise InputError("decoder_input_details is true, which a stream does not take")
-    return EventStream(generation.events, service.admission, last=b"", timeout_s=generation.parameters.timeout)
+    return await incoming.answered(generation, stream=True, last=b"", timeout_s=generation.parameters.timeout)
 
 
-def _generation(body: GenerateBody, service: Service, request_id: str, arrived: float) -> _Generate:
-    service.check_model(body.model)
+def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
+    call = incoming.call(body.model, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
         raise InputError(f"adapter_id is {parameters.adapter_id!r}; no adapters are served")
     if parameters.return_full_text and not isinstance(body.inputs, str):
         raise InputError("return_full_text is true, which needs inputs to be a text")
-    params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    call = Call(service, params, 1, request_id, Clock(arrived), timed=bool(parameters.timings))
     return _Generate(call, body, parameters)
 
 
 @dataclass(frozen=True, slots=True)
-class _Generate:
+class _Generate(Form):
     """One request."""
 
-    call: Call
     body: GenerateBody
     parameters: GenerateParameters
 
@@ -94,7 +85,6 @@ class _Generate:
         return msgspec.structs.replace(request, options=options)
 
     async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
         async with self.call.prompts([self.request()]) as (source,):
             (choice,) = await self.call.choices([source])
             plain_ids: list[int] = source.prompt.plain_ids.tolist()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from secrets import randbits
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
@@ -18,13 +18,11 @@ from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.body import INT32_MAX, Array, Body, Fields, MaxTokens, NotServed, RepetitionPenalty, Stop, TopP
+from service.body import INT32_MAX, Array, Body, MaxTokens, NotServed, RepetitionPenalty, Settings, Stop, TopP
 from service.call import Call
-from service.choices import Clock
-from service.json_response import JSONResponse
+from service.incoming import Form, IncomingDep
 from service.openai_types import NOT_SERVED
-from service.sse import STREAMED, EventStream
-from service.state import Arrived, RequestId, ServiceDep
+from service.sse import STREAMED
 
 router = APIRouter()
 
@@ -32,7 +30,7 @@ DEFAULT_NEW_TOKENS = 20
 _SEED_BITS = 63
 
 
-class InferParameters(Fields):
+class InferParameters(Settings):
     """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are taken and do nothing, as in MindIE."""
 
     not_served: ClassVar[NotServed] = {
@@ -55,8 +53,6 @@ class InferParameters(Fields):
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
     """Seconds."""
-    timings: bool | None = None
-    """Ours: say where the request's time went, in the details."""
 
     @property
     def draws(self) -> bool:
@@ -66,8 +62,7 @@ class InferParameters(Fields):
         return self.do_sample
 
     def sampling_params(self) -> SamplingParams:
-        """As the engine takes them."""
-        return self.settings(
+        return self.params(
             max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
             temperature=self.temperature if self.draws else 0.0,
             # the answer names the seed, whoever chose it
@@ -100,26 +95,17 @@ class InferBody(InputsBody):
 
 
 @router.post("/infer", responses=STREAMED)
-async def infer(
-    body: InferBody, request: Request, service: ServiceDep, request_id: RequestId, arrived: Arrived
-) -> Response:
+async def infer(body: InferBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos; streamed on request."""
-    service.check_model(body.model)
     parameters = body.parameters or InferParameters()
-    params = parameters.sampling_params().check(service.worker.engine.info.vocab_size)
-    call = Call(service, params, 1, request_id, Clock(arrived), timed=bool(parameters.timings))
-    inference = _Infer(call, body, parameters)
-    if body.stream:
-        return EventStream(inference.events, service.admission, last=b"", timeout_s=parameters.timeout)
-    async with service.admission.admit(request.receive, parameters.timeout):
-        return JSONResponse(await inference.answer())
+    inference = _Infer(incoming.call(body.model, parameters), body, parameters)
+    return await incoming.answered(inference, stream=body.stream, last=b"", timeout_s=parameters.timeout)
 
 
 @dataclass(frozen=True, slots=True)
-class _Infer:
+class _Infer(Form):
     """One request."""
 
-    call: Call
     body: InferBody
     parameters: InferParameters
 
@@ -127,7 +113,6 @@ class _Infer:
         return self.call.service.worker.limited(self.body.request(), self.call.params)
 
     async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
         async with self.call.prompts([self.request()]) as sources:
             (choice,) = await self.call.choices(sources)
         answer: dict[str, Any] = {"generated_text": choice.text}

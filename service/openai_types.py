@@ -22,6 +22,7 @@ from service.body import (
     NotServed,
     Penalty,
     RepetitionPenalty,
+    Settings,
     Stop,
     TopP,
     must_be,
@@ -112,7 +113,7 @@ _HOLD_SCHEMAS = {"anyOf", "oneOf", "items", "prefixItems", "additionalProperties
 _HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, Settings):
     """What chat and text completions share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -139,8 +140,6 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[Array[int], AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
-    timings: bool | None = None
-    """Say where the request's time went, in the answer's `timings`."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     """Caches are shared with requests of the same one alone; None: with all that have none."""
     user: str | None = None
@@ -166,19 +165,16 @@ class GenerationBody(Body):
         """Whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling_params(self, **changes: Any) -> SamplingParams:
-        """The settings given here, under `changes`; what is absent or null keeps its default.
-
-        InputError for what is not served.
-        """
+    def params(self, **made: Any) -> SamplingParams:
+        """As `Settings.params`; InputError for what is not served."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; it is not served")
-        made = {
+        own = {
             "top_k": None if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
             "json_schema": self.response_format.schema_text() if self.response_format else None,
         }
-        return self.settings(**(made | changes))
+        return super().params(**(own | made))
 
 
 class ChatBody(GenerationBody):
@@ -203,15 +199,14 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     """Handed to the chat template, where it has one."""
 
-    def chat_sampling_params(self) -> SamplingParams:
-        """The sampling settings; InputError for what contradicts itself or is not served."""
+    def sampling_params(self) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InputError(
                 f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one"
             )
         if self.top_logprobs and not self.logprobs:
             raise InputError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
-        return self.sampling_params(
+        return self.params(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
@@ -247,11 +242,11 @@ class CompletionBody(GenerationBody):
         ids = [item for item in self.prompt if isinstance(item, int)]
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
-    def completion_sampling_params(self) -> SamplingParams:
-        """The sampling settings; InputError for what is not served. Of 0 tokens one is drawn, to be left out."""
+    def sampling_params(self) -> SamplingParams:
+        """As `Settings.sampling_params`; of 0 tokens one is drawn, to be left out."""
         if self.max_tokens == 0 and not self.echo:
             raise InputError("max_tokens is 0, which needs echo to be true")
-        return self.sampling_params(
+        return self.params(
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1),
             prompt_logprobs=self.logprobs if self.echo else None,
         )

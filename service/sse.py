@@ -40,9 +40,8 @@ class EventStream(Response):
         self,
         events: Callable[[], AsyncGenerator[dict[str, Any]]],
         admission: Admission,
-        *,
-        last: bytes = DONE,
-        timeout_s: float | None = None,
+        last: bytes,
+        timeout_s: float | None,
     ) -> None:
         # nginx would gather events into lumps.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

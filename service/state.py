@@ -51,19 +51,4 @@ async def _service(request: Request) -> Service:
     return service
 
 
-async def _arrived(request: Request) -> float:
-    arrived = request.state.arrived
-    assert isinstance(arrived, float)
-    return arrived
-
-
-async def _request_id(request: Request) -> str:
-    request_id = request.state.request_id
-    assert isinstance(request_id, str)
-    return request_id
-
-
 ServiceDep = Annotated[Service, Depends(_service)]
-RequestId = Annotated[str, Depends(_request_id)]
-Arrived = Annotated[float, Depends(_arrived)]
-"""When the request's head came, on the clock of time.perf_counter."""

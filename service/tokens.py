@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from mindie_mm.errors import InputError
@@ -12,11 +12,11 @@ from mindie_mm.inputs import template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
 from service.body import Array, Body, NotServed
-from service.choices import Clock
+from service.incoming import IncomingDep
 from service.json_response import JSONResponse
 from service.line import prompt_of_ids, prompts
 from service.openai_types import NOT_SERVED
-from service.state import Arrived, ServiceDep
+from service.state import ServiceDep
 
 router = APIRouter()
 
@@ -48,8 +48,9 @@ class DetokenizeBody(Body):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, arrived: Arrived) -> Response:
+async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
+    service = incoming.service
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
@@ -65,7 +66,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceDep, ar
         ),
         options=PromptOptions(service.worker.engine.info.max_model_len),
     )
-    async with service.admission.admit(request.receive), prompts(service, [wanted], Clock(arrived)) as (source,):
+    async with service.admission.admit(incoming.receive), prompts(service, [wanted], incoming.clock) as (source,):
         ids: list[int] = source.prompt.plain_ids.tolist()
     answer: dict[str, Any] = {
         "count": len(ids),

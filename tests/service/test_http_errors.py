@@ -252,6 +252,15 @@ def test_another_model(client: openai.OpenAI) -> None:
     assert "'gpt-5'" in caught.value.message
 
 
+def test_no_route_answers_for_another_model(http: Any) -> None:
+    """Whatever form its body has; what is no field of it is passed over."""
+    routes = [path for path, asked in http.get("/openapi.json").json()["paths"].items() if "post" in asked]
+    assert len(routes) > 6
+    body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}
+    for route in routes:
+        assert check(http.post(route, json=body), 404)["param"] == "model", route
+
+
 def test_unknown_routes_and_methods(http: Any) -> None:
     check(http.get("/v1/nothing"), 404)
     check(http.get(CHAT), 405)

@@ -39,10 +39,10 @@ def test_every_setting_is_given_here() -> None:
 
 def test_chat_and_completions() -> None:
     expected = SamplingParams(**GIVEN | MADE)
-    assert ChatBody(messages=[], **GIVEN).chat_sampling_params() == expected
-    assert CompletionBody(prompt="x", **GIVEN).completion_sampling_params() == expected
+    assert ChatBody(messages=[], **GIVEN).sampling_params() == expected
+    assert CompletionBody(prompt="x", **GIVEN).sampling_params() == expected
     nothing = dict.fromkeys(GIVEN)
-    assert ChatBody(messages=[], **nothing).chat_sampling_params() == SamplingParams()
+    assert ChatBody(messages=[], **nothing).sampling_params() == SamplingParams()
 
 
 def test_infer() -> None:
@@ -55,5 +55,5 @@ def test_infer() -> None:
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a"], ("a",)), ([], ()), (None, ())])
 def test_stop_strings_come_alone_or_in_a_list(stop: Any, strings: tuple[str, ...]) -> None:
-    assert ChatBody(messages=[], stop=stop).chat_sampling_params().stop == strings
+    assert ChatBody(messages=[], stop=stop).sampling_params().stop == strings
     assert InferParameters(stop=stop).sampling_params().stop == strings

@@ -1,0 +1,69 @@
+"""A request that asks the model for something, from its route to its answer: the steps that no route may leave out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from service.body import Settings
+from service.call import Call
+from service.choices import Clock
+from service.json_response import JSONResponse
+from service.sse import DONE, EventStream
+from service.state import Service, ServiceDep
+
+
+@dataclass(frozen=True, slots=True)
+class Form(ABC):
+    """One request, answered in the form of its route."""
+
+    call: Call
+
+    @abstractmethod
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The same, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came in."""
+
+    service: Service
+    id: str
+    clock: Clock
+    receive: Receive
+
+    def call(
+        self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1, prompt_alone: bool = False
+    ) -> Call:
+        """Its use of the service; `prefix` stands before the answer's id. ModelNotFound, InputError."""
+        self.service.check_model(model)
+        params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)
+        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), prompt_alone)
+
+    async def answered(
+        self, form: Form, *, stream: bool | None = False, last: bytes = DONE, timeout_s: float | None = None
+    ) -> Response:
+        """The answer of `form`, in events with `last` behind them, or whole. Errors as `Admission.admit`."""
+        admission = self.service.admission
+        if stream:
+            return EventStream(form.events, admission, last, timeout_s)
+        async with admission.admit(self.receive, timeout_s):
+            return JSONResponse(await form.answer())
+
+
+async def _incoming(request: Request, service: ServiceDep) -> Incoming:
+    return Incoming(service, request.state.request_id, Clock(request.state.arrived), request.receive)
+
+
+IncomingDep = Annotated[Incoming, Depends(_incoming)]
