@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -165,6 +166,23 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def with_paths(items: Sequence[Item], paths: Iterator[Path]) -> list[dict[str, Any]]:
+    """The `List[Dict]` that is parsed to `items`, but each medium has the next of `paths` for its source."""
+    return [_with_path(item, paths) for item in items]
+
+
+def messages_with_paths(messages: Sequence[Message], paths: Iterator[Path]) -> list[dict[str, Any]]:
+    """The chat messages that are parsed to `messages`, likewise."""
+    return [
+        {
+            **message.extra,
+            "role": message.role,
+            "content": with_paths(message.content, paths) if isinstance(message.content, tuple) else message.content,
+        }
+        for message in messages
+    ]
+
+
 def template_variables(
     given: Mapping[str, Any] | None,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -208,6 +226,13 @@ def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
         stop = match.end()
     items.append(Text(_require_unicode(prompt[stop:], "the prompt")))
     return [item for item in items if item != Text("")]
+
+
+def _with_path(item: Item, paths: Iterator[Path]) -> dict[str, Any]:
+    if isinstance(item, Text):
+        return {"text": item.text}
+    options = {name: value for name, value in asdict(item.options).items() if value is not None}
+    return {item.kind: str(next(paths)), **options}
 
 
 def _parse_message(message: Mapping[str, Any], where: str) -> Message:

@@ -15,14 +15,24 @@ import numpy as np
 from mindie_mm import faults
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.errors import InputError, TokenOutOfRange
-from mindie_mm.inputs import Media, from_webui_prompt, media_of, media_of_messages, parse_inputs, parse_messages
+from mindie_mm.inputs import (
+    Media,
+    from_webui_prompt,
+    media_of,
+    media_of_messages,
+    messages_with_paths,
+    parse_inputs,
+    parse_messages,
+    with_paths,
+)
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 from service import tracing
 from service.choices import Clock
-from service.media import gather, messages_with_paths, room_to_spool, with_paths
+from service.spending import room_to_spool
 from service.state import Service
+from service.tasks import gather
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Path]], TokenizeRequest]]
 """The media of a request, and what makes it one whose media are files."""

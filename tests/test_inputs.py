@@ -1,10 +1,20 @@
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Media, MediaOptions, Message, Text, parse_inputs, parse_messages
+from mindie_mm.inputs import (
+    Media,
+    MediaOptions,
+    Message,
+    Text,
+    messages_with_paths,
+    parse_inputs,
+    parse_messages,
+    with_paths,
+)
 from tests.media_samples import photograph
 
 
@@ -42,6 +52,21 @@ def test_items_keep_their_order():
 )
 def test_spellings_of_one_image(part):
     assert parse_inputs([part]) == [Media("image", "a.jpg", MediaOptions(max_pixels=9, detail="low"))]
+
+
+def test_with_other_sources_they_mean_the_same():
+    """Every option that is there: some exclude others, so that three items share them."""
+    options = (
+        MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
+        MediaOptions(fps=0.5),
+        MediaOptions(sampling_rate=8000),
+    )
+    assert all(any(getattr(one, name) is not None for one in options) for name in MediaOptions.__slots__)
+    media = [Media(kind, "/a", one) for kind, one in zip(("video", "video", "audio"), options, strict=True)]
+    items = [Text("x"), *media, Media("image", "/a")]
+    assert parse_inputs(with_paths(items, repeat(Path("/a")))) == items
+    messages = [Message("user", tuple(items), {"name": "n"}), Message("assistant", None), Message("tool", "y")]
+    assert parse_messages(messages_with_paths(messages, repeat(Path("/a")))) == messages
 
 
 def test_arguments_of_a_tool_call_are_an_object():

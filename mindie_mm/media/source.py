@@ -9,17 +9,15 @@ from dataclasses import replace
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
-import pybase64
 
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.media.audio import Samples
-from mindie_mm.media.file_url import file_url_path
 from mindie_mm.media.image import Data, Pixels, pil_to_rgb
+from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 
 FETCH_TIMEOUT_S = 30.0
 """Longest that fetching a URL may take."""
@@ -48,7 +46,7 @@ def source_path(media: Media) -> Path | None:
     scheme = _scheme(media.source)
     if scheme == "file":
         return Path(file_url_path(media.source))
-    if scheme or (_decode_base64(media.source) is not None and not _is_file(media.source)):
+    if scheme or (_bare_base64(media.source) is not None and not _is_file(media.source)):
         return None
     return Path(media.source)
 
@@ -66,37 +64,24 @@ def located(media: Media, folder: Path) -> Media:
         path = Path(file_url_path(source))
     elif scheme:
         return media
-    elif (data := _decode_base64(source)) is not None and not _is_file(folder / source):
+    elif (data := _bare_base64(source)) is not None and not _is_file(folder / source):
         return replace(media, source=data)
     else:
         path = Path(source)
     return media if path.is_absolute() else replace(media, source=os.fspath(folder / path))
 
 
-def _decode_data_url(url: str) -> bytes:
-    """The payload of a `data:` URL, base64 checked strictly. MediaError, LimitExceeded."""
-    head, comma, payload = url.partition(",")
-    if not comma:
-        raise MediaError("a data: URL has no comma before its data")
-    if not head.lower().endswith(";base64"):
-        return _capped(unquote_to_bytes(payload))
-    if len(payload) * 3 // 4 > MAX_SOURCE_BYTES + 3:
-        raise LimitExceeded(f"a data: URL holds about {len(payload) * 3 // 4} bytes; the limit is {MAX_SOURCE_BYTES}")
-    try:
-        return _capped(pybase64.b64decode(payload, validate=True))
-    except ValueError:
-        raise MediaError("a data: URL does not hold valid base64") from None
-
-
 def _read_text(source: str) -> bytes:
     scheme = _scheme(source)
     if scheme == "data":
-        return _decode_data_url(source)
+        start = base64_start(source)
+        _check_size(base64_size(source, start))
+        return _capped(decode_base64(source, start))
     if scheme in {"http", "https"}:
         return _fetch(source)
     if scheme == "file":
         return _read_file(Path(file_url_path(source)))
-    if (data := _decode_base64(source)) is not None and not _is_file(source):
+    if (data := _bare_base64(source)) is not None and not _is_file(source):
         return _capped(data)
     return _read_file(Path(source))
 
@@ -145,8 +130,8 @@ def _samples(source: Any) -> Samples:
 
 def _scheme(source: str) -> str:
     """data, file, http or https; empty for everything else, which is a path."""
-    scheme = source[:8].partition(":")[0].lower()
-    return scheme if scheme in {"data", "file", "http", "https"} and ":" in source[:8] else ""
+    scheme = scheme_of(source)
+    return scheme if scheme in {"data", "file", "http", "https"} else ""
 
 
 def _is_file(path: str | Path) -> bool:
@@ -156,19 +141,23 @@ def _is_file(path: str | Path) -> bool:
         return False
 
 
-def _decode_base64(text: str) -> bytes | None:
+def _bare_base64(text: str) -> bytes | None:
     """The bytes of bare base64 (as MindIE's clients send); None for text that is none, or too short to tell."""
     if len(text) < _MIN_BASE64_CHARS:
         return None
     try:
-        return pybase64.b64decode(text, validate=True)
-    except ValueError:
+        return decode_base64(text)
+    except MediaError:
         return None
 
 
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise LimitExceeded(f"the source has {num_bytes} bytes; the limit is {MAX_SOURCE_BYTES}")
+
+
 def _capped(data: bytes) -> bytes:
-    if len(data) > MAX_SOURCE_BYTES:
-        raise LimitExceeded(f"the source has {len(data)} bytes; the limit is {MAX_SOURCE_BYTES}")
+    _check_size(len(data))
     if not data:
         raise MediaError("the source is empty")
     return data

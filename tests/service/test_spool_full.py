@@ -19,7 +19,8 @@ from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError, SharedMemoryError, SpoolFull
 from mindie_mm.inputs import Media
 from mindie_mm.shm import request_directory
-from service.media import MediaPolicy, room_to_spool
+from service.media import MediaPolicy
+from service.spending import room_to_spool
 from tests.service.conftest import SETTINGS, TINY
 from tools.demo import picture
 from tools.serving import running_service

@@ -63,7 +63,7 @@ async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch:
         return decode(*args, **kwargs)
 
     decode = pybase64.b64decode
-    monkeypatch.setattr("service.media.pybase64.b64decode", noted)
+    monkeypatch.setattr("pybase64.b64decode", noted)
     await MediaPolicy(ServiceConfig()).spool([Media("image", "data:;base64,AAAA")], tmp_path)
     assert threads
     assert threading.get_ident() not in threads

@@ -1,0 +1,63 @@
+"""Media sources written as text: URLs' schemes, the paths of `file:` URLs, base64 in `data:` URLs and bare.
+
+Apart from the decoders, which a service's own process never loads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote_to_bytes, urlsplit
+
+import pybase64
+
+from mindie_mm.errors import LimitExceeded, MediaError
+
+MAX_URL_LENGTH = len("file://localhost") + 3 * 4096
+"""Characters: of a path as long as the system takes, with each byte written as %XX."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # base64 that goes on without end is not searched for more
+_MAX_DATA_HEAD = 256
+"""Characters of a data: URL in front of its data."""
+
+
+def scheme_of(source: str) -> str:
+    """A URL's scheme in small letters, whether it is known or not; empty for what is no URL."""
+    return found[1].lower() if (found := _SCHEME.match(source)) else ""
+
+
+def file_url_path(url: str) -> str:
+    """The path that a `file:` URL names. MediaError for another machine's; LimitExceeded for one that is too long."""
+    if len(url) > MAX_URL_LENGTH:
+        raise LimitExceeded(f"a file: URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+    try:
+        parts = urlsplit(url)
+        path = os.fsdecode(unquote_to_bytes(parts.path))
+    except ValueError:
+        raise MediaError("a file: URL that is not valid") from None
+    if (host := parts.netloc) not in {"", "localhost"}:
+        raise MediaError(f"a file: URL with a host, {host[:100]!r}: files are of this machine")
+    return path
+
+
+def base64_start(url: str) -> int:
+    """Where the base64 of a `data:` URL begins. MediaError for one of another form."""
+    stop = url.find(",", 0, _MAX_DATA_HEAD)
+    if not url[: max(0, stop)].lower().endswith(";base64"):
+        raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
+    return stop + 1
+
+
+def base64_size(text: str, start: int) -> int:
+    """How many bytes the base64 from `start` on holds, if it is valid."""
+    return (len(text) - start) // 4 * 3 - text.count("=", max(start, len(text) - 2))
+
+
+def decode_base64(text: str, start: int = 0) -> bytes:
+    """The bytes of the base64 from `start` on. MediaError unless it is strictly so."""
+    try:
+        return pybase64.b64decode(text[start:], validate=True)
+    except ValueError as error:
+        if start:
+            raise MediaError("a data: URL whose base64 is not valid: white space, or padding (=) left out?") from error
+        raise MediaError("neither a path, a URL nor valid base64") from error
