@@ -70,13 +70,16 @@ def unlink_same(path: Path, descriptor: int) -> bool:
 def lock_of_the_dead(descriptor: int) -> bool:
     """Takes the lock of a file that no living process holds a LifeLock on; False if one does.
 
-    Whoever asks `is_locked` holds a lock too, for microseconds: one refusal is not the owner's yet.
+    Whoever asks `is_locked` holds a shared lock meanwhile, which is waited for, a second at most: it may sleep.
     """
-    for pause_s in (0.0, 0.0005, 0.002):
-        time.sleep(pause_s)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
+        if is_locked(descriptor):
+            return False
+        time.sleep(0.0005)
     return False
 
 

@@ -192,15 +192,15 @@ def matroska_track(number: int, codec: bytes, *more: bytes, kind: int = 1) -> by
     return element("ae", named, element("86", codec), size, *more)
 
 
-def matroska(tracks: bytes, blocks: Sequence[tuple[int, bytes]]) -> bytes:
-    """Blocks by track number, each in a cluster of its own, a millisecond apart."""
+def matroska(tracks: bytes, blocks: Sequence[tuple[int, bytes]], more: bytes = b"") -> bytes:
+    """Blocks by track number, each in a cluster of its own, a millisecond apart; `more` are elements before them."""
     head = element("1a45dfa3", element("4282", b"matroska"))
     info = element("1549a966", element("2ad7b1", (10**6).to_bytes(3)))
     clusters = (
         element("1f43b675", element("e7", at.to_bytes(3)), element("a3", bytes([0x80 | number, 0, 0, 0x80]), data))
         for at, (number, data) in enumerate(blocks)
     )
-    return head + element("18538067", info, element("1654ae6b", tracks), *clusters)
+    return head + element("18538067", info, element("1654ae6b", tracks), more, *clusters)
 
 
 def vp8(num_frames: int = 3) -> list[bytes]:

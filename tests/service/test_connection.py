@@ -302,8 +302,11 @@ async def test_an_upgrade_is_not_served(
 
 
 @pytest.mark.parametrize("offered", OFFERED.values(), ids=OFFERED)
-async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(address: tuple[str, int], offered: bytes) -> None:
+async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(
+    address: tuple[str, int], offered: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever its packets end."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 30)  # a hundred and more at once
     body = b"" if offered.startswith(b"GET") else b"hi"
     sent = offered + NEXT.replace(b"b: c", b"Connection: close")
 

@@ -261,7 +261,7 @@ def test_a_data_set_is_no_dead_request_whatever_its_mode(tmp_path: Path) -> None
 
 
 def test_looking_at_what_is_dead_does_not_make_it_live(tmp_path: Path) -> None:
-    """A survey holds a lock for microseconds; a collector that meets it asks again."""
+    """A survey holds a lock, mostly for microseconds; a collector that meets it asks again."""
     path = tmp_path / "file"
     path.touch()
     stop = threading.Event()
@@ -280,6 +280,12 @@ def test_looking_at_what_is_dead_does_not_make_it_live(tmp_path: Path) -> None:
     finally:
         stop.set()
         thread.join()
+    with path.open("rb") as looking, path.open("rb") as file:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        scheduled_again = threading.Timer(0.1, looking.close)
+        scheduled_again.start()
+        assert lock_of_the_dead(file.fileno())
+        scheduled_again.join()
     with path.open("rb") as owner, path.open("rb") as file:
         fcntl.flock(owner, fcntl.LOCK_EX)
         assert not lock_of_the_dead(file.fileno())
