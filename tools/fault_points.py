@@ -28,7 +28,7 @@ def _points(role: str, names: str) -> tuple[Point, ...]:
 POINTS = (
     *_points(
         "tokenizer",
-        "received planned before-ledger after-ledger allocated mid-fill filled published before-reply after-reply",
+        "received planned before-record after-record allocated mid-fill filled published before-reply after-reply",
     ),
     Point("tokenizer", "starting", "lose tokenizer"),
     Point("tokenizer", "arena-made", "lose tokenizer"),

@@ -3,7 +3,7 @@
 What is read       source (files of rows, cut into chunks), row (one record to one prompt)
 What is made       shard (a table beside a file of blocks), manifest (the settings, and in the end the counts)
 Who does it        run (settings to a manifest), tally (what is done of it), workers and on_ray (processes here, actors
-                   there, and their deaths), process (a worker), place (where it is), stage (one chunk to its shards)
+                   there, and their deaths), process (a worker), cursor (where it is), stage (one chunk to its shards)
 Who sees it        progress, dataset, sheet (the pictures of a row)
 """
 

@@ -1,7 +1,7 @@
-"""A worker process of a run, started with FOLDER and PLACE: it reads the run there, and does one chunk after another.
+"""A worker process of a run, started with FOLDER and CURSOR: it reads the run there, and does one chunk after another.
 
 What it has done it tells now and then: to wake the run for each row takes a fiftieth of a picture's time. Which row it
-is at stands in its place.
+is at stands in its cursor.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.messages import Finished, Job, Ready, Report, Step, Steps
-from mindie_mm.batch.place import Place
 from mindie_mm.batch.settings import RUN_FILE, Run
 from mindie_mm.batch.stage import Stage
 from mindie_mm.errors import MindieMMError
@@ -22,17 +22,17 @@ from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 _PAUSE_S = 0.1
 
 
-def main(channel: ChildChannel, lifeline: Lifeline, folder: str, place_path: str) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: str) -> None:
     """Does jobs until the channel closes."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
         run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
-        place = Place.open(place_path)
+        cursor = RowCursor.open(cursor_path)
         stage = Stage(run, Path(folder))
         channel.send(encoder.encode(Ready()))
         while True:
             job = decoder.decode(channel.recv())
-            for report in _reports(stage, place, job):
+            for report in _reports(stage, cursor, job):
                 channel.send(encoder.encode(report))
     except EOFError:
         return
@@ -40,7 +40,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, place_path: str
         channel.send(encoder.encode(Failure.of(error)))
 
 
-def _reports(stage: Stage, place: Place, job: Job) -> Iterator[Report]:
+def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
     """What is told of a job: an error at once, all else after a pause."""
     steps, told = list[Step](), time.monotonic()
     for report in stage.run(job.chunk, job.doomed):
@@ -48,7 +48,7 @@ def _reports(stage: Stage, place: Place, job: Job) -> Iterator[Report]:
             yield Steps(steps)
             yield report
             return
-        place.put(min(report.row + 1, job.chunk.stop_row - 1))
+        cursor.move_to(min(report.row + 1, job.chunk.stop_row - 1))
         steps.append(report)
         if report.error is not None or time.monotonic() - told > _PAUSE_S:
             yield Steps(steps)

@@ -40,7 +40,7 @@ _EXACT = 2**53
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
 """Keys of JSON whose values go to the chat template as they are: there a null may mean something."""
 
-_Place = Callable[[Media], Media]
+_Locate = Callable[[Media], Media]
 """Gives a medium with its file's path, or bytes, in place of what the row calls it."""
 
 
@@ -112,7 +112,7 @@ def parse(record: Record, folder: Path, template: str) -> Row:
         raise InputError("the row is nested too deeply") from None
 
 
-def _from_object(record: Any, place: _Place) -> Row:
+def _from_object(record: Any, locate: _Locate) -> Row:
     if isinstance(record, list):
         record = {"inputs": record}
     if not isinstance(record, Mapping):
@@ -129,13 +129,13 @@ def _from_object(record: Any, place: _Place) -> Row:
         )
     variables = _variables(record)
     if flat:
-        return Row(_placed(parse_inputs(_flat_items(record)), place), **variables)
+        return Row(_located(parse_inputs(_flat_items(record)), locate), **variables)
     prompt = record[given[0]]
     if isinstance(prompt, str):
         prompt = _decoded(prompt, f"the row's {given[0]}")
     if given[0] == "inputs":
-        return Row(_placed(parse_inputs(prompt), place), **variables)
-    return Row(messages=[_placed_message(message, place) for message in parse_messages(prompt)], **variables)
+        return Row(_located(parse_inputs(prompt), locate), **variables)
+    return Row(messages=[_located_message(message, locate) for message in parse_messages(prompt)], **variables)
 
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
@@ -148,7 +148,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         described = _without_nulls(_decoded(own, f"{record.key}.json"))
         # A text alone is the prompt round the row's media, if it has any.
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
-            return _from_object(described, partial(_placed_file, files=record.files, folder=folder))
+            return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if not media:
         raise MediaError(f"{record.key} has no medium among {sorted({*map(suffix_of, record.files)})}")
     before, _, after = (_own_text(record, described) or template or _text_file(record)).rpartition(MEDIA_MARK)
@@ -177,7 +177,7 @@ def _text_file(record: Files) -> str:
         raise InputError(f"{record.key}.txt is not UTF-8") from None
 
 
-def _placed_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
+def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
     """`media` with the bytes of the file of its row that it names, with that one's folder or without it."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
@@ -249,9 +249,11 @@ def _decoded(text: str | bytes, what: str) -> Any:
         raise InputError(f"{what} is not JSON: {error}") from None
 
 
-def _placed_message(message: Message, place: _Place) -> Message:
-    return replace(message, content=_placed(message.content, place)) if isinstance(message.content, tuple) else message
+def _located_message(message: Message, locate: _Locate) -> Message:
+    return (
+        replace(message, content=_located(message.content, locate)) if isinstance(message.content, tuple) else message
+    )
 
 
-def _placed(items: Sequence[Item], place: _Place) -> tuple[Item, ...]:
-    return tuple(place(item) if isinstance(item, Media) else item for item in items)
+def _located(items: Sequence[Item], locate: _Locate) -> tuple[Item, ...]:
+    return tuple(locate(item) if isinstance(item, Media) else item for item in items)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.messages import Finished, Job, Ready, Report, Steps, death_error
-from mindie_mm.batch.place import Place
 from mindie_mm.batch.progress import Progress
 from mindie_mm.batch.source import Chunk
 from mindie_mm.batch.tally import Tally
@@ -68,11 +68,11 @@ class Workers:
         One that is killed before it is ready is the last: what it took is left to the others. `alone`, ProcessDied.
         """
         while (chunk := await self._next(every)) is not None:
-            with Place.create() as place:
-                child = await Child.start(_MODULE, str(self._folder), place.path)
+            with RowCursor.create() as cursor:
+                child = await Child.start(_MODULE, str(self._folder), cursor.path)
                 try:
                     if ready := isinstance(await self._report(child), Ready):
-                        while chunk is not None and await self._finish(child, place, chunk):
+                        while chunk is not None and await self._finish(child, cursor, chunk):
                             chunk = await self._next(every)
                 finally:
                     await child.end()
@@ -95,11 +95,11 @@ class Workers:
             raise report.exception()
         return report
 
-    async def _finish(self, child: Child, place: Place, chunk: Chunk) -> bool:
+    async def _finish(self, child: Child, cursor: RowCursor, chunk: Chunk) -> bool:
         """Has the worker do a chunk; False if it died in the midst of it."""
         began, done = time.monotonic(), Progress()
         doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
-        place.put(chunk.first_row)
+        cursor.move_to(chunk.first_row)
         child.channel.send(self._encoder.encode(Job(chunk, doomed)))
         while isinstance(report := await self._report(child), Steps):
             for step in report.steps:
@@ -109,7 +109,7 @@ class Workers:
             return True
         await child.end()
         self._tally.take_back(done)
-        self._suspects.blame(place.row, child.status)
+        self._suspects.blame(cursor.row, child.status)
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:

@@ -11,10 +11,10 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.block_pool import BlockPool
+from mindie_mm.engine.memory_profile import block_size, context_length, useful_blocks
 from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.prefix import share
 from mindie_mm.engine.ranks import ALONE, Ranks
-from mindie_mm.engine.room import block_size, context_length, useful_blocks
 from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
@@ -59,12 +59,12 @@ class Engine(BaseEngine):
     def _sequence(self, message: Add) -> Sequence:
         params = message.params.check(self._model.spec.vocab_size)
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
-        room = min(self._max_model_len, self._capacity_tokens) - len(ids)
-        if room < max(params.max_tokens or 1, 1) or len(ids) == 0:
+        left_tokens = min(self._max_model_len, self._capacity_tokens) - len(ids)
+        if left_tokens < max(params.max_tokens or 1, 1) or len(ids) == 0:
             said = (
                 f"{len(ids)} prompt tokens and {params.max_tokens or 1} to generate do not fit; a prompt has at least 1"
             )
-            raise ContextLengthExceeded.of(room + len(ids), said)
+            raise ContextLengthExceeded.of(left_tokens + len(ids), said)
         items = self._read(self._model, ids)
         sequence = Sequence(
             request_id=message.request_id,
@@ -74,7 +74,7 @@ class Engine(BaseEngine):
             items=items,
             prompt_positions=self._model.positions(len(ids), items),
             groups=self._model.attention_groups(len(ids), items),
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            max_tokens=left_tokens if params.max_tokens is None else params.max_tokens,
             generator=generator_of(params),
             asked_s=message.asked_s,
         )

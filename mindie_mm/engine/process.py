@@ -14,9 +14,9 @@ from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
+from mindie_mm.engine.memory_profile import kv_cache_bytes
 from mindie_mm.engine.messages import Abort, Add, Mount, Progress, Ready, Start, Stepped, ToEngine, Unmount
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
-from mindie_mm.engine.room import kv_cache_bytes
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
@@ -126,9 +126,9 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
-    room = ranks.together(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
+    kv_bytes = ranks.together(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
     if isinstance(model, Seq2SeqModel):
-        return Seq2SeqEngine(model, config, room)
-    engine = Engine(model, config, ranks.least(room), ranks)
+        return Seq2SeqEngine(model, config, kv_bytes)
+    engine = Engine(model, config, ranks.least(kv_bytes), ranks)
     engine.grammars = Grammars(load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
     return engine

@@ -18,8 +18,8 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.memory_profile import context_length, useful_bytes
 from mindie_mm.engine.messages import Add, Progress, Ready
-from mindie_mm.engine.room import context_length, useful_bytes
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
@@ -33,21 +33,21 @@ _log = logging.getLogger(__name__)
 
 
 class Seq2SeqScheduler(BaseScheduler):
-    """As many as the room holds."""
+    """Takes as many sequences as `kv_bytes` hold."""
 
     def __init__(
-        self, model: Seq2SeqModel, config: EngineConfig, encoder_cache: EncoderCache, limits: TowerLimits, room: int
+        self, model: Seq2SeqModel, config: EngineConfig, encoder_cache: EncoderCache, limits: TowerLimits, kv_bytes: int
     ) -> None:
-        """`room` are bytes."""
+        """`kv_bytes`: of the keys and values of all sequences."""
         super().__init__(config, encoder_cache, limits)
-        self.room = room
+        self.kv_bytes = kv_bytes
         self._used = 0  # bytes set aside for the sequences that run
         self._prompt_token_bytes = model.prompt_token_bytes
         self._output_token_bytes = model.spec.kv_token_bytes
 
     @property
     def usage(self) -> float:
-        return self._used / self.room
+        return self._used / self.kv_bytes
 
     def schedule(self) -> list[Scheduled]:
         """Every running sequence's next token, and the prompts of those that start."""
@@ -60,7 +60,7 @@ class Seq2SeqScheduler(BaseScheduler):
             first = tokens == self._config.max_num_batched_tokens
             items = [item for item in sequence.items if item not in self._encoder_cache]
             fits = sequence.num_prompt <= tokens and tower.num_fitting(items) == len(items)
-            if self._used + num_bytes > self.room or not (first or fits):
+            if self._used + num_bytes > self.kv_bytes or not (first or fits):
                 break
             for item in items:
                 tower.take(item)
@@ -79,8 +79,8 @@ class Seq2SeqScheduler(BaseScheduler):
         self._used -= self.num_bytes(sequence.num_prompt, sequence.max_tokens)
 
     def longest_output(self, num_prompt: int) -> int:
-        """Most tokens of an answer that the room holds beside a prompt; below 1 where the prompt is too long."""
-        return (self.room - num_prompt * self._prompt_token_bytes) // self._output_token_bytes
+        """Most tokens of an answer that the bytes hold beside a prompt; below 1 where the prompt is too long."""
+        return (self.kv_bytes - num_prompt * self._prompt_token_bytes) // self._output_token_bytes
 
 
 class Seq2SeqEngine(BaseEngine):
@@ -89,12 +89,12 @@ class Seq2SeqEngine(BaseEngine):
     _scheduler: Seq2SeqScheduler
 
     def __init__(self, model: Seq2SeqModel, config: EngineConfig, kv_cache_bytes: int = GiB) -> None:
-        """`kv_cache_bytes` is the room for all sequences where the configuration leaves it open."""
+        """`kv_cache_bytes` is for all sequences where the configuration leaves it open."""
         super().__init__(model, config)
         self._model = model
         self._max_len = context_length(model.spec, config)
-        room = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
-        self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, room)
+        kv_bytes = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
+        self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, kv_bytes)
         self._decodings: dict[Sequence, Decoding] = {}
 
     @property
@@ -104,8 +104,8 @@ class Seq2SeqEngine(BaseEngine):
             max_model_len=self._max_len,
             max_output_len=self._max_len,
             device=str(self._spec.device),
-            kv_cache_tokens=self._scheduler.room // self._model.prompt_token_bytes,
-            kv_cache_bytes=self._scheduler.room,
+            kv_cache_tokens=self._scheduler.kv_bytes // self._model.prompt_token_bytes,
+            kv_cache_bytes=self._scheduler.kv_bytes,
             kv_block_size=1,
         )
 

@@ -152,17 +152,17 @@ class Worker:
             await self._schemas.check(params.json_schema)
 
     def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
-        """`request` with the room that the context leaves beside what `params` ask for, and with their salt.
+        """`request` with the tokens that the context leaves a prompt beside what `params` ask for, and with their salt.
 
         ContextLengthExceeded.
         """
         info, wanted = self.engine.info, params.max_tokens or 1
-        room = info.max_model_len - wanted
+        left_tokens = info.max_model_len - wanted
         if info.max_output_len is not None:
-            room = info.max_model_len if wanted <= info.max_output_len else 0
-        if room < 1:
+            left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
+        if left_tokens < 1:
             raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
-        options = PromptOptions(room, self.config.truncate, params.cache_salt)
+        options = PromptOptions(left_tokens, self.config.truncate, params.cache_salt)
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:

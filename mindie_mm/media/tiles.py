@@ -9,11 +9,11 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.image import Pixels, Resample, resize
 from mindie_mm.media.preprocess import pad
 
-Canvas = tuple[int, int]
+CanvasSize = tuple[int, int]
 """Height and width in pixels, whole numbers of tiles."""
 
 
-def best_canvas(height: int, width: int, canvases: Sequence[Canvas]) -> Canvas:
+def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
     """Of `canvases` the one on which most pixels of a picture are left, and of such the smallest.
 
     LimitExceeded for a picture of which none are left on any: a line.
@@ -30,7 +30,7 @@ def best_canvas(height: int, width: int, canvases: Sequence[Canvas]) -> Canvas:
     return best
 
 
-def fit(height: int, width: int, canvas: Canvas) -> tuple[int, int]:
+def fit(height: int, width: int, canvas: CanvasSize) -> tuple[int, int]:
     """Height and width that a picture has on `canvas`, its proportions kept."""
     by_width, by_height = canvas[1] / width, canvas[0] / height
     if by_width < by_height:
@@ -73,7 +73,7 @@ def cut(rgb: Pixels, tiles: Pixels) -> None:
         tiles[row * columns : (row + 1) * columns] = strip.swapaxes(0, 1)
 
 
-def write_canvas(rgb: Pixels, canvas: Canvas, tiles: Pixels, resample: Resample) -> None:
+def write_canvas(rgb: Pixels, canvas: CanvasSize, tiles: Pixels, resample: Resample) -> None:
     """The picture as it is resized to one tile, then the tiles of `canvas`, in whose middle it stands.
 
     Into `tiles`, uint8 [1 + tiles of the canvas, tile, tile, 3].
@@ -85,4 +85,4 @@ def write_canvas(rgb: Pixels, canvas: Canvas, tiles: Pixels, resample: Resample)
     cut(pad(fitted, *canvas), tiles[1:])
 
 
-__all__ = ["Canvas", "best_canvas", "closest_grid", "cut", "fit", "without_padding", "write_canvas"]
+__all__ = ["CanvasSize", "best_canvas", "closest_grid", "cut", "fit", "without_padding", "write_canvas"]

@@ -71,11 +71,11 @@ class Staging:
 
     def _registered_memory(self, view: ItemView, name: str, array: Tensor) -> Tensor | None:
         """The array `name`, as `array`, in memory that the driver reads by itself; None where it is in none."""
-        place = view.place(name) if isinstance(view, View) else None
-        pages = self._pages(place[0]) if place is not None else None
-        if place is None or pages is None or not array.numel():
+        found = view.file_offset(name) if isinstance(view, View) else None
+        pages = self._pages(found[0]) if found is not None else None
+        if found is None or pages is None or not array.numel():
             return None
-        flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=place[1])
+        flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=found[1])
         return flat.view(array.shape)
 
     def _pages(self, arena: MappedArena) -> mmap.mmap | None:

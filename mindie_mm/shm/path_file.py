@@ -77,7 +77,7 @@ def _append(path_file: bytes, line: bytes) -> None:
     name = os.fsdecode(path_file)
     try:
         descriptor = os.open(path_file, _APPEND, 0o600)
-        faults.point("before-ledger")
+        faults.point("before-record")
         try:
             if (size := _require_own(name, descriptor)) > _FULL_BYTES:
                 raise LimitExceeded(f"path file {name} has {size} bytes, {_FULL_BYTES} are full: release and remove it")
@@ -86,7 +86,7 @@ def _append(path_file: bytes, line: bytes) -> None:
             os.close(descriptor)
     except OSError as error:
         raise SharedMemoryError(f"path file {name} cannot be written: {error.strerror}") from error
-    faults.point("after-ledger")
+    faults.point("after-record")
     if written != len(line):
         raise SharedMemoryError(f"path file {name}: {written} of {len(line)} bytes were written")
 

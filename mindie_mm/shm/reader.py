@@ -39,7 +39,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         array: np.ndarray[Any, Any] = ndarray()(spec.shape, spec.dtype, self._buffer, self._base + offset)
         return array
 
-    def place(self, name: str) -> tuple[MappedArena, int] | None:
+    def file_offset(self, name: str) -> tuple[MappedArena, int] | None:
         """The arena, and where in its file the array lies; None where it lies there in pieces."""
         if self._buffer is not self._arena.map:
             return None

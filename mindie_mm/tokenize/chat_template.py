@@ -17,15 +17,16 @@ from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 _REMEMBERED = 256
 """Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""
 _REMEMBERED_BYTES = 4096
-_PASSING = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
-"""What makes a template give something else the next time, unless it hides that: `map('ran' ~ 'dom')` is not found."""
+_VOLATILE = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
+"""Names of the time and of chance: prompts of a template that has one are not kept. One put together at run time, such
+as `map('ran' ~ 'dom')`, is not found."""
 _RESERVED_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"sanitize_control_tokens", "conversations", "self"}
 )
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
-"""Variables, and keys of messages, that are served where a template names them: elsewhere they would be lost."""
+"""Variables, and keys of messages, that are refused unless the template names them: it would leave them out."""
 _PROBE = "a text"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
 _ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
@@ -52,7 +53,7 @@ class ChatTemplate:
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
         self._lost_roles = [role for role, tried in _TRIED.items() if self._loses(tried)]
-        self._is_lasting = not _PASSING.search(source)
+        self._is_deterministic = not _VOLATILE.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
             lambda conversation, opens: self._rendered(msgspec.json.decode(conversation), opens, {})
         )
@@ -65,7 +66,7 @@ class ChatTemplate:
             raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
         self._check_placed(template_kwargs)
         conversation = [self._turn(message) for message in messages]
-        if self._is_lasting and not template_kwargs and not any(message.extra for message in messages):
+        if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
             if len(key) <= _REMEMBERED_BYTES:
                 return self._remembered(key, bool(add_generation_prompt))

@@ -12,7 +12,7 @@ from mindie_mm.config import EngineConfig, GiB, MiB
 from mindie_mm.device import host_memory
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.room import _WorstCase, block_size, kv_cache_bytes, useful_blocks
+from mindie_mm.engine.memory_profile import _WorstCase, block_size, kv_cache_bytes, useful_blocks
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import family_named, load_model

@@ -10,11 +10,11 @@ from mindie_mm.errors import StorageError
 _BYTES = 8
 
 
-class Place:
+class RowCursor:
     """One number that a run and its worker share. A context manager."""
 
     def __init__(self, descriptor: int) -> None:
-        """For `create` and `open`; the place owns `descriptor`."""
+        """For `create` and `open`; the cursor owns `descriptor`."""
         self._descriptor = descriptor
 
     @classmethod
@@ -37,11 +37,11 @@ class Place:
 
     @property
     def row(self) -> int:
-        """What was put there last."""
+        """The one that it was moved to last."""
         return int.from_bytes(os.pread(self._descriptor, _BYTES, 0), "little")
 
-    def put(self, row: int) -> None:
-        """That row is begun."""
+    def move_to(self, row: int) -> None:
+        """Says that the row is begun."""
         os.pwrite(self._descriptor, row.to_bytes(_BYTES, "little"), 0)
 
     def __enter__(self) -> Self:
