@@ -137,7 +137,7 @@ def _open_files(_: WorkerConfig) -> Finding:
 
 
 def _spool(config: ServiceConfig) -> Finding:
-    """Of one that is not there yet, whether it can be made; it is not made here."""
+    """Whether the spool can be written to, or made where it is not there yet; it is not made here."""
     spool = (config.spool or default_spool()).absolute()
     advice = "--spool: a folder of the service's user, that nobody else may write"
     try:

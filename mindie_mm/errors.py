@@ -54,7 +54,7 @@ class ContextLengthExceeded(LimitExceeded):
 
     @classmethod
     def of(cls, max_model_len: int, said: str) -> Self:
-        """In the words of vLLM and OpenAI, by which clients know it."""
+        """The error in the words of vLLM and OpenAI, by which clients know it."""
         return cls(f"This model's maximum context length is {max_model_len} tokens; {said}")
 
 

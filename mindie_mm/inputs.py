@@ -127,7 +127,7 @@ _TEXTS = ("text", "refusal")
 """Keys of a text; the second is OpenAI's, in an assistant's earlier turns."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
-"""What clients tell other servers' caches, and is passed over: here an item is known by its content."""
+"""Keys for other servers' caches, which are passed over: here an item is known by its content."""
 _DETAILS = ("auto", "low", "high", "original")
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 """Values of a field that are as good as none."""

@@ -44,7 +44,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
     """An error on its way to another process."""
 
     name: str
-    """Of the nearest class that mindie_mm.errors defines."""
+    """Name of the error's nearest class that mindie_mm.errors defines."""
     message: str
 
     @classmethod

@@ -36,7 +36,7 @@ class Restarts:
 
     @classmethod
     def of(cls, starters: Iterable[Starter]) -> Restarts:
-        """Those of all `starters` together."""
+        """The sums over all `starters`."""
         counts = [(starter.restarts, starter.failures) for starter in starters]
         return cls(sum(started for started, _ in counts), sum(failed for _, failed in counts))
 

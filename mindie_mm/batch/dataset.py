@@ -22,7 +22,7 @@ from mindie_mm.tokenize.prompt import Span
 
 _OPEN_ARENAS = 8
 _TABLE_BYTES = 128 << 20
-"""Of tables that are kept: to read one takes far longer than to take a row out of it."""
+"""Bytes of tables that are kept: to read one takes far longer than to take a row out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Sample:
     spans: Sequence[Span]
     """The slots of each media item."""
     arrays: Sequence[Mapping[str, NDArray[Any]]]
-    """Of each media item, by name: read-only, over the file's own pages."""
+    """Each media item's arrays, by name: read-only, over the file's own pages."""
     error: str | None = None
     """Why there are no ids."""
 

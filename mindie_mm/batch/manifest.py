@@ -55,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Of blocks."""
+    """Bytes of blocks."""
     shards: list[Shard]
 
     @classmethod
@@ -136,7 +136,7 @@ def drop_changed(folder: Path, run: Run) -> None:
 
 
 def _shards(folder: Path, run: str) -> list[Shard]:
-    """From the first row on, each where the one before it stops, as far as they are of the run of that digest."""
+    """The run's shards from the first row on, each where the one before it stops; `run` is its digest."""
     found: list[Shard] = []
     row = 0
     while (path := table_path(folder, row)).is_file():

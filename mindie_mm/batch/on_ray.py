@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
 _DEATHS = 2
-"""Of actors at one row, after which it is not tried again."""
+"""Deaths of actors at one row, after which it is not tried again."""
 _MOST_BLOCKS = 10_000
-"""Of Ray's: more chunks than that share them, since its driver keeps something of each."""
+"""Most of Ray's blocks: more chunks than that share them, since its driver keeps something of each block."""
 _PIECE_BYTES = 1 << 24
-"""Of a gathered input, in memory at a time."""
+"""Bytes of a gathered input that are in memory at a time."""
 
 
 def shards(
@@ -153,7 +153,7 @@ class _Mark(msgspec.Struct, frozen=True):
     """How far a chunk is."""
 
     call: str
-    """Of `shards`: where an earlier one was stopped, no row is to blame."""
+    """Which call of `shards` wrote the mark: where an earlier one was stopped, no row is to blame."""
     deaths: dict[int, int]
     """How often a row was begun and not ended, by row."""
 
@@ -166,7 +166,7 @@ class _Mark(msgspec.Struct, frozen=True):
 
 
 def _deaths(file: Path, call: str) -> dict[int, int]:
-    """Those of the mark in `file`. StorageError."""
+    """Deaths by row, as the mark in `file` has them; none if another call wrote it. StorageError."""
     try:
         mark = msgspec.json.decode(file.read_bytes(), type=_Mark)
     except (FileNotFoundError, msgspec.DecodeError):

@@ -25,9 +25,9 @@ class Progress:
     rows: int = 0
     errors: int = 0
     num_bytes: int = 0
-    """Of blocks."""
+    """Bytes of blocks."""
     share: float = 0.0
-    """Of the input, 0 to 1, by bytes of its files, or of the rows that are taken."""
+    """Share of the input, 0 to 1, by bytes of its files, or of the rows that are taken."""
 
     def __add__(self, other: Progress) -> Progress:
         return Progress(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -45,7 +45,7 @@ class Show(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a progress means, so long after the start."""
+    """How fast a run goes on."""
 
     rows_per_s: float
     megabytes_per_s: float
@@ -54,7 +54,7 @@ class Rates:
 
     @classmethod
     def of(cls, done: Progress, earlier: Progress, elapsed_s: float) -> Rates:
-        """Of this run alone: what an earlier one did took none of its time."""
+        """The rates of this run alone: what an earlier one did took none of its time."""
         own, elapsed_s = done - earlier, max(elapsed_s, 1e-9)
         eta_s = elapsed_s * max(0.0, 1 - done.share) / own.share if own.share > 0 else None
         return cls(own.rows / elapsed_s, own.num_bytes / elapsed_s / 1e6, eta_s)

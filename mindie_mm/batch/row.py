@@ -198,7 +198,7 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What else of a `Row` the record has, as the service takes it of a chat's body. InputError."""
+    """The record's other fields of a `Row`, as the service takes them of a chat's body. InputError."""
     if refused := refused_fields(record, _NOT_SERVED):
         raise InputError(f"the row has {refused[0]}, which is not served")
     if _VARIABLES.isdisjoint(record):

@@ -18,7 +18,7 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
 FORMAT = 2
-"""Of the output; another number is another layout."""
+"""Number of the output's layout; what has another one is not read."""
 RUN_FILE = "run.json"
 
 MAX_SHARD_BYTES = 2**40
@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shard_bytes: int = 256 * MiB
     """A shard ends with the row that brings its blocks to so many bytes."""
     shard_rows: int = 128
-    """And with that many rows. What one process does at a time, and does again if it dies."""
+    """A shard has at most so many rows: what one process does at a time, and does again if it dies."""
     media: MediaCaps = MediaCaps()
     """What is above them is an error of its row; `max_decode_bytes` is left to the system."""
 
@@ -102,7 +102,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     settings: Settings
     model_digest: str
-    """Of the checkpoint's files that tokenising reads."""
+    """Digest of the checkpoint's files that tokenising reads."""
     input_digests: tuple[str, ...]
     """`Source.fingerprint` of each file of rows; media that rows name are not read for it."""
 
@@ -176,7 +176,7 @@ def _differences(earlier: Run, now: Run) -> list[str]:
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
-    """Of the files that tokenising reads; what is no file, as a link that leads nowhere, is not there.
+    """Digest of the files that tokenising reads; what is no file, as a link that leads nowhere, is not there.
 
     UnsupportedCheckpoint for one that cannot be read.
     """

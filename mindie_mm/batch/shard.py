@@ -61,7 +61,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Of the blocks, in whole pages."""
+    """Bytes of the blocks, in whole pages."""
     arena_digest: str
     """`DiskArena.digest` of the file of blocks."""
 

@@ -51,7 +51,7 @@ class Files:
 
     key: str
     files: dict[str, bytes]
-    """By name, in order."""
+    """Contents by name, in the tar's order."""
 
     def own(self, suffix: str) -> bytes | None:
         """The file that is called as the row is: of `3.json` and `3.meta.json` the first."""
@@ -85,7 +85,7 @@ class Source(ABC):
     """A file of rows."""
 
     def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
-        """Of its objects it gives these `columns` alone; none: all."""
+        """`columns`: the only ones that its rows are read with; none: all."""
         self.path = path
         self.columns = columns
 

@@ -26,7 +26,7 @@ class Tally:
         sizes = [source.path.stat().st_size for source in sources]
         each = zip(sizes, sources, strict=True)
         self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
-        """Of the whole input, a unit of each source's own size."""
+        """Share of the whole input that a unit of each source's own size is."""
         self.done = self._earlier = Progress()
 
     def is_done(self, chunk: Chunk) -> bool:
@@ -70,7 +70,7 @@ class Tally:
         self._show(self._of_limit(self.done), self._of_limit(self._earlier))
 
     def _share(self, chunk: Chunk, rows: int) -> float:
-        """Of the whole input, so many rows of a chunk."""
+        """Share of the whole input that so many rows of a chunk are."""
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _of_limit(self, done: Progress) -> Progress:

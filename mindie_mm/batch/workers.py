@@ -28,7 +28,7 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class Workers:
-    """They do those of `chunks` that no earlier run did, and write to `folder`."""
+    """Processes that do those of `chunks` that no earlier run did, and write to `folder`."""
 
     def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
         self._folder = folder
@@ -128,7 +128,7 @@ class _Suspects:
     """Rows at which workers died."""
 
     deaths: dict[int, int] = field(default_factory=dict)
-    """By row."""
+    """How many, by row."""
     doomed: dict[int, str] = field(default_factory=dict)
     """Rows that are not tried again."""
 

@@ -130,9 +130,9 @@ class _Asked:
 
     record: ShardRow
     number: int
-    """Of its shard's arena."""
+    """Number under which its shard's arena is mounted."""
     mount: ExitStack | None
-    """Its shard's, which ends with it."""
+    """Closed behind the row's answer: its shard's arena, where the row is the shard's last."""
     task: asyncio.Task[None] = field(init=False)
     answer: Line | None = None
     failure: MindieMMError | None = None

@@ -90,7 +90,7 @@ def states(arena: ArenaInfo) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """In the largest binary unit that leaves at least 1."""
+    """`num_bytes` in the largest binary unit that leaves at least 1."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -98,7 +98,7 @@ def size(num_bytes: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """In the largest unit of which there are at least 2."""
+    """`seconds` in the largest unit of which there are at least 2."""
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
         if abs(seconds) >= 2 * factor:
             return f"{seconds / factor:.0f} {unit}"
@@ -106,5 +106,5 @@ def age(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: a path may hold any byte."""
+    """`text` with what a terminal would obey written out: a path may hold any byte."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

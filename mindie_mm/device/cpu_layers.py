@@ -20,7 +20,7 @@ class QuickGELU(nn.Module):
     """As transformers', with one new tensor instead of three."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """Of any shape."""
+        """`values` may have any shape."""
         return torch.mul(values, 1.702).sigmoid_().mul_(values)
 
 

@@ -59,7 +59,7 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 
 
 class Kernels:
-    """Of a device that has none: attention is nn/'s own."""
+    """A device's fused operators. This base has none: attention is then nn/'s, in plain torch."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Whether `attend` takes queries [heads, T, head_dim] over pages [blocks, block_size, kv_heads, head_dim]."""

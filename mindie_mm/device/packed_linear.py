@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 _LEAST_ELEMENTS = 2**17
-"""Of a weight; with fewer, the call costs more than it saves where few rows go in, as in decoding."""
+"""A weight of fewer elements is not packed: the call costs more than it saves where few rows go in, as in decoding."""
 
 _TRIAL = (1536, 256, 1024)
 """Rows, width and outputs of the product that is tried; a small tower's."""

@@ -239,7 +239,7 @@ class BaseEngine(ABC):
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
-    """By how many of the likeliest tokens they ask for, the rows that ask for log-probabilities."""
+    """The rows that ask for log-probabilities, by how many of the likeliest tokens they ask for."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         if (num_top := sequence.params.logprobs) is not None:

@@ -94,7 +94,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     error: Failure | None = None
     """What ended it; nothing follows."""
     timings: Timings | None = None
-    """With each token: up to it."""
+    """Times up to this step's token, told with each."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -107,7 +107,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     kv_cache_tokens: int
     """Tokens that the KV cache holds."""
     kv_cache_bytes: int
-    """What they take, of each rank."""
+    """Bytes that the KV cache takes, of each rank."""
     kv_block_size: int
     """Tokens in one of its blocks."""
     max_output_len: int | None = None

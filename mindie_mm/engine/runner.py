@@ -34,7 +34,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Of the rows that a step asks for; no other row goes through the head."""
+    """Logits of the rows that a step asks for; no other row goes through the head."""
 
     sampled: Tensor
     """float32 [sequences that draw a token, vocabulary], in the step's order."""

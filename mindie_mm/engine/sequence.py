@@ -40,7 +40,7 @@ class Sequence:
     generator: torch.Generator | None
     """Draws this sequence's tokens; None for a greedy one."""
     constraint: Constraint | None = None
-    """What its tokens must fit, if anything."""
+    """The grammar that its tokens must fit, if any."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the KV cache, in order."""
     num_computed: int = 0
@@ -56,7 +56,7 @@ class Sequence:
     span_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Keys of what lies in each of `spans`, as far as they were asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of positions 1.. of the prompt, as far as they are computed."""
+    """Log-probabilities at positions 1.. of the prompt, as far as they are computed."""
     asked_s: float = field(default_factory=time.monotonic)
     """As `Add.asked_s`."""
     scheduled_s: float = 0.0
@@ -115,7 +115,7 @@ class Sequence:
         return [item for item in self.items[first:last] if item.stop > start]
 
     def spans_in(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Those of `spans` with tokens in [start, stop)."""
+        """The `spans` that have tokens in [start, stop)."""
         first = bisect_right(self.spans, start, key=lambda span: span[1])
         return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span[0])]
 

@@ -12,7 +12,7 @@ _caps: ContextVar[MediaCaps] = ContextVar("media_caps", default=MediaCaps())  # 
 
 
 def caps() -> MediaCaps:
-    """Those of this context; the defaults where nobody set any."""
+    """The caps of this context; the defaults where nobody set any."""
     return _caps.get()
 
 

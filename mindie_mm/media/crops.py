@@ -30,7 +30,7 @@ class Geometry:
 
     @property
     def patches(self) -> int:
-        """Of a side."""
+        """Patches along a square's side."""
         return self.side // self.patch
 
     @property
@@ -71,7 +71,7 @@ class Geometry:
         return self._windows(crop * self.patches**2 + y.unsqueeze(1) * self.patches + x)
 
     def _owners(self, crops: int) -> tuple[Tensor, Tensor]:
-        """Of each patch along one axis of a canvas: the crop that gives it, and its place there."""
+        """For each patch along one axis of a canvas, the crop that gives it and its place in that crop."""
         window, before = self.step // self.patch, self.margins[0]
         patches = torch.arange(crops * window + sum(self.margins))
         crop = ((patches - before) // window).clamp(0, crops - 1)
@@ -93,7 +93,7 @@ class Canvas:
     height: int
     width: int
     rows: int
-    """Of the picture."""
+    """Height of the picture, in pixels; `columns` is its width."""
     columns: int
 
     @classmethod

@@ -162,7 +162,7 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
 
 
 LOOKUPS = Lookups()
-"""All of this process: it is the process that has too many threads."""
+"""Shared by all fetches: each lookup takes a thread, and it is the process's threads that are bounded."""
 
 
 class _Resolver(AbstractResolver):

@@ -24,7 +24,7 @@ from mindie_mm.media.segments import JPEG_START, MAX_SCANS, check_parts, check_s
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is decoded, told by content."""
+"""Formats that are decoded, told by content."""
 
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
@@ -33,7 +33,7 @@ Data = bytes | NDArray[Any]
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
-"""By the number under which Pillow, and so a preprocessor's configuration, knows them."""
+"""Filters by the number under which Pillow, and so a preprocessor's configuration, knows them."""
 
 _ORIENTATION_TAG = 0x0112
 _TURNS: Mapping[Any, Image.Transpose] = {

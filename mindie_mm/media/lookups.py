@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from aiohttp.abc import ResolveResult
 
 MAX_LOOKUPS = 64
-"""At a time, those included that nobody waits for any more."""
+"""Most lookups at a time, those included that nobody waits for any more."""
 MAX_OF_A_REQUEST = 4
-"""Of these, names for one request; further ones wait."""
+"""Most of them that are for one request; further ones wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class _Lookup:
     port: int
     family: int
     request: str | None
-    """Whose it is."""
+    """The request whose fetch asked for it."""
     found: Future[list[ResolveResult]] = field(default_factory=Future)
 
 

@@ -63,7 +63,7 @@ class Preprocess:
     """Padding, resize and centre crop."""
 
     size: Size | None
-    """None: not resized."""
+    """The size that pictures are resized to; None: not resized."""
     resample: Resample
     crop: tuple[int, int] | None = None
     """Height and width that is cut from the middle; None: not cropped."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mindie_mm.media.container import packets_of
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-"""Those whose seeking is exact, by FFmpeg's names."""
+"""Containers in which seeking is exact, by FFmpeg's names."""
 LEAST_SPARED = 8
 """Fewest frames for whose sake a decoder is emptied and begins anew."""
 _AVCC, _IDR = b"\x01", 5
@@ -33,7 +33,7 @@ class Keyframes:
 
     @classmethod
     def of(cls, times: NDArray[np.int64], key_times: Sequence[int]) -> Keyframes | None:
-        """Of frames at `times`, ascending, and of keyframes in the order of decoding; None where times do not tell."""
+        """From frames at `times` and keyframes at `key_times`, in the order of decoding; None unless both ascend."""
         keys = np.array(key_times, np.int64)
         if not len(times) or not len(keys) or not (np.diff(times) > 0).all() or not (np.diff(keys) > 0).all():
             return None

@@ -87,7 +87,7 @@ def _read_text(source: str) -> bytes:
 
 
 def _fetch(url: str) -> bytes:
-    """Behind the same fence as the service's fetching, which spools before it tokenises and never comes here."""
+    """The bytes behind a URL, through the same fence as the service's, which spools before it tokenises."""
     from mindie_mm.media.fetch import fetch  # late: an HTTP client takes long to import, and most callers have files
 
     # On a thread of its own, for a caller may be inside an event loop, as a notebook is.

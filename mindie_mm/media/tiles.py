@@ -14,7 +14,7 @@ CanvasSize = tuple[int, int]
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
-    """Of `canvases` the one on which most pixels of a picture are left, and of such the smallest.
+    """The one of `canvases` on which most pixels of a picture are left, and the smallest of such.
 
     LimitExceeded for a picture of which none are left on any: a line.
     """
@@ -58,7 +58,7 @@ def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> t
 
 
 def without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Of `rows` and `columns` of features of a canvas, those that a picture of `height` and `width` takes."""
+    """How many of a canvas's `rows` and `columns` of features a picture of `height` and `width` takes."""
     if width / height > columns / rows:
         return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
     return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2

@@ -91,7 +91,7 @@ class _Tower(MediaModel):
 
 
 class Blip2Model(_Tower, PretrainedModel):
-    """With a decoder."""
+    """BLIP-2 with a decoder."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
@@ -99,7 +99,7 @@ class Blip2Model(_Tower, PretrainedModel):
 
 
 class Blip2Seq2Seq(_Tower, Seq2SeqModel):
-    """With an encoder-decoder."""
+    """BLIP-2 with an encoder-decoder."""
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model, self._head, rules)

@@ -105,7 +105,7 @@ class DeepseekVL2Processor(Processor):
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
     def num_features(self, across: int, down: int) -> int:
-        """Of an image of so many tiles: each view's cells, an end to each row of them, and what parts the views."""
+        """Features of an image of so many tiles: each view's cells, an end to each row, and what parts the views."""
         side = self.side
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 

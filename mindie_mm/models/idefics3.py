@@ -27,7 +27,7 @@ from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 MOST_PIXELS = 4096
-"""Of the longer side of a resized picture, whatever the checkpoint says."""
+"""Most pixels of a resized picture's longer side, whatever the checkpoint says."""
 DEFAULTS: Mapping[str, Any] = {
     "resample": 1,
     "size": {"longest_edge": 4 * 364},

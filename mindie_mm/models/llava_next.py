@@ -93,7 +93,7 @@ class AnyresProcessor(Processor):
         )
 
     def num_features(self, height: int, width: int) -> int:
-        """Of an image of this size on its canvas: those of the whole, then rows, each ended by a newline."""
+        """Features of an image of this size on its canvas: those of the whole, then rows, each ended by a newline."""
         rows, columns = self.on_canvas(height, width)
         return self.rows**2 + rows * (columns + 1)
 
@@ -104,7 +104,7 @@ class AnyresProcessor(Processor):
 
 
 class LlavaNextProcessor(AnyresProcessor):
-    """Of LLaVA-NeXT itself."""
+    """LLaVA-NeXT's own."""
 
     config_name = "LlavaNextConfig"
     image_type = "LlavaNextImageProcessor"

@@ -174,12 +174,12 @@ class MolmoProcessor(Processor):
 
 
 def _num_features(grid: tuple[int, ...]) -> int:
-    """Of an image in crops (rows, columns)."""
+    """Features of an image in crops (rows, columns)."""
     return CELLS**2 + math.prod(CROPS.cells(*grid))
 
 
 class Attention(nn.Module):
-    """Of each query to the keys of its own row, both ways."""
+    """Attention of each query to all keys of its own row."""
 
     def __init__(self, width: int, inner: int, out: int, heads: int) -> None:
         super().__init__()
@@ -439,7 +439,7 @@ class MolmoModel(Model):
 
 
 def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
-    """Without the features that have a later one on their row."""
+    """The features without those that have a later one on their row."""
     pieces: list[Splice] = []
     taken = np.empty(0, np.int64)
     for piece in reversed(splices):

@@ -223,7 +223,7 @@ class Molmo2Processor(Processor):
 
 
 def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
-    """Of images or of videos, as the tower takes them. UnsupportedCheckpoint."""
+    """The geometry of images, or of videos, that the tower takes. UnsupportedCheckpoint."""
     check_settings(settings, {"resample": 2}, where)
     size, patch, vision = Size.read(settings["size"], where, square=True), settings["patch_size"], config.vision_config
     side = size.height or 0

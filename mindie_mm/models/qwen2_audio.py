@@ -35,7 +35,7 @@ _FURTHER_FRAMES = 2
 
 
 def num_features_of(num_frames: int) -> int:
-    """Of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
+    """Features of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
     return _encoder_length(num_frames) // 2
 
 

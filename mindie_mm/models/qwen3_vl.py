@@ -136,7 +136,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return self.plan(Media(kind, data), data, {}).num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        """Of a video: many frames so long that they cannot shrink in proportion, or few that are large."""
+        """A video's are many frames so long that they cannot shrink in proportion, or few large ones."""
         if kind == "image":
             return super().worst_case(kind)
         settings = self.video

@@ -334,7 +334,7 @@ class QwenVLModel(Model):
         return logits.float()
 
     def _factor(self, length: int) -> int:
-        """By how much a prompt of `length` tokens stretches the rotary base."""
+        """The factor by which a prompt of `length` tokens stretches the rotary base."""
         if not self._dynamic_ntk or not length:
             return 1
         return max(int(2 ** math.ceil(math.log2(length / self._trained_length) + 1)) - 1, 1)

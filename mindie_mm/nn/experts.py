@@ -60,7 +60,7 @@ class Gate(nn.Module):
         return weights * self.factor, chosen
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """By what experts are chosen: of the groups that are not, minus infinity."""
+        """Scores by which experts are chosen; minus infinity in groups that are not."""
         if self.method == "greedy":
             return scores
         ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores

@@ -37,7 +37,7 @@ class PatchProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What transformers asks for its dtype."""
+        """The linear layer's: transformers reads its dtype."""
         return self.linear.weight
 
     def forward(self, patches: Tensor) -> Tensor:

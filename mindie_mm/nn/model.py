@@ -68,7 +68,7 @@ class Positions:
     prompt: Tensor
     """int64 [axes, length], of the prompt's tokens."""
     delta: int = 0
-    """Position of a later token less its index."""
+    """Added to a later token's index it gives its position."""
     held_axes: int = 0
     """As many axes, the last ones, keep for later tokens what they are for the prompt's last."""
 
@@ -136,7 +136,7 @@ class MediaModel(ABC):
         return features
 
     def _features(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """From the tower, or where they were handed in instead of media, as they are."""
+        """Each item's features, from the tower; where embeddings were handed in instead of media, these."""
         through_tower = [item for item in items if EMBEDDINGS not in item.view]
         encoded = iter(self.tower(through_tower) if through_tower else ())
         features = [next(encoded) if EMBEDDINGS not in item.view else self._given(item) for item in items]

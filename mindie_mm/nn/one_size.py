@@ -18,7 +18,7 @@ class OneSizeProcessor(Processor):
     """A block holds `pixel_values`, uint8 [1, height, width, 3]. A family's constructor sets what stands here."""
 
     num_features: int
-    """Of every picture."""
+    """Features of every picture."""
     steps: Preprocess
     """What makes `size` of a picture."""
     size: tuple[int, int]

@@ -142,7 +142,7 @@ class PagedBatch:
 
     @cached_property
     def decodes(self) -> list[Decode]:
-        """Those of one new token each, together where their contexts are of similar length."""
+        """The chunks of one new token each, together where their contexts are of similar length."""
         groups: dict[int, list[tuple[int, Chunk]]] = {}
         for chunk, row in self._placed():
             if self._is_decode(chunk):

@@ -54,7 +54,7 @@ class Normalization:
     """How a checkpoint has its pictures rescaled and normalised."""
 
     mean: tuple[float, ...]
-    """By channel, or one for all; empty: not normalised."""
+    """One number a channel, or one for all, as of `std`; empty: not normalised."""
     std: tuple[float, ...]
     rescale_factor: float
     """What bytes are multiplied by; 1.0: not rescaled."""

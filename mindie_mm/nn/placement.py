@@ -34,7 +34,7 @@ class Placement:
 
 
 TOGETHER = Placement()
-"""With the rest of the model."""
+"""A part that runs with the rest of the model."""
 
 
 def place(model: MediaModel, vision: Placement, projector: Placement) -> None:

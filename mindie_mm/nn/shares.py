@@ -25,7 +25,7 @@ DECODER_PLAN: Mapping[str, str] = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""Of a decoder with these layers: what transformers has for Llama, and lacks for some that are built as it is."""
+"""The plan of a decoder with these layers: transformers has it for Llama, but not for some that are built alike."""
 
 
 def num_shares() -> int:

@@ -39,14 +39,14 @@ def settle(device: torch.device) -> None:
 
 
 class Staging:
-    """One device's: its stream for copies, and the arenas that it reads by itself."""
+    """Brings media to one device: over a stream for copies, and from arenas that the device reads by itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
         self._registered: dict[MappedArena, mmap.mmap | None] = {}
         self._reading: list[Tensor] = []
-        """What the device reads by itself, until it has."""
+        """Arrays that the device is reading by itself."""
 
     def bring(self, view: ItemView, name: str) -> Tensor:
         """As `to_device`."""

@@ -46,7 +46,7 @@ class BlockInfo:
     state: str
     """filling or published."""
     num_bytes: int
-    """In whole pages."""
+    """Bytes of the block, in whole pages."""
     pieces: Pieces
     """Where it lies, from the start of the room for blocks; mostly one, none if the entries are damaged."""
     arrays: Mapping[str, ArraySpec]
@@ -55,7 +55,7 @@ class BlockInfo:
     """Path of the request's path file; empty if it has none, or the header cannot be read."""
     age_s: float
     lease_s: float | None
-    """What is left of its lease, below 0 once that ran out; None if it has none."""
+    """Seconds left of its lease, below 0 once that ran out; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
 
 
 def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
-    """From the start of the room for blocks, and inside of it: a block may be changing meanwhile."""
+    """Where a block lies, from the start of the room for blocks; cut to that room, for it may be changing meanwhile."""
     room = range(header.data_offset, header.file_bytes)
     return tuple(
         Extent(offset - room.start, min(nbytes, room.stop - offset))
@@ -213,7 +213,7 @@ def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
 
 
 def _block_header(descriptor: int, block: int, generation: int, start: int, size: int) -> BlockHeader | None:
-    """None if it cannot be read, or is another use's."""
+    """A block's header; None if it cannot be read, or is of another generation."""
     try:
         header = BlockHeader.unpack(_FileBytes(descriptor), start, start + size)
         header.require(block, generation)

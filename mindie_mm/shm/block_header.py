@@ -56,7 +56,7 @@ class BlockHeader(NamedTuple):
     request: str
     """Path of the request's path file, empty if it has none."""
     digest: bytes | None = None
-    """Of the content and its preprocessing; None if the item is not to be cached."""
+    """Names the content and its preprocessing; None if the item is not to be cached."""
 
     @classmethod
     def unpack(cls, buffer: _Buffer, start: int, stop: int) -> BlockHeader:
@@ -118,7 +118,7 @@ class BlockPlan:
     """Bytes of the whole block: header, arrays, alignment."""
     header_bytes: int
     first: ArraySpec
-    """What the shape word says."""
+    """The first array, which the shape word describes."""
 
     @classmethod
     def of(cls, specs: Mapping[str, ArraySpec], request: bytes) -> BlockPlan:

@@ -41,7 +41,7 @@ from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.words import MAX_ARENA, MAX_BLOCK
 
 GENERATION = 1
-"""Of every block: none is ever used again."""
+"""Every block's: no entry of the table is used twice."""
 
 _UNFINISHED = ".partial"
 
@@ -285,7 +285,7 @@ class DiskArena:
         return block.entry in self._filling and self._filling[block.entry][0] is block
 
     def _memory(self, block: Block) -> memoryview:
-        """What a block is filled in."""
+        """The memory in which a block is filled."""
         _, lot = self._filling[block.entry]
         ((offset, nbytes),) = block.pieces
         return memoryview(lot.memory)[offset - lot.offset :][:nbytes]
@@ -298,7 +298,7 @@ class DiskArena:
             raise ArenaFull(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _lot_for(self, nbytes: int) -> Lot:
-        """With room for the next block. OSError, LimitExceeded."""
+        """The lot that has room for the next block: the last one, or a new one. OSError, LimitExceeded."""
         if self._lot is None or self._lot.room_bytes < nbytes:
             self._write_lot()
             self._lot = self._writer.lot(nbytes, self._end)

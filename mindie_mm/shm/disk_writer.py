@@ -50,16 +50,16 @@ class Lot:
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self.memory = memory
         self.offset = offset
-        """Where in the file it begins."""
+        """Where in the file the lot begins."""
         self.used_bytes = 0
         self.num_filling = 0
         """Its blocks that somebody still writes to."""
         self.blocks: dict[int, slice] = {}
-        """Where in it the others lie, by entry."""
+        """Where in `memory` its other blocks lie, by entry."""
 
     @property
     def room_bytes(self) -> int:
-        """For further blocks."""
+        """Bytes left for further blocks."""
         return len(self.memory) - self.used_bytes
 
     def cut(self, used_bytes: int) -> None:

@@ -33,7 +33,7 @@ class Inventory:
     """
 
     def __init__(self, file: ArenaFile, quota_bytes: int | None) -> None:
-        """Of a new arena. `quota_bytes` as in `Arena.create`."""
+        """For a new arena's `file`. `quota_bytes` as in `Arena.create`."""
         self._file = file
         self._capacity_bytes = file.header.capacity_bytes
         assert file.mapping is not None
@@ -132,7 +132,7 @@ class Inventory:
         return len(freed)
 
     def why_full(self) -> str:
-        """For people."""
+        """What is free, in words for an error."""
         return (
             f"{self._heap.free_bytes} of {self._capacity_bytes} bytes are free, {self._heap.largest_bytes} of them in "
             f"one piece; {self._table.num_free} of {self._file.header.num_entries} entries are free"
@@ -202,12 +202,12 @@ class Inventory:
         return block
 
     def _in_one_piece(self, plan: BlockPlan) -> Pieces | None:
-        """None while no extent is large enough, or every entry is used."""
+        """An extent for the whole block; None while none is large enough, or every entry is used."""
         extent = self._heap.allocate(plan.size) if self._table.num_free else None
         return None if extent is None else (extent,)
 
     def _in_pieces(self, plan: BlockPlan) -> Pieces | None:
-        """None if too little is free, or in pieces too small."""
+        """Several extents for a block; None if too little is free, or in pieces too small."""
         return self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
 
     def _end_leases(self) -> None:

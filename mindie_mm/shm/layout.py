@@ -49,7 +49,7 @@ STATE_NAMES = ("free", "filling", "published", "piece")
 
 MIN_ENTRIES = 64
 BYTES_PER_ENTRY = 1 << 16
-"""One entry for so much capacity, up to the number that a word can name."""
+"""The table has an entry for each so many bytes of capacity, up to the number of entries that a word can name."""
 
 DOORBELL = 0
 """Place of the word that tells the owner that a release word was written; entry n's own word is at 1 + n."""
@@ -96,7 +96,7 @@ class Owner:
     """The process that made an arena: for people; whether it lives is told by its lock alone."""
 
     pid: int
-    """In the owner's own pid namespace."""
+    """Its number in the owner's own pid namespace."""
     start_time: int
     """Clock ticks from boot to the start of the process."""
     boot_id: str
@@ -107,7 +107,7 @@ class Owner:
 
     @classmethod
     def nobody(cls) -> Owner:
-        """Of a file on disk: equal content makes equal bytes."""
+        """The owner that a file on disk states: equal content makes equal bytes."""
         return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod

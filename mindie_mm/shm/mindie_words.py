@@ -31,7 +31,7 @@ PLAN: dict[int, tuple[int, ...]] = {
 NUM_SHAPE_DIMS = len(PLAN)
 
 _MAX_CHARACTERS = 11
-"""So many fit between the length and the checksum."""
+"""Most characters of a name: so many fit between the length and the checksum."""
 _SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
 
 
@@ -139,7 +139,7 @@ def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
 
 
 def _integer(value: SupportsIndex, what: str) -> int:
-    """Of an int, or a numpy or torch scalar."""
+    """`value`, an int or a scalar of numpy or torch. InputError for anything else."""
     try:
         return operator.index(value)
     except TypeError:

@@ -31,7 +31,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         self.ref = ref
         """The reference that was attached."""
         self.digest = header.digest
-        """Of content and preprocessing; None if the block is not to be cached."""
+        """Names the content and its preprocessing; None if the block is not to be cached."""
         self._arena, self._header = arena, header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:

@@ -68,7 +68,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Of one cause."""
+    """What was reclaimed for one cause."""
 
     number: int = 0
     """Things reclaimed."""

@@ -21,9 +21,9 @@ class Ref:
     generation: int
     """How the entry was numbered when the block was allocated, 1 to 2^24 - 1; it differs at each reuse."""
     dtype: str | None = None
-    """Of the block's first array; None if the Ref was read from a name word alone."""
+    """Dtype of the block's first array; None if the Ref was read from a name word alone."""
     shape: tuple[int, ...] | None = None
-    """Of the block's first array; None if the Ref was read from a name word alone."""
+    """Its shape; None as above."""
 
     @property
     def name_word(self) -> int:

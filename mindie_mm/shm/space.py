@@ -11,7 +11,7 @@ from mindie_mm.shm.layout import SHM_DIRECTORY
 
 @dataclass(frozen=True, slots=True)
 class ShmSpace:
-    """Of the file system, whoever uses it."""
+    """How full the file system is, whoever uses it."""
 
     total_bytes: int
     used_bytes: int

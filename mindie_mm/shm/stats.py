@@ -22,7 +22,7 @@ class ArenaStats:
     """Read while the owner goes on counting: each number is right, two need not be of one moment."""
 
     populated_bytes: int
-    """Of the arena's file, faulted in from its start."""
+    """Bytes of the arena's file, from its start, that are faulted in."""
     used_bytes: int
     """Bytes in blocks, as the owner saw it last: a freed block counts until it is taken back."""
     peak_bytes: int
@@ -38,5 +38,5 @@ class ArenaStats:
 
     @classmethod
     def read(cls, descriptor: int) -> Self:
-        """Of the arena behind an open file of at least a page."""
+        """The numbers of the arena behind an open file of at least a page."""
         return cls(*_WORDS.unpack(os.pread(descriptor, STATS_BYTES, STATS_OFFSET)))

@@ -75,7 +75,7 @@ class Table:
             entries[WORDS_PER_ENTRY * entry + NEXT] = 1 + behind
 
     def publish(self, entry: int) -> None:
-        """What was written until now is the block's."""
+        """Lets readers in: all that was written until now is seen by whoever sees the new state."""
         fence()
         self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(self._generations[entry], PUBLISHED)
 
@@ -118,7 +118,7 @@ class Table:
         self._releases[DOORBELL] = 1
 
     def answer(self) -> None:
-        """Before the release words are looked at."""
+        """Takes the bell's word back; to be called before the release words are looked at."""
         self._releases[DOORBELL] = 0
         fence()
 

@@ -93,9 +93,9 @@ class TokenizerPool:
     def __init__(self, model_path: Path, config: WorkerConfig) -> None:
         self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
         self._processes: list[_Process] = []
-        """Those that take requests."""
+        """Processes that take requests."""
         self._dying: list[_Process] = []
-        """Those that take none yet, or no more, and are not reaped."""
+        """Processes that take none yet, or no more, and are not reaped."""
         self._keepers: list[asyncio.Task[None]] = []
         self._starters: list[Starter] = []
         self._decoder = msgspec.msgpack.Decoder(Reply)

@@ -21,14 +21,14 @@ class Rendered:
 
     text: str
     restore: Mapping[int, str]
-    """For str.translate: private-use characters to those that they stand for; empty where nothing was replaced."""
+    """From private-use characters to those that they stand for, for str.translate; empty where nothing was replaced."""
     items: Sequence[tuple[int, int]] = ()
     """Where in `text` each media item is spelled, [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Escapes:
-    """What is replaced in one prompt's texts; mostly nothing."""
+    """The characters that are replaced in one prompt's texts, mostly none."""
 
     _spelling: re.Pattern[str]
     _replacements: Mapping[str, str]
@@ -58,7 +58,7 @@ class ControlSpelling:
         self._pattern = _pattern(control)
 
     def escapes(self, texts: Iterable[str], template: str = "") -> Escapes:
-        """For each character that begins a spelling in `texts`, one that is in none of them, nor in `template`."""
+        """Replaces each character that begins a spelling in `texts` by one that neither they nor `template` have."""
         texts = list(texts)
         spelled = {match[0] for text in texts for match in self._pattern.finditer(text)}
         taken = set().union(*texts, template) if spelled else ()

@@ -131,7 +131,7 @@ class TextEncoder:
         return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def render_items(self, items: Sequence[Item | str]) -> Rendered:
-        """One after another, no template; a str is taken as it is, control tokens and all."""
+        """`items` one after another, through no template; a str is taken as it is, control tokens and all."""
         escapes = self._spelling.escapes(item.text for item in items if isinstance(item, Text))
         pieces = [escapes.apply(item.text) if isinstance(item, Text) else item for item in items]
         return escapes.rendered("".join(str(piece) for piece in pieces))

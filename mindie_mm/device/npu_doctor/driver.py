@@ -19,7 +19,7 @@ _DOCKER = (
 
 
 def version(machine: Machine) -> str | None:
-    """Of the driver, as 25.5.1; None where it does not say."""
+    """The driver's version, as 25.5.1; None where it does not say."""
     return machine.setting(_version_file(machine), "Version")
 
 

@@ -111,7 +111,7 @@ class Software:
 
     @classmethod
     def installed(cls) -> Software:
-        """Those of this environment."""
+        """The packages of this environment."""
         try:
             torch_npu = version("torch_npu")
         except PackageNotFoundError:

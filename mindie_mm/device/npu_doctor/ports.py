@@ -56,13 +56,13 @@ def _bound(machine: Machine) -> set[int]:
 
 
 def _ephemeral(machine: Machine) -> set[int]:
-    """Those that the kernel gives to outgoing connections."""
+    """Ports that the kernel gives to outgoing connections."""
     bounds = machine.read(f"{_IPV4}/ip_local_port_range").split()
     return set(range(int(bounds[0]), int(bounds[1]) + 1)) if len(bounds) == 2 else set()
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Of 60000,60050-60060; empty if it is not so."""
+    """The ports of text such as 60000,60050-60060; none if it is not such."""
     numbers: set[int] = set()
     for part in ranges.split(","):
         first, _, last = part.strip().partition("-")

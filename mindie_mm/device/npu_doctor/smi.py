@@ -15,7 +15,7 @@ from mindie_mm.device.npu_doctor.symptoms import explain
 
 _TIMEOUT_S = 30.0  # it waits for the driver, which may have hung
 _BUSY_SHARE = 0.25
-"""Of its memory, more than an idle NPU has in use: 5 % of a 910B's 64 GiB."""
+"""Share of its memory above which an NPU is in use: an idle 910B has 5 % of its 64 GiB in use."""
 
 # | 0     910B3               | OK            | 91.0        36                0    / 0             |
 # | 0                         | 0000:41:00.0  | 0           0    / 0          3401 / 65536         |
