@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,9 +50,16 @@ class Call:
     prompt_alone: bool = False
     """Whether the prompt alone is asked for: the token that is generated in any case is left out of the answer."""
 
-    def prompts(self, requests: Sequence[TokenizeRequest]) -> AbstractAsyncContextManager[list[PromptSource]]:
-        """As `line.prompts`."""
-        return prompts(self.service, requests, self.clock)
+    @asynccontextmanager
+    async def prompts(
+        self, requests: Sequence[TokenizeRequest], truncate_to: int | None = None
+    ) -> AsyncIterator[list[PromptSource]]:
+        """As `line.prompts`, each within its room (`Worker.limited`); InputError also for a schema."""
+        worker = self.service.worker
+        await worker.check_schema(self.params)
+        limited = [worker.limited(request, self.params, truncate_to) for request in requests]
+        async with prompts(self.service, limited, self.clock) as sources:
+            yield sources
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """All choices, once they are finished."""

@@ -41,18 +41,16 @@ class _Chat(Form):
     body: ChatBody
     created: int
 
-    async def request(self) -> TokenizeRequest:
-        """For the tokenizers. InputError, also for a schema that cannot be served."""
-        await self.call.service.worker.check_schema(self.call.params)
-        request = TokenizeRequest(
+    def request(self) -> TokenizeRequest:
+        """For the tokenizers. InputError."""
+        return TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
             chat_template_kwargs=self.body.template_kwargs(),
         )
-        return self.call.service.worker.limited(request, self.call.params)
 
     async def answer(self) -> dict[str, Any]:
-        async with self.call.prompts([await self.request()]) as (source,):
+        async with self.call.prompts([self.request()]) as (source,):
             choices = await self.call.choices([source])
         faults.point("answered")
         return {
@@ -67,7 +65,7 @@ class _Chat(Form):
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
         choices = [Choice(index=index) for index in range(self.call.n)]
         async with (
-            self.call.prompts([await self.request()]) as (source,),
+            self.call.prompts([self.request()]) as (source,),
             aclosing(self.call.deltas([source])) as deltas,
         ):
             spans = self._spans(source.prompt)

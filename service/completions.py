@@ -43,19 +43,15 @@ class _Completion(Form):
     @asynccontextmanager
     async def sources(self) -> AsyncIterator[list[PromptSource]]:
         """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
-        await self.call.service.worker.check_schema(self.call.params)
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty")
         n, service = self.call.n, self.call.service
         if len(given) * n > MAX_CHOICES:
             raise LimitExceeded(f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices")
-        texts = [
-            service.worker.limited(TokenizeRequest(text=text), self.call.params)
-            for text in given
-            if isinstance(text, str)
-        ]
+        texts = [TokenizeRequest(text=text) for text in given if isinstance(text, str)]
         if not texts:
+            await service.worker.check_schema(self.call.params)
             yield [PromptSource(prompt_of_ids(service, ids)) for ids in given if not isinstance(ids, str)]
             return
         async with self.call.prompts(texts) as sources:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
-from mindie_mm.tokenize.messages import TokenizeRequest
 from service.incoming import Form, Incoming, IncomingDep
 from service.infer import InferParameters, InputsBody, details
 from service.sse import STREAMED
@@ -76,16 +75,11 @@ class _Generate(Form):
     body: GenerateBody
     parameters: GenerateParameters
 
-    def request(self) -> TokenizeRequest:
-        request = self.call.service.worker.limited(self.body.request(), self.call.params)
-        if (most := self.parameters.truncate) is None:
-            return request
-        most = min(most, request.options.max_prompt_tokens)
-        options = replace(request.options, max_prompt_tokens=most, truncate=True)
-        return msgspec.structs.replace(request, options=options)
+    def prompts(self) -> AbstractAsyncContextManager[list[PromptSource]]:
+        return self.call.prompts([self.body.request()], self.parameters.truncate)
 
     async def answer(self) -> dict[str, Any]:
-        async with self.call.prompts([self.request()]) as (source,):
+        async with self.prompts() as (source,):
             (choice,) = await self.call.choices([source])
             plain_ids: list[int] = source.prompt.plain_ids.tolist()
         answer: dict[str, Any] = {"generated_text": self._text(choice)}
@@ -99,7 +93,7 @@ class _Generate(Form):
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """One event a step, the last with the whole text."""
         choice = Answer()
-        async with self.call.prompts([self.request()]) as (source,), aclosing(self.call.deltas([source])) as deltas:
+        async with self.prompts() as (source,), aclosing(self.call.deltas([source])) as deltas:
             async for _, delta in deltas:
                 choice.add(delta)
                 last = delta.finish_reason is not None

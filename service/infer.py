@@ -109,11 +109,8 @@ class _Infer(Form):
     body: InferBody
     parameters: InferParameters
 
-    def request(self) -> TokenizeRequest:
-        return self.call.service.worker.limited(self.body.request(), self.call.params)
-
     async def answer(self) -> dict[str, Any]:
-        async with self.call.prompts([self.request()]) as sources:
+        async with self.call.prompts([self.body.request()]) as sources:
             (choice,) = await self.call.choices(sources)
         answer: dict[str, Any] = {"generated_text": choice.text}
         if self.parameters.details:
@@ -124,7 +121,7 @@ class _Infer(Form):
         """One event a step, the last with the whole text; times in milliseconds."""
         last = time.perf_counter()
         choice = Answer()
-        async with self.call.prompts([self.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
+        async with self.call.prompts([self.body.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
             async for _, delta in deltas:
                 now = time.perf_counter()
                 elapsed_ms = round((now - last) * 1000, 3)

@@ -151,10 +151,12 @@ class Worker:
         if params.json_schema is not None:
             await self._schemas.check(params.json_schema)
 
-    def limited(self, request: TokenizeRequest, params: SamplingParams) -> TokenizeRequest:
+    def limited(
+        self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
+    ) -> TokenizeRequest:
         """`request` with the tokens that the context leaves a prompt beside what `params` ask for, and with their salt.
 
-        ContextLengthExceeded.
+        With `truncate_to` a longer prompt is cut to so many tokens. ContextLengthExceeded.
         """
         info, wanted = self.engine.info, params.max_tokens or 1
         left_tokens = info.max_model_len - wanted
@@ -162,7 +164,8 @@ class Worker:
             left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
         if left_tokens < 1:
             raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
-        options = PromptOptions(left_tokens, self.config.truncate, params.cache_salt)
+        truncate = self.config.truncate or truncate_to is not None
+        options = PromptOptions(min(left_tokens, truncate_to or left_tokens), truncate, params.cache_salt)
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
