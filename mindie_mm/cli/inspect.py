@@ -34,14 +34,20 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
         return
     from mindie_mm.models import family_of  # late: it imports torch, which a run's table needs none of
     from mindie_mm.nn.checkpoint import Checkpoint
+
+    run = dataset.manifest.run
+    checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
+    if not other_model:
+        run.require_model(checkpoint)
+    family = family_of(checkpoint, run.settings.family or None)
+    if pictures := _show_prompt(sample, family.tokenizer(checkpoint), family.processor(checkpoint)):
+        _save(pictures, png or Path(f"row-{row}.png"))
+
+
+def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
+    """Prints the row's text and what its media are; their pictures."""
     from mindie_mm.nn.splice import ITEM, MediaShape
 
-    settings = dataset.manifest.run.settings
-    checkpoint = settings.checkpoint() if model is None else Checkpoint.open(model)
-    if not other_model:
-        dataset.manifest.run.require_model(checkpoint)
-    family = family_of(checkpoint, settings.family or None)
-    tokenizer, processor = family.tokenizer(checkpoint), family.processor(checkpoint)
     click.echo(f"{len(sample.ids)} tokens")
     pictures, at = [], 0
     for span, arrays in zip(sample.spans, sample.arrays, strict=True):
@@ -52,15 +58,18 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
             pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
         at = span.stop
     click.echo(repr(tokenizer.decode(sample.ids[at:])))
-    if pictures:
-        from mindie_mm.batch.sheet import contact_sheet
+    return pictures
 
-        png = png or Path(f"row-{sample.row}.png")
-        try:
-            contact_sheet(pictures).save(png, "PNG")
-        except OSError as error:
-            raise StorageError(f"{png} cannot be written: {error.strerror}") from error
-        click.echo(f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'} in {png}")
+
+def _save(pictures: list[Any], png: Path) -> None:
+    """StorageError."""
+    from mindie_mm.batch.sheet import contact_sheet
+
+    try:
+        contact_sheet(pictures).save(png, "PNG")
+    except OSError as error:
+        raise StorageError(f"{png} cannot be written: {error.strerror}") from error
+    click.echo(f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'} in {png}")
 
 
 def _show_run(manifest: Any) -> None:

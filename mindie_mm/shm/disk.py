@@ -100,20 +100,9 @@ class DiskArena:
         header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody()), arena=number)
         header = header if num_entries is None else replace(header, num_entries=num_entries)
         unfinished = _unfinished(path)
+        lock = _locked(unfinished)
         try:
-            descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise SharedMemoryError(f"{unfinished} cannot be made: {error.strerror}") from error
-        try:
-            lock = LifeLock(descriptor)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise SharedMemoryError(f"{unfinished} is being written by another process") from None
-        if not is_same(unfinished, descriptor):
-            lock.release()
-            raise SharedMemoryError(f"{unfinished} was just finished by another process")
-        try:
-            _make_room(descriptor, unfinished, header.file_bytes)
+            _make_room(lock.descriptor, unfinished, header.file_bytes)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             lock.release()
@@ -335,6 +324,23 @@ class DiskArena:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + _UNFINISHED)
+
+
+def _locked(unfinished: Path) -> LifeLock:
+    """The lock of that file, which is made if there is none. SharedMemoryError if another process writes it."""
+    try:
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise SharedMemoryError(f"{unfinished} cannot be made: {error.strerror}") from error
+    try:
+        lock = LifeLock(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SharedMemoryError(f"{unfinished} is being written by another process") from None
+    if not is_same(unfinished, descriptor):
+        lock.release()
+        raise SharedMemoryError(f"{unfinished} was just finished by another process")
+    return lock
 
 
 def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:

@@ -67,7 +67,7 @@ class TextEncoder:
         self,
         checkpoint: Checkpoint,
         tokenizer: Any,
-        placeholder_ids: Iterable[int],
+        placeholder_ids: Collection[int],
         processor: Processor,
     ) -> None:
         """`tokenizer` is transformers' fast one.
@@ -80,17 +80,7 @@ class TextEncoder:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        added = tokenizer.added_tokens_decoder
-        missing = sorted(set(placeholder_ids) - added.keys())
-        if missing:
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}"
-            )
-        self._control_ids = {
-            token.content: index for index, token in added.items() if token.special or index in set(placeholder_ids)
-        }
-        pieces = set(processor.control_pieces) - added.keys()
-        self._control_ids |= {tokenizer.convert_ids_to_tokens(index): index for index in pieces}
+        self._control_ids = _control_ids(checkpoint, tokenizer, placeholder_ids, processor.control_pieces)
         # What no piece of the vocabulary spells is the unknown token, which is text.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         self._control = _one_of(frozenset(self._control_ids))
@@ -276,6 +266,17 @@ class TextEncoder:
 def _one_of(names: frozenset[str]) -> re.Pattern[str]:
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+def _control_ids(
+    checkpoint: Checkpoint, tokenizer: Any, placeholder_ids: Collection[int], pieces: Collection[int]
+) -> dict[str, int]:
+    """Control tokens by their texts. UnsupportedCheckpoint if one of `placeholder_ids` is no added token."""
+    added = tokenizer.added_tokens_decoder
+    if missing := sorted(set(placeholder_ids) - added.keys()):
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}")
+    control = {token.content: index for index, token in added.items() if token.special or index in placeholder_ids}
+    return control | {tokenizer.convert_ids_to_tokens(index): index for index in set(pieces) - added.keys()}
 
 
 def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
