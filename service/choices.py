@@ -12,7 +12,7 @@ import numpy as np
 from mindie_mm.engine.worker import Answer
 from mindie_mm.inputs import KINDS
 from mindie_mm.shm.layout import block_name
-from mindie_mm.tokenize.prompt import Prompt, Span
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 _ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s", "decode_s")
 
@@ -54,7 +54,7 @@ def usage(prompts: Sequence[Prompt], choices: Sequence[Answer]) -> dict[str, Any
     }
 
 
-def _features(prompt: Prompt, span: Span) -> int:
+def _features(prompt: Prompt, span: MediaSpan) -> int:
     """Slots of an item's span that take a feature."""
     ids = prompt.ids[span.start : span.stop]
     return int(np.count_nonzero((ids < 0) | (ids == span.token)))

@@ -18,7 +18,7 @@ from mindie_mm.batch.manifest import Manifest, Shard
 from mindie_mm.batch.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
 from mindie_mm.shm.mapped import MappedArena
 from mindie_mm.shm.reader import View
-from mindie_mm.tokenize.prompt import Span
+from mindie_mm.tokenize.prompt import MediaSpan
 
 _OPEN_ARENAS = 8
 _TABLE_BYTES = 128 << 20
@@ -33,7 +33,7 @@ class Sample:
     id: str
     ids: NDArray[np.int64] | None
     """int64 [T], every slot that takes a feature holding its placeholder; None where there is an error."""
-    spans: Sequence[Span]
+    spans: Sequence[MediaSpan]
     """The slots of each media item."""
     arrays: Sequence[Mapping[str, NDArray[Any]]]
     """Each media item's arrays, by name: read-only, over the file's own pages."""

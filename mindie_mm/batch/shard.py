@@ -24,7 +24,7 @@ from mindie_mm.shm import ArraySpec, DiskArena
 from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.shm.layout import ArenaHeader
 from mindie_mm.shm.words import MAX_ARENA
-from mindie_mm.tokenize.prompt import Prompt, Span
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 MAX_ROW_BYTES = 1 << 34
 """Most bytes that the row which fills a shard may add to it."""
@@ -137,7 +137,7 @@ class ShardRow:
         if error is None:
             if ids is None or spans is None:
                 raise CorruptReference(f"row {record['row']} has neither ids nor an error")
-            prompt = Prompt(np.asarray(ids, np.int64), tuple(Span(**span) for span in spans))
+            prompt = Prompt(np.asarray(ids, np.int64), tuple(MediaSpan(**span) for span in spans))
             bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
             if any(start > stop for start, stop in pairwise(bounds)):
                 raise CorruptReference(f"row {record['row']}: its media items' slots {bounds[1:-1]} are not in its ids")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
-from mindie_mm.tokenize.prompt import Prompt, Span
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "Span", "TokenizeRequest", "Tokenizer", "TokenizerPool"]
+__all__ = ["MediaSpan", "Prompt", "TokenizeRequest", "Tokenizer", "TokenizerPool"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mindie_mm.config import MediaCaps, WorkerConfig
 from mindie_mm.ipc import Failure
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions, Span
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
     id: int
     ids: bytes
     """int64, native byte order."""
-    spans: tuple[Span, ...]
+    spans: tuple[MediaSpan, ...]
 
     def prompt(self) -> Prompt:
         """The prompt that was tokenised."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Placeholder, Spelling
-from mindie_mm.tokenize.prompt import Prompt, Span
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
     check_order([ids[at] for at in places], expected, len(items))
     flat = np.asarray(ids, np.int64)
     pieces: list[NDArray[np.int64]] = []
-    spans: list[Span] = []
+    spans: list[MediaSpan] = []
     behind = length = taken = 0
     remaining = iter(places)
     for item, own in zip(items, runs, strict=True):
@@ -72,7 +72,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
         tail = item.tail + _adjoining(flat[last + 1 + item.tail :], item.placeholder.after)
         lead = min(lead, first - taken)  # an id that two spellings made is the first one's
         taken = last + 1 + tail
-        spans.append(Span(start, length, item.kind, item.placeholder.token, lead, tail))
+        spans.append(MediaSpan(start, length, item.kind, item.placeholder.token, lead, tail))
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
 
 

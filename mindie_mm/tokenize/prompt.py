@@ -14,7 +14,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.shm import Ref
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     """The ids of one media item's runs, half-open: its slots, and what is the item's among them, such as a row's end.
 
     Some families' runs begin with a start token: the first slot then stands behind `start`.
@@ -39,7 +39,7 @@ class Prompt:
 
     ids: NDArray[np.int64]
     """int64 [T]; the first slots of each span that take a feature hold the item's words."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
     """The media items, in order, apart from one another."""
     opening: tuple[int, int] = (0, 0)
     """Ids, [start, stop), that begin every prompt's text, such as a BOS: for `truncate`; no other process gets them."""

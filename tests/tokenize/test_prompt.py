@@ -5,7 +5,7 @@ from mindie_mm.errors import ContextLengthExceeded, CorruptReference, InputError
 from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.shm import Ref
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
-from mindie_mm.tokenize.prompt import Prompt, Span, put_words
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 from mindie_mm.tokenize.truncate import truncate
 
 IMAGE, VIDEO = Placeholder((3,), 6, (4,)), Placeholder((3,), 7, (4,))
@@ -22,9 +22,9 @@ def test_expand():
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 2, 6, 3, 7, 7, 7, 4]
     assert prompt.ids.dtype == np.int64
     assert prompt.spans == (
-        Span(2, 4, "image", 6, lead=1, tail=1),
-        Span(6, 7, "image", 6, lead=0, tail=0),
-        Span(8, 11, "video", 7, lead=1, tail=1),
+        MediaSpan(2, 4, "image", 6, lead=1, tail=1),
+        MediaSpan(6, 7, "image", 6, lead=0, tail=0),
+        MediaSpan(8, 11, "video", 7, lead=1, tail=1),
     )
     assert expand([1, 2], [], TOKENS).ids.tolist() == [1, 2]
     assert expand([], [], TOKENS).ids.tolist() == []
@@ -54,7 +54,7 @@ def test_an_item_of_several_runs():
     frames = item("video", VIDEO, 4, runs=([7, 7], [7, 7]))
     prompt = expand([1, 8, 3, 7, 4, 8, 3, 7, 4, 2], [frames], TOKENS)
     assert prompt.ids.tolist() == [1, 8, 3, 7, 7, 4, 8, 3, 7, 7, 4, 2]
-    assert prompt.spans == (Span(3, 10, "video", 7, lead=1, tail=1),)
+    assert prompt.spans == (MediaSpan(3, 10, "video", 7, lead=1, tail=1),)
 
 
 def test_what_spells_an_item_is_the_items():
@@ -77,12 +77,12 @@ def test_an_id_of_two_spellings_is_the_first_ones():
 def test_insert():
     prompt = insert([1, 2, 2], 1, [item("image", IMAGE, 2), item("image", IMAGE, 1)], TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 3, 6, 4, 2, 2]
-    assert prompt.spans == (Span(2, 4, "image", 6, lead=1, tail=1), Span(6, 7, "image", 6, lead=1, tail=1))
+    assert prompt.spans == (MediaSpan(2, 4, "image", 6, lead=1, tail=1), MediaSpan(6, 7, "image", 6, lead=1, tail=1))
     assert insert([1, 2], 1, [], TOKENS).ids.tolist() == [1, 2]
 
 
 def test_words_and_plain_ids():
-    prompt = Prompt(np.array([1, 6, 6, 6, 2, 6], np.int64), (Span(1, 4, "image", 6), Span(5, 6, "image", 6)))
+    prompt = Prompt(np.array([1, 6, 6, 6, 2, 6], np.int64), (MediaSpan(1, 4, "image", 6), MediaSpan(5, 6, "image", 6)))
     worded = put_words(prompt, [(-5, -6), (-7, -8)])
     assert worded.ids.tolist() == [1, -5, -6, 6, 2, -7]
     assert worded.plain_ids.tolist() == [1, 6, 6, 6, 2, 6]
@@ -104,10 +104,10 @@ def test_refs():
 
 def test_truncate_never_cuts_an_item():
     ids = np.array([1, 1, 3, 6, 6, 4, 2, 2], np.int64)
-    prompt = Prompt(ids, (Span(3, 5, "image", 6, lead=1, tail=1),))
+    prompt = Prompt(ids, (MediaSpan(3, 5, "image", 6, lead=1, tail=1),))
     kept = {limit: truncate(prompt, limit) for limit in range(1, 9)}
     assert [len(kept[limit]) for limit in range(1, 9)] == [1, 2, 2, 2, 2, 6, 7, 8]
-    assert kept[6].spans == (Span(1, 3, "image", 6, lead=1, tail=1),)
+    assert kept[6].spans == (MediaSpan(1, 3, "image", 6, lead=1, tail=1),)
     assert kept[7].ids.tolist() == [1, 3, 6, 6, 4, 2, 2]
     assert kept[5].spans == ()
 
@@ -135,6 +135,6 @@ def test_truncate_leaves_the_opening(front):
 
 
 def test_truncate_to_nothing():
-    prompt = Prompt(np.array([1, 6, 6], np.int64), (Span(1, 3, "image", 6),))
+    prompt = Prompt(np.array([1, 6, 6], np.int64), (MediaSpan(1, 3, "image", 6),))
     with pytest.raises(ContextLengthExceeded, match="limit of 1 tokens"):
         truncate(prompt, 1)
