@@ -167,12 +167,12 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def with_paths(items: Sequence[Item], paths: Iterator[Path]) -> list[dict[str, Any]]:
-    """The `List[Dict]` that is parsed to `items`, but each medium has the next of `paths` for its source."""
+    """The `List[Dict]` that parse_inputs makes `items` of, but with the next of `paths` as each medium's source."""
     return [_with_path(item, paths) for item in items]
 
 
 def messages_with_paths(messages: Sequence[Message], paths: Iterator[Path]) -> list[dict[str, Any]]:
-    """The chat messages that are parsed to `messages`, likewise."""
+    """The chat messages that parse_messages makes `messages` of, but with the next of `paths` as above."""
     return [
         {
             **message.extra,

@@ -46,7 +46,7 @@ class Incoming:
     def call(
         self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1, prompt_alone: bool = False
     ) -> Call:
-        """Its use of the service; `prefix` stands before the answer's id. ModelNotFound, InputError."""
+        """The request's use of the service; `prefix` stands before the answer's id. ModelNotFound, InputError."""
         self.service.check_model(model)
         params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)
         return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), prompt_alone)

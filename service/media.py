@@ -32,14 +32,14 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Whose media are brought in."""
+    """The request whose media are brought in."""
 
     name: str
-    """Its directory's, which no other has."""
+    """The name of its directory, which no other request has."""
     spend: Callable[[int], None]
-    """Is told of bytes before they take room, or, fetched, as they come; LimitExceeded, SpoolFull."""
+    """Counts bytes before they are written, fetched ones as they come. LimitExceeded, SpoolFull."""
     fetching: asyncio.Semaphore
-    """Turns of its own, so that one whose servers are slow leaves the others theirs."""
+    """How many fetches the request may have at a time: one whose servers are slow leaves the others their turns."""
 
 
 class MediaPolicy:

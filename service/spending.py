@@ -38,7 +38,7 @@ class Spending:
             self._requests[request] = own
 
     def give_back(self, request: str) -> None:
-        """What it has spent, if anything."""
+        """Counts the request's bytes no longer, if there are any."""
         with self._lock:
             self._requests.pop(request, None)
 
