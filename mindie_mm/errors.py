@@ -30,6 +30,8 @@ Messages name the value and the limit. The service maps each class to one HTTP s
 one table (service/errors.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -136,6 +138,15 @@ class ServiceStopping(WorldError):
 
 class ProcessDied(WorldError):
     """A tokenizer or engine process is gone."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Has an InputError from inside begin with what it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def error_name(error: MindieMMError) -> str:

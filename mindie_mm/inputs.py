@@ -1,8 +1,9 @@
 """The `List[Dict]` contract: what a caller may hand in, checked once, at the border.
 
 Each dict has exactly one of `text`, `image`, `video`, `audio`, plus per-item options. A media value is a path,
-bytes, a PIL image or an array, or a `data:`, `http(s):` or `file:` URL. The parts of OpenAI and Hugging Face chat
-messages (`{"type": "image_url", "image_url": {"url": ...}}`, `{"type": "image", "image": ...}`) mean the same items.
+bytes, a PIL image or an array, or a `data:`, `http(s):` or `file:` URL; a video may be a list of these too, its frames.
+The parts of OpenAI and Hugging Face chat messages (`{"type": "image_url", "image_url": {"url": ...}}`,
+`{"type": "image", "image": ...}`) mean the same items.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class MediaOptions:
     """Least frames sampled, of a video that has them."""
     max_frames: int | None = None
     """Most frames sampled."""
+    sample_fps: float | None = None
+    """Frames per second that a video handed in as frames was sampled at; None: not known."""
     detail: str | None = None
     """OpenAI's `auto`, `low`, `high` or `original`; `low` bounds the image to 512 x 512 pixels."""
     sampling_rate: int | None = None
@@ -82,11 +85,13 @@ class Media:
 
     kind: Kind
     source: Any
-    """A path, bytes, PIL image, array, URL text, or Embeddings."""
+    """A path, bytes, PIL image, array, URL text, or Embeddings; a tuple of these but the last: a video's frames."""
     options: MediaOptions = field(default_factory=MediaOptions)
 
 
 Item = Text | Media
+Paths = Path | list[Path]
+"""A media item's file, or those of its frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class Message:
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "detail"),
-    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "detail"),
+    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "sample_fps", "detail"),
     "audio": ("sampling_rate",),
 }
 _ORDERED = (
@@ -139,6 +144,10 @@ PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (*OFF, -1),
 }
 """Fields of vLLM's and OpenAI's requests that would make another prompt, and the values of each that would not."""
+MAX_LISTED_FRAMES = 2048
+"""Most frames of a video that is given as a list of them."""
+_JPEG_FRAMES = "data:video/jpeg;base64,"
+"""What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
 _MAX_PIXELS = 2**31
 _MAX_FRAMES = 2**20
 _MAX_FPS = 1000.0
@@ -166,12 +175,12 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def with_paths(items: Sequence[Item], paths: Iterator[Path]) -> list[dict[str, Any]]:
+def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, Any]]:
     """The `List[Dict]` that parse_inputs makes `items` of, but with the next of `paths` as each medium's source."""
     return [_with_path(item, paths) for item in items]
 
 
-def messages_with_paths(messages: Sequence[Message], paths: Iterator[Path]) -> list[dict[str, Any]]:
+def messages_with_paths(messages: Sequence[Message], paths: Iterator[Paths]) -> list[dict[str, Any]]:
     """The chat messages that parse_messages makes `messages` of, but with the next of `paths` as above."""
     return [
         {
@@ -228,11 +237,12 @@ def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
     return [item for item in items if item != Text("")]
 
 
-def _with_path(item: Item, paths: Iterator[Path]) -> dict[str, Any]:
+def _with_path(item: Item, paths: Iterator[Paths]) -> dict[str, Any]:
     if isinstance(item, Text):
         return {"text": item.text}
     options = {name: value for name, value in asdict(item.options).items() if value is not None}
-    return {item.kind: str(next(paths)), **options}
+    path = next(paths)
+    return {item.kind: list(map(str, path)) if isinstance(path, list) else str(path), **options}
 
 
 def _parse_message(message: Mapping[str, Any], where: str) -> Message:
@@ -303,7 +313,7 @@ def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
-    source, nested = _parse_source(part[key], key, f"{where}.{key}")
+    source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
         raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
     return Media(kind, source, _parse_options(kind, options | nested, where))
@@ -319,20 +329,38 @@ def _parse_text(part: Mapping[str, Any], key: str, where: str) -> Text:
     return Text(_require_unicode(part[key], f"{where}.{key}"))
 
 
-def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]]:
+def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, dict[str, Any]]:
     """The source under `key`, and the options given inside it, as OpenAI's `image_url` has `detail`."""
     nested: dict[str, Any] = {}
     if isinstance(value, Embeddings):
         return value, nested
     if isinstance(value, Mapping):
         inner = "data" if key == "input_audio" else "url"
-        if not isinstance(value.get(inner), str):
+        if not isinstance(value.get(inner), (str, list) if kind == "video" else str):
             raise InputError(f"{where}.{inner} is {_type(value.get(inner))}; it must be a string")
         nested = {name: option for name, option in value.items() if name != inner}
         value = value[inner]
         if key == "input_audio":
             nested.pop("format", None)
             value = f"data:;base64,{value}"
+    if kind == "video" and (frames := _frames(value)) is not None:
+        if not frames:
+            raise InputError(f"{where} is an empty list; a video has at least one frame")
+        if len(frames) > MAX_LISTED_FRAMES:
+            raise LimitExceeded(f"{where} has more than {MAX_LISTED_FRAMES} frames, the limit of a list")
+        return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested
+    return _parse_value(value, key, where), nested
+
+
+def _frames(value: Any) -> Sequence[Any] | None:
+    """The frames that a video is given as, at least one too many where there are; None for a video that is one file."""
+    if isinstance(value, str) and value[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES:
+        frames = value[len(_JPEG_FRAMES) :].split(",", MAX_LISTED_FRAMES)
+        return [f"data:image/jpeg;base64,{frame}" for frame in frames]
+    return value if isinstance(value, (list, tuple)) else None
+
+
+def _parse_value(value: Any, key: str, where: str) -> Any:
     if key == "base64" and isinstance(value, str):
         value = f"data:;base64,{value}"
     if isinstance(value, os.PathLike):
@@ -343,7 +371,7 @@ def _parse_source(value: Any, key: str, where: str) -> tuple[Any, dict[str, Any]
         raise InputError(f"{where} is {_type(value)}; it must be a path, bytes, a PIL image, an array or a URL")
     if isinstance(value, (str, bytes)) and not value:
         raise InputError(f"{where} is empty")
-    return value, nested
+    return value
 
 
 def _parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOptions:
@@ -359,8 +387,8 @@ def _parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOpt
             if value not in _DETAILS:
                 raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")
             values[name] = value
-        elif name == "fps":
-            values[name] = _number(value, 0.0, _MAX_FPS, f"{where}.fps")
+        elif name in {"fps", "sample_fps"}:
+            values[name] = _number(value, 0.0, _MAX_FPS, f"{where}.{name}")
         elif name == "sampling_rate":
             values[name] = _integer(value, 1, _MAX_SAMPLING_RATE, f"{where}.{name}")
         else:

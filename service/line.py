@@ -17,6 +17,7 @@ from mindie_mm.engine.retry import PromptSource
 from mindie_mm.errors import InputError, TokenOutOfRange
 from mindie_mm.inputs import (
     Media,
+    Paths,
     from_webui_prompt,
     media_of,
     media_of_messages,
@@ -34,7 +35,7 @@ from service.spending import room_to_spool
 from service.state import Service
 from service.tasks import gather
 
-_Parsed = tuple[list[Media], Callable[[Iterator[Path]], TokenizeRequest]]
+_Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
 """The media of a request, and what makes it one whose media are files."""
 
 
@@ -51,7 +52,7 @@ async def prompts(
     media = [item for found, _ in parsed for item in found]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
-        paths: Iterator[Path] = iter(())
+        paths: Iterator[Paths] = iter(())
         if media:
             with room_to_spool():
                 directory = stack.enter_context(request_directory(service.spool))

@@ -10,18 +10,19 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from mindie_mm.config import ServiceConfig
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
-from mindie_mm.inputs import KINDS, Media
+from mindie_mm.errors import LimitExceeded, MediaError, naming
+from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch import fetch
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from service.formats import HEAD_BYTES, extension, is_base64_media
-from service.spending import NO_FILES, Spending
+from service.spending import NO_FILES, ItemSpending, Spending
 from service.tasks import gather, in_thread
 
 _MAX_PATH = 4096
@@ -50,9 +51,10 @@ class MediaPolicy:
         self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
         self._spending = Spending(config.max_media_bytes, config.max_spool_bytes)
 
-    async def spool(self, items: Sequence[Media], directory: Path) -> list[Path]:
+    async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
         """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
 
+        Of a video that is given as frames, each is a file <n>-<k>.<ext>, and the limit of one item holds for them all.
         They are there, and count for the service's spool, until `remove`. Raises InputError and below, naming the item;
         SpoolFull.
         """
@@ -63,13 +65,17 @@ class MediaPolicy:
         for kind, limit in limits.items():
             if (count := sum(item.kind == kind for item in items)) > limit:
                 raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
+        num_frames = sum(len(item.source) for item in items if isinstance(item.source, tuple))
+        if num_frames > MAX_LISTED_FRAMES:
+            raise LimitExceeded(f"{num_frames} frames in the request's lists, the limit is {MAX_LISTED_FRAMES}")
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
         request = _Request(directory.name, partial(self._spending.spend, directory.name), turns)
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
             number = counts[item.kind] = counts.get(item.kind, 0) + 1
-            writes.append(self._spool_one(index, item, directory / item.kind / str(number), request))
+            stem = directory / item.kind / str(number)
+            writes.append(self._spool_item(f"media item {index} ({item.kind})", item.source, stem, request))
         return await gather(writes)
 
     def remove(self, directory: Path) -> None:
@@ -78,9 +84,19 @@ class MediaPolicy:
             shutil.rmtree(directory / kind, ignore_errors=True)
         self._spending.give_back(directory.name)
 
-    async def _spool_one(self, index: int, item: Media, stem: Path, request: _Request) -> Path:
-        try:
-            source = item.source
+    async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
+        """`what` is its name in errors."""
+        request = replace(request, spend=ItemSpending(self.config.max_item_bytes, request.spend).spend)
+        if not isinstance(source, tuple):
+            return await self._spool_file(what, source, stem, request)
+        writes = []
+        for index, frame in enumerate(source):
+            frame_stem = stem.with_name(f"{stem.name}-{index + 1}")
+            writes.append(self._spool_file(f"{what}: frame {index}", frame, frame_stem, request))
+        return await gather(writes)
+
+    async def _spool_file(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
+        with naming(what):
             assert isinstance(source, str), "JSON has no bytes"
             _require_unicode(source)
             scheme = scheme_of(source)
@@ -94,12 +110,8 @@ class MediaPolicy:
             if scheme not in ("", "data"):
                 raise MediaError(f"a URL of scheme {scheme[:16]!r}; http, https, data and file are read")
             start = base64_start(source) if scheme else 0
-            num_bytes = base64_size(source, start)
-            self._check_size(num_bytes)
-            request.spend(num_bytes)
+            request.spend(base64_size(source, start))
             return await in_thread(lambda: _write(decode_base64(source, start), stem))
-        except InputError as error:
-            raise type(error)(f"media item {index} ({item.kind}): {error}") from error
 
     async def _fetch(self, url: str, request: _Request) -> bytes:
         async with request.fetching, self._fetching:
@@ -139,22 +151,18 @@ class MediaPolicy:
                 raise refused
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
-            self._check_size(status.st_size)
-            request.spend(status.st_size)
+            request.spend(spent := status.st_size)
             target = _target(stem, file.read(HEAD_BYTES))
             file.seek(0)
             copied = 0
             with target.open("wb") as copy:
                 while piece := file.read(_PIECE_BYTES):
                     copied += len(piece)
-                    self._check_size(copied)  # it may grow while it is read
+                    if copied > spent:  # it may grow while it is read
+                        request.spend(copied - spent)
+                        spent = copied
                     copy.write(piece)
-            request.spend(max(0, copied - status.st_size))
         return target
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self.config.max_item_bytes:
-            raise LimitExceeded(f"{num_bytes} bytes, the limit for one item is {self.config.max_item_bytes}")
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mindie_mm.errors import LimitExceeded, SharedMemoryError, SpoolFull
@@ -41,6 +41,25 @@ class Spending:
         """Counts the request's bytes no longer, if there are any."""
         with self._lock:
             self._requests.pop(request, None)
+
+
+class ItemSpending:
+    """Bytes of one media item's files, of which a list of frames has many: at most `limit`."""
+
+    def __init__(self, limit: int, spend: Callable[[int], None]) -> None:
+        """`spend` counts them for the request."""
+        self._limit = limit
+        self._spend = spend
+        self._spent = 0
+        self._lock = threading.Lock()
+
+    def spend(self, num_bytes: int) -> None:
+        """Counts further bytes; LimitExceeded above the limit, and what `spend` raises."""
+        with self._lock:
+            self._spent += num_bytes
+            if self._spent > self._limit:
+                raise LimitExceeded(f"{self._spent} bytes, the limit for one item is {self._limit}")
+        self._spend(num_bytes)
 
 
 @contextmanager

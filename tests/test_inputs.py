@@ -4,8 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import (
+    MAX_LISTED_FRAMES,
     Media,
     MediaOptions,
     Message,
@@ -58,13 +59,15 @@ def test_with_other_sources_they_mean_the_same():
     """Every option that is there: some exclude others, so that three items share them."""
     options = (
         MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
-        MediaOptions(fps=0.5),
+        MediaOptions(fps=0.5, sample_fps=3.0),
         MediaOptions(sampling_rate=8000),
     )
     assert all(any(getattr(one, name) is not None for one in options) for name in MediaOptions.__slots__)
     media = [Media(kind, "/a", one) for kind, one in zip(("video", "video", "audio"), options, strict=True)]
     items = [Text("x"), *media, Media("image", "/a")]
     assert parse_inputs(with_paths(items, repeat(Path("/a")))) == items
+    video = Media("video", ("/a", "/b"), MediaOptions(sample_fps=3.0))
+    assert parse_inputs(with_paths([video], iter([[Path("/a"), Path("/b")]]))) == [video]
     messages = [Message("user", tuple(items), {"name": "n"}), Message("assistant", None), Message("tool", "y")]
     assert parse_messages(messages_with_paths(messages, repeat(Path("/a")))) == messages
 
@@ -120,6 +123,37 @@ def test_base64_spellings():
 
 
 @pytest.mark.parametrize(
+    "part",
+    [
+        {"video": ["data:image/jpeg;base64,AA==", "data:image/jpeg;base64,BB=="], "sample_fps": 2},
+        {"type": "video", "video": ("data:image/jpeg;base64,AA==", "data:image/jpeg;base64,BB=="), "sample_fps": 2},
+        {"type": "video", "url": ["data:image/jpeg;base64,AA==", "data:image/jpeg;base64,BB=="], "sample_fps": 2.0},
+        {"video_url": {"url": ["data:image/jpeg;base64,AA==", "data:image/jpeg;base64,BB=="], "sample_fps": 2}},
+        {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA==,BB=="}, "sample_fps": 2},
+        {"video": "DATA:video/JPEG;base64,AA==,BB==", "sample_fps": 2},
+    ],
+)
+def test_spellings_of_one_list_of_frames(part):
+    frames = ("data:image/jpeg;base64,AA==", "data:image/jpeg;base64,BB==")
+    assert parse_inputs([part]) == [Media("video", frames, MediaOptions(sample_fps=2.0))]
+
+
+def test_frames_of_every_kind():
+    picture, pixels = photograph(size=(10, 10)), np.zeros((4, 4, 3), np.uint8)
+    (item,) = parse_inputs([{"video": [picture, pixels, b"bytes", bytearray(b"more"), Path("/a.jpg"), "b.jpg"]}])
+    assert item.source == (picture, pixels, b"bytes", b"more", "/a.jpg", "b.jpg")
+    (item,) = parse_inputs([{"type": "video", "base64": ["QUJD", "REVG"]}])
+    assert item.source == ("data:;base64,QUJD", "data:;base64,REVG")
+
+
+def test_a_list_has_so_many_frames():
+    assert len(parse_inputs([{"video": ["a"] * MAX_LISTED_FRAMES}])[0].source) == MAX_LISTED_FRAMES
+    for more in (["a"] * (MAX_LISTED_FRAMES + 1), "data:video/jpeg;base64," + "," * 10_000_000):
+        with pytest.raises(LimitExceeded, match=r"inputs\[0\].video has more than 2048 frames"):
+            parse_inputs([{"video": more}])
+
+
+@pytest.mark.parametrize(
     ("inputs", "message"),
     [
         ([], "inputs is an empty list"),
@@ -144,6 +178,16 @@ def test_base64_spellings():
             r"inputs\[0\] has the unknown key 'fps'; .* it takes min_pixels, max_pixels, detail",
         ),
         ([{"video": "a", "nframes": 2}], "unknown key 'nframes'"),
+        ([{"video": []}], r"inputs\[0\].video is an empty list; a video has at least one frame"),
+        ([{"video": ["a", ""]}], r"inputs\[0\].video\[1\] is empty"),
+        ([{"video": ["a", 5]}], r"inputs\[0\].video\[1\] is of type int; it must be a path"),
+        ([{"video": ["a", ["b"]]}], r"inputs\[0\].video\[1\] is of type list; it must be a path"),
+        ([{"video": [{"url": "a"}]}], r"inputs\[0\].video\[0\] is of type dict"),
+        ([{"video_url": {"url": 5}}], r"inputs\[0\].video_url.url is of type int"),
+        ([{"image_url": {"url": ["a"]}}], r"inputs\[0\].image_url.url is of type list; it must be a string"),
+        ([{"audio": ["a"]}], r"inputs\[0\].audio is of type list"),
+        ([{"video": ["a"], "sample_fps": 0}], "sample_fps is 0; it must be above 0 and at most 1000"),
+        ([{"image": "a", "sample_fps": 1}], "unknown key 'sample_fps'"),
         ([{"audio": "a", "detail": "low"}], "unknown key 'detail'; .* it takes sampling_rate"),
         ([{"audio": "a", "sampling_rate": 0}], "sampling_rate is 0; it must be from 1 to 768000"),
         ([{"image": "a", "max_pixels": True}], r"inputs\[0\].max_pixels is True; it must be an integer from 1 to"),

@@ -256,4 +256,10 @@ def _located_message(message: Message, locate: _Locate) -> Message:
 
 
 def _located(items: Sequence[Item], locate: _Locate) -> tuple[Item, ...]:
-    return tuple(locate(item) if isinstance(item, Media) else item for item in items)
+    return tuple(_located_item(item, locate) if isinstance(item, Media) else item for item in items)
+
+
+def _located_item(media: Media, locate: _Locate) -> Media:
+    if not isinstance(media.source, tuple):
+        return locate(media)
+    return replace(media, source=tuple(locate(Media("image", frame)).source for frame in media.source))

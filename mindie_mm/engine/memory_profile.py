@@ -220,7 +220,7 @@ class _WorstCase:
         while plan.num_features > self._max_model_len:
             shorter = _cut(worst, self._max_model_len, plan.num_features)
             cut = self._try_plan(kind, shorter)
-            if cut is None or np.shape(shorter) == np.shape(worst):
+            if cut is None or getattr(shorter, "shape", None) == getattr(worst, "shape", None):
                 return None
             worst, plan = shorter, cut
         return worst
@@ -278,7 +278,7 @@ class _WorstCase:
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:
     """The first frames, rows or samples of an item, in proportion to the features that are wanted."""
-    if isinstance(data, bytes):
+    if not isinstance(data, np.ndarray):
         return data
     if data.ndim > 3 and len(data) == 1:  # of a single frame, the first rows
         return data[:, : max(1, data.shape[1] * wanted // num_features)]

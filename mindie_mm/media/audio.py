@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import av
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
 from mindie_mm.media.container import best_stream, check_codec, frames_of, open_container
+from mindie_mm.media.image import Data
 
 CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf", "caf", "w64")
 """Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
@@ -115,11 +115,12 @@ class DecodedAudio:
         return _resample(self.samples, self.rate or rate, rate, max_samples)
 
 
-def open_audio(data: bytes | NDArray[Any], rate: int | None = None) -> EncodedAudio | DecodedAudio:
+def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAudio:
     """What `data` is now, its samples when asked for. `rate` is that of samples handed in, None for the model's.
 
     InputError, MediaError, LimitExceeded.
     """
+    assert not isinstance(data, tuple), "frames are a video's"
     if not isinstance(data, bytes):
         return DecodedAudio(data, rate)
     if rate is not None:

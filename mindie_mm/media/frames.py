@@ -8,12 +8,15 @@ from typing import Any, Self
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import MediaOptions
-from mindie_mm.media.video import Video
+from mindie_mm.media.video import SampledVideo, Video
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """transformers' default one: at most one of `num_frames` and `fps`; neither: every frame is taken."""
+    """transformers' default one: at most one of `num_frames` and `fps`; neither: every frame is taken.
+
+    It is for encoded videos: of frames handed in each is taken, unless an option asks for fewer.
+    """
 
     limit: int
     """Most frames."""
@@ -30,7 +33,7 @@ class Sampling:
     def count(self, video: Video, options: MediaOptions) -> int:
         """Frames taken from `video` under its item's options. InputError, LimitExceeded."""
         total = video.num_frames
-        if options.num_frames is None and options.fps is None:
+        if options.num_frames is None and options.fps is None and not isinstance(video, SampledVideo):
             own = self.num_frames and bounded(self.num_frames, options)
             options = replace(options, num_frames=own, fps=self.fps)
         check_asked(video, options)
@@ -38,10 +41,20 @@ class Sampling:
         return num_taken(by_rate, video, options, self.limit)
 
 
+def comes_sampled(video: Video, options: MediaOptions) -> bool:
+    """Whether `video` is frames handed in that no option samples: all of them are taken, up to `max_frames`."""
+    return isinstance(video, SampledVideo) and options.num_frames is None and options.fps is None
+
+
 def check_asked(video: Video, options: MediaOptions) -> None:
     """InputError where a rate is asked of a video that has none, or more frames than it has."""
     if options.fps is not None and video.fps is None:
-        raise InputError(f"fps {options.fps:g} is asked of a video that states no frame rate; num_frames can be given")
+        what = (
+            "frames handed in without a rate: sample_fps is what they were sampled at"
+            if isinstance(video, SampledVideo)
+            else "a video that states no frame rate; num_frames can be given"
+        )
+        raise InputError(f"fps {options.fps:g} is asked of {what}")
     if options.num_frames is not None and options.num_frames > video.num_frames:
         raise InputError(f"num_frames {options.num_frames} is more than the video's {video.num_frames} frames")
 

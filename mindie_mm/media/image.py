@@ -28,8 +28,10 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
-Data = bytes | NDArray[Any]
-"""What preprocessing starts from: encoded bytes, or pixels, or samples of sound."""
+Frames = tuple[bytes | Pixels, ...]
+"""A video's, each an encoded image or its pixels."""
+Data = bytes | NDArray[Any] | Frames
+"""What preprocessing starts from: encoded bytes, or pixels, or samples of sound, or a video's frames."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -132,6 +134,7 @@ class DecodedImage:
 
 def open_image(data: Data) -> PlainJpeg | EncodedImage | DecodedImage:
     """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded."""
+    assert not isinstance(data, tuple), "frames are a video's"
     if not isinstance(data, bytes):
         _check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.config import MAX_SOURCE_BYTES
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Media
 from mindie_mm.media.audio import Samples
-from mindie_mm.media.image import Data, Pixels, pil_to_rgb
+from mindie_mm.media.image import Data, Frames, Pixels, pil_to_rgb
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 
 FETCH_TIMEOUT_S = 30.0
@@ -28,10 +28,12 @@ _MIN_BASE64_CHARS = 64
 def read_source(media: Media) -> Data:
     """The bytes of a path, a URL or bare base64; pixels or samples of a PIL image, array or tensor.
 
-    URLs are `data:`, `file:` and `http(s):`, which is fetched from public addresses alone. Raises InputError,
-    MediaError, LimitExceeded.
+    Of a video given as frames, those of each. URLs are `data:`, `file:` and `http(s):`, which is fetched from public
+    addresses alone. Raises InputError, MediaError, LimitExceeded.
     """
     source = media.source
+    if isinstance(source, tuple):
+        return _read_frames(source)
     if isinstance(source, str):
         return _read_text(source)
     if isinstance(source, bytes):
@@ -40,7 +42,10 @@ def read_source(media: Media) -> Data:
 
 
 def source_path(media: Media) -> Path | None:
-    """The file that the media comes from, or None where it comes from none."""
+    """The file that the media, or the first frame that is in one, comes from; None where it comes from none."""
+    if isinstance(media.source, tuple):
+        paths = (source_path(Media("image", frame)) for frame in media.source)
+        return next((path for path in paths if path is not None), None)
     if not isinstance(media.source, str):
         return None
     scheme = _scheme(media.source)
@@ -69,6 +74,20 @@ def located(media: Media, folder: Path) -> Media:
     else:
         path = Path(source)
     return media if path.is_absolute() else replace(media, source=os.fspath(folder / path))
+
+
+def _read_frames(sources: tuple[Any, ...]) -> Frames:
+    frames: list[bytes | Pixels] = []
+    num_bytes = 0
+    for index, source in enumerate(sources):
+        with naming(f"frame {index}"):
+            frame = read_source(Media("image", source))
+        assert not isinstance(frame, tuple), "a frame is no list"
+        frames.append(frame)
+        num_bytes += len(frame) if isinstance(frame, bytes) else 0
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise LimitExceeded(f"the video's frames take more than {MAX_SOURCE_BYTES} bytes, the limit")
+    return tuple(frames)
 
 
 def _read_text(source: str) -> bytes:

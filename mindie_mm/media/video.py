@@ -17,11 +17,12 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.config import MediaCaps
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.media import seek
 from mindie_mm.media.caps import caps
 from mindie_mm.media.container import best_stream, check_codec, coded_pixels, frames_of, open_container, packets_of
-from mindie_mm.media.image import Data, Pixels
+from mindie_mm.media.image import Data, Frames, Pixels, open_image
 from mindie_mm.media.sample_tables import may_be_turned
 from mindie_mm.media.seek import Keyframes, begins_anew
 from mindie_mm.media.segments import check_scans
@@ -58,7 +59,7 @@ class EncodedVideo:
     def open(cls, data: bytes) -> EncodedVideo:
         """Reads the container of `data`; decodes one frame, of what is turned. MediaError, LimitExceeded."""
         limits = caps()
-        max_pixels, max_frames, max_s = limits.max_video_pixels, limits.max_video_frames, limits.max_video_seconds
+        max_pixels, max_frames = limits.max_video_pixels, limits.max_video_frames
         try:
             with open_container(data, CONTAINERS, max_pixels) as container:
                 stream = best_stream(container, "video")
@@ -81,7 +82,7 @@ class EncodedVideo:
         except (av.FFmpegError, ValueError, OSError):
             raise _unreadable(data) from None
         if walk.packets > max_frames:
-            raise LimitExceeded(f"the video has {max(stated, walk.packets)} frames; the limit is {max_frames}")
+            _check_length(max(stated, walk.packets), None, limits)
         if is_cut:
             raise MediaError(f"the video is truncated: it states {stated} frames and holds {walk.packets}")
         if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
@@ -93,8 +94,7 @@ class EncodedVideo:
         if is_avi and rate and stated:  # of its frames and of the empty chunks that repeat them
             rate *= Fraction(num_frames, stated)
         fps = float(rate) if rate else None
-        if fps and num_frames / fps > max_s:
-            raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {max_s:g} s")
+        _check_length(num_frames, fps, limits)
         turns = _turns(data, max_pixels)
         if turns % 2:
             height, width = width, height
@@ -146,40 +146,61 @@ class EncodedVideo:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodedVideo:
-    """Frames handed in, behind the face of an EncodedVideo."""
+class SampledVideo:
+    """Frames handed in, behind the face of an EncodedVideo; whoever hands them in has sampled them."""
 
-    pixels: Pixels
+    height: int
+    """Pixels, of each frame."""
+    width: int
+    fps: float | None
+    """Frames per second that they were sampled at; None: not known."""
+    frames: Frames | Pixels
 
-    @property
-    def height(self) -> int:
-        return int(self.pixels.shape[1])
-
-    @property
-    def width(self) -> int:
-        return int(self.pixels.shape[2])
+    @classmethod
+    def open(cls, frames: Frames | Pixels, fps: float | None) -> SampledVideo:
+        """Reads the headers of those that are encoded. InputError where sizes differ, MediaError, LimitExceeded."""
+        limits = caps()
+        sizes: list[tuple[int, int]] = []
+        _check_length(len(frames), fps, limits)
+        for index, frame in enumerate(frames if isinstance(frames, tuple) else frames[:1]):
+            with naming(f"frame {index}"):
+                picture = open_image(frame)
+                sizes.append((picture.height, picture.width))
+                _check_size(*sizes[index], limits.max_video_pixels)
+            if sizes[index] != sizes[0]:
+                (height, width), (first_height, first_width) = sizes[index], sizes[0]
+                raise InputError(
+                    f"frame {index} is {width}x{height} pixels, frame 0 is {first_width}x{first_height}: "
+                    "the frames of a video are of one size"
+                )
+        return cls(*sizes[0], fps, frames)
 
     @property
     def num_frames(self) -> int:
-        return int(self.pixels.shape[0])
-
-    @property
-    def fps(self) -> float | None:
-        """None: frames handed in come without a rate."""
-        return None
+        return len(self.frames)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """Frames uint8 [height, width, 3], RGB, one per index."""
-        return (self.pixels[index] for index in indices)
+        """Frames uint8 [height, width, 3], RGB, one per index. MediaError for a broken image."""
+        for index in indices:
+            with naming(f"frame {index}"):
+                pixels = open_image(self.frames[index]).decode()  # anew: what Pillow has decoded, it keeps
+            yield pixels
 
 
-Video = EncodedVideo | DecodedVideo
+Video = EncodedVideo | SampledVideo
 """Either."""
 
 
-def open_video(data: Data) -> Video:
-    """Frame count and size of `data` now, its frames when asked for. MediaError, LimitExceeded."""
-    return EncodedVideo.open(data) if isinstance(data, bytes) else DecodedVideo(data)
+def open_video(data: Data, sample_fps: float | None) -> Video:
+    """Frame count and size of `data` now, its frames when asked for. `sample_fps` is that of frames handed in.
+
+    InputError, MediaError, LimitExceeded.
+    """
+    if not isinstance(data, bytes):
+        return SampledVideo.open(data, sample_fps)
+    if sample_fps is not None:
+        raise InputError(f"sample_fps {sample_fps:g} is given of an encoded video, which states its own rate")
+    return EncodedVideo.open(data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,3 +306,10 @@ def _unreadable(data: bytes) -> MediaError:
 def _check_size(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise LimitExceeded(f"the video has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
+
+
+def _check_length(num_frames: int, fps: float | None, limits: MediaCaps) -> None:
+    if num_frames > limits.max_video_frames:
+        raise LimitExceeded(f"the video has {num_frames} frames; the limit is {limits.max_video_frames}")
+    if fps and num_frames / fps > limits.max_video_seconds:
+        raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {limits.max_video_seconds:g} s")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.frames import Sampling
+from mindie_mm.media.frames import Sampling, comes_sampled
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
 from mindie_mm.media.tiles import closest_grid, cut
@@ -119,8 +119,10 @@ class InternVLProcessor(Processor):
         )
 
     def _plan_video(self, media: Media, data: Data) -> Plan:
-        video = open_video(data)
-        indices = self._sample(video.num_frames, self._sampling.count(video, media.options))
+        video = open_video(data, media.options.sample_fps)
+        total, count = video.num_frames, self._sampling.count(video, media.options)
+        whole = count == total and comes_sampled(video, media.options)
+        indices = list(range(total)) if whole else self._sample(total, count)
         side, resample = self._side, self._resamples["video"]
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

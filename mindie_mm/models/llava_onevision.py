@@ -136,7 +136,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         )
 
     def _plan_video(self, media: Media, data: Data) -> Plan:
-        video = open_video(data)
+        video = open_video(data, media.options.sample_fps)
         count = self._sampling.count(video, media.options)
         indices = evenly(video.num_frames, count)
 

@@ -19,7 +19,7 @@ from mindie_mm.device import upload
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.crops import Geometry, choose_tiling, cut_crops, cut_patches
-from mindie_mm.media.frames import check_asked, num_taken
+from mindie_mm.media.frames import check_asked, comes_sampled, num_taken
 from mindie_mm.media.image import Data, Pixels, open_image
 from mindie_mm.media.preprocess import Size, check_settings
 from mindie_mm.media.video import Video, open_video
@@ -189,8 +189,8 @@ class Molmo2Processor(Processor):
         )
 
     def _plan_video(self, media: Media, data: Data) -> Plan:
-        video, geometry = open_video(data), self.geometries["video"]
-        fps = video.fps or media.options.fps or self._max_fps  # without a rate, that of the frames handed in
+        video, geometry = open_video(data, media.options.sample_fps), self.geometries["video"]
+        fps = video.fps or self._max_fps  # what frames without a rate have to the reference
         indices = self._sample(video, fps, media.options)
         # float32, as in the reference: a time between two tenths depends on it.
         times = tuple(int(f"{time:.1f}".replace(".", "")) for time in (indices / fps).tolist())
@@ -210,10 +210,12 @@ class Molmo2Processor(Processor):
 
     def _sample(self, video: Video, fps: float, options: MediaOptions) -> Tensor:
         """int32, ascending: indices of the frames taken of a video of rate `fps`. InputError, LimitExceeded."""
-        check_asked(video, replace(options, fps=None))  # without a rate of its own it has the one asked for
+        check_asked(video, options)
         total = video.num_frames
         seconds = total / fps
-        if options.fps is not None:
+        if comes_sampled(video, options):
+            own = total
+        elif options.fps is not None:
             own = int(seconds * options.fps)
         else:
             own = min(self._max_frames, int(seconds * self._max_fps)) if fps > self._max_fps else self._max_frames

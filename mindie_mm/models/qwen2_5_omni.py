@@ -81,7 +81,8 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         if media.kind == "image":
             return plan
         # By the rate that was asked for, as the reference; not by what the frames taken come to.
-        seconds = self.video.temporal_patch_size / (media.options.fps or _DEFAULT_FPS)
+        rate = media.options.fps or media.options.sample_fps or _DEFAULT_FPS
+        seconds = self.video.temporal_patch_size / rate
         return replace(plan, grid=(*plan.grid, round(seconds * _PICOSECONDS)))
 
 

@@ -33,7 +33,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
     config_name = "Qwen2_5_VLConfig"
 
     def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
-        # Frames handed in come without a rate: the reference takes them for ones of 24 a second, all of them.
+        # Frames without a rate are ones of 24 a second to the reference.
         fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.frames import bounded, check_asked
+from mindie_mm.media.frames import bounded, check_asked, comes_sampled
 from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.preprocess import check_settings
@@ -206,12 +206,9 @@ class Qwen2VLProcessor(Processor):
         """From the configuration that videos are preprocessed by. UnsupportedCheckpoint."""
         return PixelSettings.read(config, where, 128 * 28 * 28, 28 * 28 * 768)
 
-    def sample(self, video: Video, settings: PixelSettings) -> list[int]:
-        """Indices of the frames taken from a video, ascending. InputError, LimitExceeded."""
-        limit = self.video.max_frames
-        if video.fps is None and settings.num_frames is None and video.num_frames > settings.max_frames == limit:
-            raise LimitExceeded(f"the video has {video.num_frames} frames; the limit is {limit}")
-        return sample_frames(video.num_frames, video.fps, settings)
+    def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
+        """Indices of those taken of `total` frames, ascending; of frames with no rate to sample by, all. InputError."""
+        return sample_frames(total, fps, settings)
 
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
         """Height and width that each of its `num_frames` frames taken is resized to. LimitExceeded."""
@@ -222,13 +219,21 @@ class Qwen2VLProcessor(Processor):
         return patches
 
     def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
-        video = open_video(data)
+        video = open_video(data, options.sample_fps)
         check_asked(video, options)
-        indices = self.sample(video, settings)
+        rate, limit = video.fps, self.video.max_frames
+        if comes_sampled(video, options):
+            rate, settings = None, replace(settings, num_frames=None)
+        if rate is None and settings.num_frames is None and video.num_frames > settings.max_frames == limit:
+            raise LimitExceeded(
+                f"the video has {video.num_frames} frames; the limit is {limit}: "
+                "num_frames or max_frames can ask for fewer"
+            )
+        indices = self.sample(video.num_frames, rate, settings)
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
         grid = (-(-len(indices) // temporal), height // patch, width // patch)
-        # Frames handed in without a rate are taken to be sampled already, at what MindIE samples at.
+        # Frames handed in without a rate are taken to be sampled at what MindIE samples at.
         fps = _DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -336,8 +341,8 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
     """Indices of the frames taken from a video of `num_frames` frames at `fps`, ascending, evenly spread.
 
     As many as `settings.num_frames`, or as `settings.fps` (2.0 where the checkpoint says nothing) comes to within
-    min_frames and max_frames; a whole number of temporal patches, where the video is that long. Frames handed in
-    without a rate are all taken, up to max_frames. InputError.
+    min_frames and max_frames; a whole number of temporal patches, where the video is that long. With `fps` None all
+    are taken, up to max_frames. InputError.
     """
     temporal = settings.temporal_patch_size
     most = settings.max_frames // temporal * temporal

@@ -19,7 +19,7 @@ from mindie_mm.device import Device, upload
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
-from mindie_mm.media.video import DecodedVideo, Video
+from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily, Spelling
@@ -70,11 +70,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
             self._frame_pixels = config.get("max_video_tokens", 768) * settings.factor**2
         return settings
 
-    def sample(self, video: Video, settings: PixelSettings) -> list[int]:
-        # Frames handed in come without a rate: the reference takes them for ones of 24 a second.
-        total, fps = video.num_frames, video.fps or _UNSTATED_FPS
+    def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
         if settings.num_frames is not None:
             wanted = settings.num_frames
+        elif fps is None:
+            wanted = min(total, settings.max_frames)
         elif settings.fps is not None:
             wanted = min(max(int(total / fps * settings.fps), settings.min_frames), settings.max_frames, total)
         else:
@@ -112,6 +112,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return max(share, int(settings.min_pixels * 1.05)) * num_frames
 
     def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
+        # Frames without a rate are ones of 24 a second to the reference.
         temporal, fps = self.video.temporal_patch_size, video.fps or _UNSTATED_FPS
         times = [index / fps for index in indices]
         times += times[-1:] * (-len(times) % temporal)
@@ -141,14 +142,18 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
             return super().worst_case(kind)
         settings = self.video
         shapes: list[tuple[int, int, int, int]] = []
-        for wanted in (settings.temporal_patch_size, settings.min_frames, settings.min_frames + 1, settings.max_frames):
-            total = wanted if settings.fps is None else math.ceil(wanted * _UNSTATED_FPS / settings.fps)
-            num_frames = len(self.sample(DecodedVideo(np.broadcast_to(_ZERO, (total, 1, 1, 3))), settings))
+        least = max(settings.min_frames, settings.temporal_patch_size)
+        for num_frames in (
+            settings.temporal_patch_size,
+            least,
+            min(least + 1, settings.max_frames),
+            settings.max_frames,
+        ):
             tokens = max(1, self._video_pixels(num_frames, settings) // (num_frames * settings.factor**2))
             rows = math.isqrt(tokens)
             shapes += [
-                (total, rows * settings.factor, tokens // rows * settings.factor, 3),
-                (total, 1, MAX_ASPECT_RATIO, 3),
+                (num_frames, rows * settings.factor, tokens // rows * settings.factor, 3),
+                (num_frames, 1, MAX_ASPECT_RATIO, 3),
             ]
         return np.zeros(max(shapes, key=self._num_features), np.uint8)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.frames import check_asked, num_taken
+from mindie_mm.media.frames import check_asked, comes_sampled, num_taken
 from mindie_mm.media.image import Data, resize
 from mindie_mm.media.preprocess import check_settings, resample_of
 from mindie_mm.media.video import Video, open_video
@@ -105,7 +105,7 @@ class SmolVLMProcessor(Idefics3Processor):
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         if media.kind == "image":
             return super().plan(media, data, counts)
-        video = open_video(data)
+        video = open_video(data, media.options.sample_fps)
         indices = self._sample(video, media.options)
         fps = video.fps or _FPS_OF_FRAMES
         duration = indices[-1] / fps if video.fps is None else video.num_frames / fps
@@ -125,10 +125,10 @@ class SmolVLMProcessor(Idefics3Processor):
         )
 
     def _sample(self, video: Video, options: MediaOptions) -> list[int]:
-        """Indices of the frames taken, ascending; of a video without a rate all, unless the options ask for fewer."""
+        """Indices of the frames taken, ascending; of frames handed in all, unless the options ask for fewer."""
         check_asked(video, options)
         total, fps = video.num_frames, video.fps
-        if fps is None:
+        if fps is None or comes_sampled(video, options):
             return _spread(0, total - 1, num_taken(total, video, options, self._limit))
         most = options.num_frames or options.max_frames or self._num_frames
         rate = options.fps or self._fps

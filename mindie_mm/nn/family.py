@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image import Data
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
@@ -111,12 +112,12 @@ class Processor(ABC):
         return own or tokenizers or self.chat_template
 
     @abstractmethod
-    def plan(self, media: Media, data: bytes | NDArray[Any], counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         """What the item `media` becomes. Reads headers where it can; MediaError, LimitExceeded.
 
         `data` is the source's bytes, or what was handed in decoded: pixels in RGB, uint8 [height, width, 3], of a
-        video [frames, height, width, 3]; samples of sound, float32 [samples]. `counts` are the items of each kind
-        in the prompt.
+        video [frames, height, width, 3], or a tuple of its frames; samples of sound, float32 [samples]. `counts` are
+        the items of each kind in the prompt.
         """
 
     @abstractmethod
@@ -124,7 +125,7 @@ class Processor(ABC):
         """Most features that one item of `kind` can take."""
 
     @abstractmethod
-    def worst_case(self, kind: Kind) -> bytes | NDArray[Any]:
+    def worst_case(self, kind: Kind) -> Data:
         """Data of an item of `kind` that takes `max_tokens`, or nearly: what start-up measures with."""
 
     def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Embeddings, Kind, Media, MediaOptions
 from mindie_mm.media.caps import under
 from mindie_mm.media.image import Data
@@ -63,7 +63,7 @@ class Planner:
 
     def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
         processor, kind = self._processor, media.kind
-        try:
+        with naming(f"media item {index} ({kind})"):
             self._check_options(media.options)
             if isinstance(media.source, Embeddings):
                 plan, data = self._plan_embeddings(kind, media.source)
@@ -72,8 +72,6 @@ class Planner:
                 with under(self._caps):
                     plan = processor.plan(media, data, counts)
             self._wire.check(plan, kind)
-        except InputError as error:
-            raise type(error)(f"media item {index} ({kind}): {error}") from error
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return PlannedItem(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
 
@@ -105,7 +103,11 @@ def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
     """
     digest = salted(salt)
     digest.update(settings.encode())
-    if isinstance(data, np.ndarray):
+    if isinstance(data, tuple):
+        digest.update(f"\0frames {len(data)}\0".encode())
+        for frame in data:
+            digest.update(content_digest("", frame))
+    elif isinstance(data, np.ndarray):
         digest.update(f"\0array {data.dtype} {data.shape}\0".encode())
         digest.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
     else:

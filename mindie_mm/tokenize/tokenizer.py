@@ -16,7 +16,7 @@ import torch
 
 from mindie_mm import faults
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange, UnsupportedCheckpoint, naming
 from mindie_mm.inputs import (
     Item,
     Kind,
@@ -278,10 +278,8 @@ class Tokenizer:
         self, item: PlannedItem, index: int, path_file: Path | None, salt: str, undo: ExitStack
     ) -> Sequence[int]:
         digest = partial(content_digest, item.plan.settings, item.data, salt)
-        try:
+        with naming(f"media item {index} ({item.shape.kind})"):
             return self._wire.store(item.plan, item.shape, digest, path_file, undo)
-        except InputError as error:
-            raise type(error)(f"media item {index} ({item.shape.kind}): {error}") from error
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
         """How each item stands in a prompt that no template makes."""

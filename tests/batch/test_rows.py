@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mindie_mm.batch import Dataset
 from mindie_mm.batch.row import Row, parse, row_id
 from mindie_mm.batch.source import open_source
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import PROMPT_FIELDS, Media, Message, Text
+from mindie_mm.inputs import PROMPT_FIELDS, Media, MediaOptions, Message, Text
 from mindie_mm.tokenize import Tokenizer
 from service.openai_types import ChatBody
 from tests.batch.conftest import made, settings, written
@@ -72,6 +73,25 @@ def test_a_path_that_could_be_base64_is_of_the_inputs_folder(tmp_path: Path, mon
     assert found[0].ids.tolist() == found[2].ids.tolist()
     shards = [sorted((tmp_path / f"from {name}").glob("shard-*")) for name in ("rows", "elsewhere")]
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+def test_frames_are_of_the_inputs_folder_each(tmp_path: Path) -> None:
+    (tmp_path / "1.jpg").write_bytes(PICTURE)
+    url = "https://host/3.jpg"
+    item = {"type": "video", "video": ["1.jpg", "/elsewhere/2.jpg", url], "sample_fps": 1.0}
+    placed = Media("video", (f"{tmp_path}/1.jpg", "/elsewhere/2.jpg", url), MediaOptions(sample_fps=1.0))
+    bare = replace(placed, options=MediaOptions())
+    frames: Sequence[Any] = item["video"]
+    for row, expected in (
+        ({"inputs": [item]}, Row((placed,))),
+        ({"messages": [{"role": "user", "content": [item]}]}, Row(messages=[Message("user", (placed,))])),
+        ({"videos": [frames, "4.mp4"]}, Row((bare, Media("video", f"{tmp_path}/4.mp4")))),
+        ({"video": [frames]}, Row((bare,))),
+    ):
+        assert parse(json.dumps(row).encode(), tmp_path, "") == expected
+        assert parse(row, tmp_path, "") == expected
+    (found,) = rows_of(packed_json(tmp_path / "t.tar", "7", {"videos": [["7.jpg", "7.jpg", url]]}))
+    assert found == ("7", Row((Media("video", (PICTURE, PICTURE, url)),)))
 
 
 def test_only_media_of_a_tars_prompt_are_its_files(tmp_path: Path) -> None:

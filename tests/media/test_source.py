@@ -98,3 +98,38 @@ def test_bytes_are_capped(tmp_path, monkeypatch):
     file.write_bytes(b"")
     with pytest.raises(MediaError, match="empty"):
         read_source(Media("image", str(file)))
+
+
+def test_frames_are_read_each_as_an_image(tmp_path):
+    (tmp_path / "video").mkdir()
+    file, array = tmp_path / "video" / "1.jpg", np.zeros((30, 40, 3), np.uint8)
+    file.write_bytes(DATA)
+    media = Media("video", (DATA, array, str(file), file.as_uri(), BASE64, f"data:;base64,{BASE64}"))
+    first, pixels, *others = read_source(media)
+    assert first == DATA
+    assert np.array_equal(pixels, array)
+    assert others == [DATA] * 4
+    assert source_path(media) == file
+    assert source_path(Media("video", (DATA, array))) is None
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        ("/no/such/file.jpg", "frame 1: there is no file /no/such/file.jpg"),
+        ("http://127.0.0.1:9/a.jpg", "frame 1: .*not public"),
+        (np.zeros((30, 40), np.uint8), r"frame 1: image pixels are uint8 of shape \(30, 40\)"),
+        ("data:image/jpeg;base64,", "frame 1: the source is empty"),
+    ],
+    ids=str,
+)
+def test_a_bad_frame_is_named(frame, message):
+    with pytest.raises(InputError, match=message):
+        read_source(Media("video", (DATA, frame)))
+
+
+def test_bytes_of_frames_are_capped_together(monkeypatch):
+    monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", 3 * len(DATA))
+    assert len(read_source(Media("video", (DATA,) * 3))) == 3
+    with pytest.raises(LimitExceeded, match=f"the video's frames take more than {3 * len(DATA)} bytes"):
+        read_source(Media("video", (DATA,) * 4))

@@ -3,14 +3,25 @@ import struct
 
 import av
 import numpy as np
+import psutil
 import pytest
 import torch
+from PIL import Image
 
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import under
 from mindie_mm.media.video import EncodedVideo, open_video
-from tests.media_samples import decode_all, encode_video, moving_frames, remux, video_packets, with_edit
+from tests.media_samples import (
+    decode_all,
+    encode_video,
+    encoded,
+    moving_frames,
+    photograph,
+    remux,
+    video_packets,
+    with_edit,
+)
 
 CONTAINERS = [
     ("mp4", "libx264"),
@@ -262,9 +273,65 @@ def test_sound_beside_the_frames_is_passed_over(container):
 
 def test_frames_are_passed_on():
     frames = moving_frames(5)
-    video = open_video(frames)
+    video = open_video(frames, None)
     assert (video.height, video.width, video.num_frames, video.fps) == (84, 112, 5, None)
     assert np.array_equal(np.stack(list(video.decode([1, 4]))), frames[[1, 4]])
+
+
+def test_frames_may_be_pictures_each():
+    frames = moving_frames(3)
+    pictures = (frames[0], *(encoded(Image.fromarray(frame), "PNG") for frame in frames[1:]))
+    video = open_video(pictures, 1.5)
+    assert (video.height, video.width, video.num_frames, video.fps) == (84, 112, 3, 1.5)
+    assert np.array_equal(np.stack(list(video.decode([0, 1, 2]))), frames)
+
+
+def test_decoded_frames_are_not_kept():
+    """Pillow keeps the pixels of a picture with the picture."""
+    data = encoded(photograph(size=(1000, 1000)), "PNG")
+    video = open_video((data,) * 20, None)
+    before = psutil.Process().memory_info().rss
+    kept = [frame.sum() for frame in video.decode(range(20))]
+    assert len(kept) == 20
+    assert psutil.Process().memory_info().rss - before < 30 << 20
+
+
+@pytest.mark.parametrize(
+    ("frames", "error", "message"),
+    [
+        ([(40, 30), (40, 30), (30, 40)], InputError, "frame 2 is 30x40 pixels, frame 0 is 40x30: .* of one size"),
+        ([(40, 30), (60, 50)], LimitExceeded, "frame 1: the video has 60x50 = 3000 pixels; the limit is 2000"),
+        ([(40, 30), (400, 300)], LimitExceeded, "frame 1: the image has 400x300 = 120000 pixels; the limit is 100000"),
+        ([(40, 30)] * 5, LimitExceeded, "the video has 5 frames; the limit is 4"),
+        ([(40, 30), b"no picture"], MediaError, "frame 1: the 10 bytes are no readable image"),
+    ],
+)
+def test_caps_hold_for_frames_before_decoding(frames, error, message):
+    made = [one if isinstance(one, bytes) else encoded(photograph(size=one), "PNG") for one in frames]
+    with (
+        under(MediaCaps(max_video_pixels=2000, max_image_pixels=100_000, max_video_frames=4)),
+        pytest.raises(error, match=message),
+    ):
+        open_video(tuple(made), None)
+
+
+def test_frames_last_as_long_as_their_rate_says():
+    with under(MediaCaps(max_video_seconds=10)):
+        assert open_video(moving_frames(5), 0.5).num_frames == 5
+        with pytest.raises(LimitExceeded, match=r"lasts 12\.5 s; the limit is 10 s"):
+            open_video(moving_frames(5), 0.4)
+
+
+def test_a_broken_frame_is_named():
+    data = encoded(photograph(size=(40, 30)), "PNG")
+    video = open_video((data, data[:-100]), None)
+    with pytest.raises(MediaError, match="frame 1: the PNG image of 40x30 pixels is broken"):
+        list(video.decode([0, 1]))
+
+
+def test_an_encoded_video_has_its_own_rate():
+    with pytest.raises(InputError, match="sample_fps 2 is given of an encoded video"):
+        open_video(encode_video(moving_frames(4)), 2.0)
 
 
 def test_caps_hold_before_decoding():
@@ -303,7 +370,7 @@ def test_what_is_no_video_is_refused(data):
 
 def test_an_unknown_codec_is_refused():
     with pytest.raises(MediaError, match="codec that is not known"):
-        open_video(encode_video(moving_frames(4)).replace(b"avc1", b"zzz1"))
+        open_video(encode_video(moving_frames(4)).replace(b"avc1", b"zzz1"), None)
 
 
 def test_a_truncated_video_is_refused():

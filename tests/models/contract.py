@@ -137,8 +137,12 @@ class Reference:
         images = [Image.fromarray(item["image"]) for item in items if "image" in item]
         videos = [item["video"] for item in items if "video" in item]
         given = {"images": images, "videos": videos}
+        sampling = {"do_sample_frames": False} if videos else {}
         return self.processor(
-            text=[self.text(items)], return_tensors="pt", **{name: media for name, media in given.items() if media}
+            text=[self.text(items)],
+            return_tensors="pt",
+            **{name: media for name, media in given.items() if media},
+            **sampling,
         )
 
     @torch.inference_mode()
@@ -496,14 +500,18 @@ class FamilyContract:
 
         assert [taken(num_frames=count) for count in (2, 4, 6)] == [2, 4, 6]
         assert [taken(max_frames=count) for count in (2, 4)] == [2, 4]
-        assert taken(min_frames=4) >= 4
+        assert taken(min_frames=4, max_frames=6) >= 4
         with pytest.raises(InputError, match="num_frames 21 is more than the video's 20 frames"):
             planned(num_frames=21)
-        if encoded:
-            assert taken(fps=1.0, min_frames=2) == 2
-            assert taken(fps=1.0, min_frames=4) == 4
-            assert taken(fps=9.0, max_frames=2) == 2
-            assert taken(fps=1.0, min_frames=1) == 2, "not all of them"
+        rate = {} if encoded else {"sample_fps": 10.0}
+        assert taken(fps=1.0, min_frames=2, **rate) == 2
+        assert taken(fps=1.0, min_frames=4, **rate) == 4
+        assert taken(fps=9.0, max_frames=2, **rate) == 2
+        assert taken(fps=1.0, min_frames=1, **rate) == 2, "not all of them"
+        with pytest.raises(
+            InputError, match="sample_fps 10 is given of an encoded" if encoded else "sample_fps is what"
+        ):
+            planned(**({"sample_fps": 10.0} if encoded else {"fps": 1.0}))
         bounds = {"min_pixels": 4096, "max_pixels": 8192}
         if processor.bounds_pixels:
             assert planned(**bounds).num_features < planned().num_features
@@ -511,6 +519,26 @@ class FamilyContract:
         for name, bound in bounds.items():
             with pytest.raises(InputError, match=rf"\(video\): {name} is given; {family_named(self.name).__name__} "):
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
+
+    @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
+    def test_frames_handed_in_are_all_taken_at_their_rate(self, rate, reference, model, tokenizer, path_file):
+        """As one array, or as a list of pictures."""
+        if "video" not in family_named(self.name).kinds:
+            return
+        frames = moving_frames(5, 48, 32)
+        metadata = {"total_num_frames": 5, "fps": rate, "duration": 5 / rate, "frames_indices": [*range(5)]}
+        expected = reference.processor(
+            text=[reference.text([{"video": frames}, {"text": "Which way?"}])],
+            videos=[frames],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        for video in (frames, [encoded(Image.fromarray(frame), "PNG") for frame in frames]):
+            ids = tokenizer.tokenize([{"video": video, "sample_fps": rate}, {"text": "Which way?"}], path_file)
+            items = model.read(ids.numpy())
+            assert plain_ids(ids.numpy(), items).tolist() == expected["input_ids"][0].tolist()
+            self.assert_arrays(expected, items, model)
 
     def test_preprocessing_fills_its_arrays(self, processor):
         """Shared memory is handed out as an earlier item left it."""

@@ -146,7 +146,7 @@ class TestLlavaOnevision(FamilyContract):
         [
             (1500, {}, LimitExceeded, "1500 frames .* limit is 1023"),
             (3, {"num_frames": 4}, InputError, "num_frames 4 .* 3 frames"),
-            (3, {"fps": 2.0}, InputError, "states no frame rate"),
+            (3, {"fps": 2.0}, InputError, "without a rate"),
         ],
         ids=str,
     )

@@ -220,6 +220,13 @@ def test_seconds_per_grid_are_those_of_the_frames_taken(mindie, reference, path_
     assert np.array_equal(planes, raw)
 
 
+@pytest.mark.parametrize(("rate", "seconds"), [(None, 1.0), (0.5, 4.0), (8.0, 0.25)])
+def test_seconds_per_grid_of_frames_handed_in(mindie, reference, path_file, rate, seconds):
+    ids = mindie.tokenize([{"video": CLIP, "sample_fps": rate}], path_file).numpy()
+    ((*_, found),) = their_media(ids, reference.text.convert_tokens_to_ids("<|vision_start|>"))
+    assert found[0, 0] == np.float32(seconds)
+
+
 def test_a_frame_too_few_stands_still(mindie, reference, path_file):
     ids = mindie.tokenize([{"video": CLIP[:3]}], path_file).numpy()
     ((_, planes, grid, _),) = their_media(ids, reference.text.convert_tokens_to_ids("<|vision_start|>"))

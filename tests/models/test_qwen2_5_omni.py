@@ -223,6 +223,18 @@ class TestQwen25Omni(FamilyContract):
         assert inputs["video_second_per_grid"].tolist() == pytest.approx([2 / rate])
         self.assert_positions(reference, model, ids, inputs)
 
+    @pytest.mark.parametrize("rate", [None, 0.5, 3.0])
+    def test_seconds_of_frames_handed_in(self, rate, reference, model, tokenizer, path_file):
+        frames = moving_frames(7, width=112, height=84)
+        ids = tokenizer.tokenize([{"video": frames, "sample_fps": rate}, {"text": "Which way?"}], path_file)
+        inputs = reference.processor(
+            text=[reference.markers["video"] + "Which way?"],
+            videos=[frames],
+            return_tensors="pt",
+            videos_kwargs={"fps": rate, "do_sample_frames": False},
+        )
+        self.assert_positions(reference, model, ids, inputs)
+
     def assert_positions(self, reference, model, ids, inputs):
         items = model.read(ids.numpy())
         assert plain_ids(ids.numpy(), items).tolist() == inputs["input_ids"][0].tolist()

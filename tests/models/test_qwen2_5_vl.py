@@ -125,6 +125,16 @@ class TestQwen25VL(FamilyContract):
         assert found.prompt[:, : items[0].stop].tolist() == positions[:, 0, : items[0].stop].tolist()
         assert found.prompt[:, items[0].stop].min() == found.prompt[:, : items[0].stop].max() + 1
 
+    @pytest.mark.parametrize("rate", [None, 0.5, 3.0])
+    def test_seconds_of_frames_handed_in(self, rate, reference, model, tokenizer, path_file):
+        frames = moving_frames(7, width=84, height=56)
+        metadata = {} if rate is None else {"video_metadata": [VideoMetadata(7, rate, frames_indices=[*range(7)])]}
+        expected = reference.processor(
+            text=[reference.markers["video"]], videos=[frames], do_sample_frames=False, return_tensors="pt", **metadata
+        )
+        (item,) = model.read(tokenizer.tokenize([{"video": frames, "sample_fps": rate}], path_file).numpy())
+        assert item.shape.grid[3] / 1e12 == pytest.approx(expected["second_per_grid_ts"][0].item())
+
     @pytest.mark.parametrize("grid", [(), (2, 4, 4), (2, 4, 6, 0, 0)], ids=str)
     def test_embeddings_of_another_grid_are_refused(self, grid, tokenizer, path_file):
         with pytest.raises(InputError, match=r"no video of 8 features that has the grid"):

@@ -172,8 +172,8 @@ def test_frames_handed_in_are_all_taken(processor):
     )
     normalized = normalize_patches(arrays["pixel_values_videos"], processor.video.mean, processor.video.std)
     assert torch.equal(normalized, expected["pixel_values_videos"])
-    with pytest.raises(InputError, match="no frame rate"):
-        preprocess(processor, "video", frames, fps=2.0)
+    with pytest.raises(LimitExceeded, match="769 frames; the limit is 768: num_frames or max_frames can ask for fewer"):
+        preprocess(processor, "video", np.broadcast_to(frames[:1], (769, *frames.shape[1:])))
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 5, 7, 30, 299, 1537])

@@ -181,7 +181,7 @@ class TestSmolVLM(FamilyContract):
 
     @pytest.mark.parametrize(
         ("frames", "options", "error", "named"),
-        [(600, {}, LimitExceeded, r"600 frames .* limit is 585"), (3, {"fps": 2.0}, InputError, "no frame rate")],
+        [(600, {}, LimitExceeded, r"600 frames .* limit is 585"), (3, {"fps": 2.0}, InputError, "without a rate")],
         ids=str,
     )
     def test_frames_that_cannot_be_taken_are_refused(self, frames, options, error, named, processor):

@@ -38,6 +38,48 @@ def test_frames(http: Any, media_dir: Path) -> None:
     assert slow < fast
 
 
+def test_a_video_of_frames(http: Any, red_square: str, media_dir: Path) -> None:
+    """As vLLM, qwen-vl-utils and Hugging Face's chats have them; files and data: URLs alike."""
+    encoded = red_square.partition(",")[2]
+    frames = [red_square] * 4
+    star = str(media_dir / "green_star.jpg")
+    four = media_tokens(http, {"type": "video", "video": frames, "sample_fps": 2}, "video")
+    for item in (
+        {"type": "video_url", "video_url": {"url": frames}},
+        {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join([encoded] * 4)}"}},
+        {"video_url": frames, "sample_fps": 0.5},
+        {"video": [star, f"file://{star}"] * 2},
+        {"video": [red_square] * 8, "sample_fps": 4, "fps": 2},
+        {"video": [red_square] * 8, "num_frames": 4},
+    ):
+        assert media_tokens(http, item, "video") == four, item
+    assert media_tokens(http, {"video": frames[:2]}, "video") == four // 2
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"video": ["/etc/hostname"]}, "media item 0 (video): frame 0: no such file under the allowed media folder"),
+        ({"video": ["http://127.0.0.1:9/a.jpg"]}, "frame 0: could not fetch from 127.0.0.1: its address is not public"),
+        ({"video": ["RED", "data:image/png;base64,AAAA"]}, "frame 1: the 3 bytes are no readable image"),
+        ({"video": ["RED", "STAR"]}, "the frames of a video are of one size"),
+        ({"video": ["RED"] * 4, "fps": 1}, "fps 1 is asked of frames handed in without a rate: sample_fps"),
+        ({"video": ["RED"] * 4, "sample_fps": 1e-6}, "the video lasts"),
+        ({"video": []}, "video is an empty list"),
+        ({"video": "MOVIE", "sample_fps": 2}, "sample_fps 2 is given of an encoded video, which states its own rate"),
+    ],
+    ids=str,
+)
+def test_bad_frames(http: Any, red_square: str, media_dir: Path, item: dict[str, Any], message: str) -> None:
+    small = data_url(Image.new("RGB", (30, 30), "red"))
+    named = {"RED": red_square, "STAR": small, "MOVIE": str(media_dir / "right.mp4")}
+    video = item["video"]
+    given = named[video] if isinstance(video, str) else [named.get(frame, frame) for frame in video]
+    answer = http.post("/infer", json={"inputs": [item | {"video": given}, {"text": "x"}]})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "options", [{"max_pixels": True}, {"max_pixels": 1.5}, {"max_pixels": "9"}, {"min_pixels": 9, "max_pixels": 8}]
 )

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from mindie_mm.config import ServiceConfig
-from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from service.media import MediaPolicy
 
@@ -116,6 +116,69 @@ async def test_a_request_leaves_the_others_their_turns(tmp_path: Path, web_serve
     policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=8))
     paths = await policy.spool([Media("image", f"{web_server}/crowd")] * 6, tmp_path)
     assert max(path.read_bytes()[-1] for path in paths) == 2
+
+
+async def test_frames_are_files_of_their_video(tmp_path: Path, web_server: str) -> None:
+    source = tmp_path / "in.png"
+    source.write_bytes(b"\x89PNG\r\n\x1a\n")
+    policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path, allow_private_media=True))
+    frames = (str(source), f"{web_server}/a", "data:image/jpeg;base64,/9j/4AAQ", source.as_uri())
+    request = tmp_path / "request"
+    request.mkdir()
+    first, second, third = await policy.spool(
+        [Media("video", "AAAAIGZ0eXBpc29t"), Media("video", frames), Media("image", str(source))], request
+    )
+    assert isinstance(second, list)
+    relative = [str(path.relative_to(request)) for path in second]
+    assert relative == ["video/2-1.png", "video/2-2.png", "video/2-3.jpg", "video/2-4.png"]
+    assert [first, third] == [request / "video/1.mp4", request / "image/1.png"]
+    assert second[1].read_bytes()[-2:] == b"/a"
+    policy.remove(request)
+    assert list(request.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        ("/etc/hostname", "no such file under the allowed media folder"),
+        ("file:///etc/hostname", "no such file under the allowed media folder"),
+        ("http://127.0.0.1:9/a.jpg", "its address is not public"),
+        ("http://[::1]:9/a.jpg", "its address is not public"),
+        ("https://elsewhere.org/a.jpg", "elsewhere.org is none of the allowed media domains"),
+        ("ftp://host/a.jpg", "a URL of scheme 'ftp'"),
+        ("data:image/jpeg;base64,AAA", "base64 is not valid"),
+        ("data:image/jpeg;base64," + "AAAA" * 11, "33 bytes, the limit for one item is 30"),
+        ("data:image/jpeg;base64,AAAA\ud800", "a lone surrogate"),
+    ],
+    ids=str,
+)
+async def test_a_frame_is_behind_the_fences_of_images(tmp_path: Path, frame: str, message: str) -> None:
+    domains = ("127.0.0.1", "[::1]", "::1") if "9/" in frame else ("example.org",)
+    config = ServiceConfig(allowed_media_dir=tmp_path, allowed_media_domains=domains, max_item_bytes=30)
+    with pytest.raises(InputError, match=rf"media item 1 \(video\): frame 0: .*{message}"):
+        await MediaPolicy(config).spool([Media("image", "AAAA"), Media("video", (frame,))], tmp_path)
+
+
+async def test_frames_are_one_item_to_its_limit(tmp_path: Path, web_server: str, sent: list[int]) -> None:
+    policy = MediaPolicy(ServiceConfig(max_item_bytes=12, max_media_bytes=30, allow_private_media=True))
+    await policy.spool([Media("video", ("AAAA",) * 4), Media("image", "A" * 16)], tmp_path)
+    policy.remove(tmp_path)
+    with pytest.raises(LimitExceeded, match=r"\(video\): frame \d: 15 bytes, the limit for one item is 12"):
+        await policy.spool([Media("video", ("AAAA",) * 5)], tmp_path)
+    policy.remove(tmp_path)
+    with pytest.raises(LimitExceeded, match=r"the request's media take \d+ bytes, the limit is 30"):
+        await policy.spool([Media("video", ("AAAA",) * 4)] * 3, tmp_path)
+    many = MediaPolicy(ServiceConfig(max_item_bytes=1 << 20, allow_private_media=True))
+    sent.clear()
+    with pytest.raises(LimitExceeded, match="the limit for one item"):
+        await many.spool([Media("video", (f"{web_server}/endless",) * 8)], tmp_path)
+    assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
+
+
+async def test_a_request_has_so_many_frames(tmp_path: Path) -> None:
+    videos = [Media("video", ("AAAA",) * 1025)] * 2
+    with pytest.raises(LimitExceeded, match="2050 frames in the request's lists, the limit is 2048"):
+        await MediaPolicy(ServiceConfig()).spool(videos, tmp_path)
 
 
 async def test_jpeg_as_base64_is_no_path(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import parse_inputs
@@ -137,6 +138,47 @@ def test_sources_of_the_same_bytes_have_one_digest(tokenizer, spool):
     digests = [attach(Ref.from_words(*words[i : i + 2])).digest for i in (0, 2, 4)]
     assert digests[0] == digests[1] != digests[2]
     assert len(digests[0]) >= 16
+
+
+def test_every_form_of_the_same_frames_leads_to_the_same(tokenizer, spool):
+    """The path file is found beside the folder of the first frame that is a file."""
+    frames = moving_frames(4, 56, 56)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    files = [encoded(picture, "PNG") for picture in pictures]
+    paths = [spool / "video" / f"{number}.png" for number in range(4)]
+    for path, data in zip(paths, files, strict=True):
+        path.write_bytes(data)
+    urls = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
+    joined = f"data:video/jpeg;base64,{','.join(url.partition(',')[2] for url in urls)}"
+    forms = [
+        frames,
+        list(frames),
+        torch.from_numpy(frames),
+        pictures,
+        files,
+        paths,
+        list(map(str, paths)),
+        urls,
+        joined,
+    ]
+    ids = tokenizer.tokenize([{"video": form} for form in forms])
+    words = ids[ids < 0].tolist()
+    views = [attach(Ref.from_words(*words[i : i + 2])) for i in range(0, len(words), 2)]
+    assert len(views) == len(forms)
+    for view in views:
+        assert np.array_equal(view["pixel_values_videos"], views[0]["pixel_values_videos"])
+    digests = [view.digest for view in views]
+    assert digests[0] == digests[2] != digests[4] == digests[5] == digests[8]
+    assert (spool / "shm_name.txt").exists()
+
+
+def test_frames_in_another_order_have_another_digest(tokenizer, spool):
+    files = [encoded(photograph(name, (56, 56))) for name in ("chelsea.png", "coffee.png")]
+    video = [{"video": files}, {"video": files[::-1]}, {"video": [files[0] + files[1][:0], files[1]]}]
+    ids = tokenizer.tokenize(video, spool / "shm_name.txt")
+    words = ids[ids < 0].tolist()
+    first, second, third = (attach(Ref.from_words(*words[i : i + 2])).digest for i in (0, 2, 4))
+    assert first == third != second
 
 
 def test_a_run_of_one_slot_holds_the_name_word_alone(tokenizer, spool):
