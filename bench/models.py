@@ -43,7 +43,6 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.planning import content_digest
-from mindie_mm.tokenize.wires import NativeWire
 from tests.media_samples import encoded, photograph
 from tests.models.contract import FamilyContract
 from tests.sound_samples import tone
@@ -397,7 +396,7 @@ def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: S
     length, path_file = min(PROMPT, model.spec.max_model_len - 2), folder / "shm_name.txt"
     figures: dict[str, Any] = {"reference": family.reference}
     data = {kind: value for kind, value in sources().items() if kind in family.kinds}
-    with Tokenizer.from_pretrained(folder, NativeWire(arena)) as tokenizer:
+    with Tokenizer.from_pretrained(folder, arena=arena) as tokenizer:
         steps: dict[str, Contestants] = {}
         for kind, item in data.items():
             steps[f"preprocess {kind}"] = preprocessing(kind, item, processor, reference, arena, path_file)

@@ -32,7 +32,7 @@ from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder
-from mindie_mm.shm import PATH_FILE_NAME
+from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.planning import PlannedItem, Planner, content_digest
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
@@ -88,18 +88,23 @@ class Tokenizer:
         cls,
         path: str | Path | None = None,
         wire: WireName | Wire = "native",
+        arena: Arena | None = None,
         family: str | None = None,
         caps: MediaCaps | None = None,
     ) -> Self:
         """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
 
-        On the native wire items lie in an arena of the tokenizer's own, made at the first of them, and removed on
-        `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
-        MindIE's reads it. A `Wire` is one that the caller made, such as `NativeWire(arena)`. `caps`: of its media
-        items. InputError, UnsupportedCheckpoint.
+        On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
+        on `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
+        MindIE's reads it, and there is no arena. A `Wire` is one that the caller made. `caps`: of its media items.
+        InputError, UnsupportedCheckpoint.
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
+        if arena is not None:
+            if wire != "native":
+                raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
+            wire = NativeWire(arena)
         checkpoint = Checkpoint.open(path)
         return cls(checkpoint, family_of(checkpoint, family), wire, caps)
 

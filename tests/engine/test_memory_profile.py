@@ -20,7 +20,6 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import release
 from mindie_mm.shm.arena import Arena
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.wires import NativeWire
 from tests.models.contract import picture
 from tools.random_checkpoint import write_checkpoint
 
@@ -168,7 +167,7 @@ async def test_a_burst_of_large_pictures_stays_within_what_was_measured(random_c
     processor, model = family_named("qwen2_vl").processor(Checkpoint.open(path)), load_model(path, device="cpu")
     measured = _WorstCase(model, processor, CPU(), config).num_bytes(("image",))
     path_file = tmp_path / "shm_name.txt"
-    with closing(Arena.create(arena_bytes)) as arena, Tokenizer.from_pretrained(path, NativeWire(arena)) as tokenizer:
+    with closing(Arena.create(arena_bytes)) as arena, Tokenizer.from_pretrained(path, arena=arena) as tokenizer:
         prompts = [tokenizer.tokenize([{"image": picture(448, 440, i)}], path_file).numpy() for i in range(12)]
         engine = await AsyncEngine.start(path, config)
         try:

@@ -25,7 +25,7 @@ from mindie_mm.errors import (
 from mindie_mm.models import load_model
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.shm import release, request_directory
+from mindie_mm.shm import Arena, release, request_directory
 from mindie_mm.shm.mindie import (
     create_shm,
     encode_shape_to_int64,
@@ -422,3 +422,5 @@ def test_a_failure_half_way_leaves_nothing(mindie, tmp_path):
 def test_the_wire_is_one_of_two(random_checkpoint):
     with pytest.raises(InputError, match="wire is 'psm', it must be one of native, mindie"):
         Tokenizer.from_pretrained(random_checkpoint, wire="psm")
+    with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="an arena was given"):
+        Tokenizer.from_pretrained(random_checkpoint, wire="mindie", arena=arena)

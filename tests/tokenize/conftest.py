@@ -5,7 +5,6 @@ import pytest
 
 from mindie_mm.shm import Arena
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.wires import NativeWire
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -24,5 +23,5 @@ def arena() -> Iterator[Arena]:
 @pytest.fixture
 def tokenizer(checkpoint_path, arena) -> Iterator[Tokenizer]:
     """With an arena of 16 MiB."""
-    with Tokenizer.from_pretrained(checkpoint_path, NativeWire(arena)) as tokenizer:
+    with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as tokenizer:
         yield tokenizer

@@ -23,7 +23,6 @@ from mindie_mm.inputs import parse_inputs
 from mindie_mm.shm import Ref, attach, release, survey
 from mindie_mm.tokenize import Tokenizer, TokenizeRequest, TokenizerPool
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.wires import NativeWire
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 ARENA_BYTES = 16 * 2**20
@@ -67,7 +66,7 @@ async def test_prompts_are_those_of_the_library(pool, request_path, checkpoint_p
     same = await pool.tokenize(TokenizeRequest(messages=messages, path_file=str(path_file)))
     assert np.array_equal(chat.plain_ids, same.plain_ids)
     text = await pool.tokenize(TokenizeRequest(text="what is it?"))
-    with Tokenizer.from_pretrained(checkpoint_path, NativeWire(arena)) as tokenizer:
+    with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as tokenizer:
         expected = tokenizer.prompt_from_items(parse_inputs(items), path_file)
         assert np.array_equal(raw.plain_ids, expected.plain_ids)
         assert raw.spans == expected.spans

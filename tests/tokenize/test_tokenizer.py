@@ -14,7 +14,6 @@ from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.wires import NativeWire
 from tests import transformers_reference as reference
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
 
@@ -309,7 +308,7 @@ def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_
 def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
     image = {"image": str(spool / "image" / "0.jpg")}
     with Arena.create(2**20, quota_bytes=60_000) as arena:
-        tokenizer = Tokenizer.from_pretrained(checkpoint_path, NativeWire(arena))
+        tokenizer = Tokenizer.from_pretrained(checkpoint_path, arena=arena)
         with pytest.raises(LimitExceeded, match="a request may hold 60000 bytes"):
             tokenizer.tokenize([image, image])
         assert arena.num_blocks == 0
