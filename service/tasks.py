@@ -1,23 +1,24 @@
-"""Work beside other work, of which nothing is left running."""
+"""Work beside other work, of which nothing is left running, however often it is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results, in order; the first failure ends the others before it is raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+        return [task.result() for task in tasks]
+    except BaseExceptionGroup as failures:
+        failure = failures.exceptions[0]
+    raise failure  # out there it keeps its own cause
 
 
 async def in_thread(work: Callable[[], T]) -> T:
@@ -26,5 +27,7 @@ async def in_thread(work: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
         raise

@@ -24,7 +24,9 @@ _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 MAX_STREAMS = 64
 """Most streams of a container."""
 OPEN_S = 0.5
-"""Most processor time until a container's tracks are known, in seconds; 0.2 of it go for probing HEVC of 3840x2160."""
+"""Most processor time until a container's tracks are known, in seconds, if that takes more than `OPEN_BYTES`."""
+OPEN_BYTES = 2**23
+"""Bytes that may be read meanwhile, however long it takes; FFmpeg decodes frames of 5 MB at most to know its tracks."""
 MAX_READ = 4
 """Most bytes of a stream's packets, as a multiple of the container's: samples of an MP4 may be the same bytes."""
 SPARE_BYTES = 2**24
@@ -53,12 +55,15 @@ class _Source(io.BytesIO):
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self.until = time.thread_time() + OPEN_S  # on this thread's clock
+        self.num_read = 0
         self.is_late = False
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Nothing more once it is too late, as at the end: PyAV prints what is raised here more than once."""
-        self.is_late = self.is_late or time.thread_time() > self.until
-        return b"" if self.is_late else super().read(size)
+        self.is_late = self.is_late or (self.num_read > OPEN_BYTES and time.thread_time() > self.until)
+        piece = b"" if self.is_late else super().read(size)
+        self.num_read += len(piece)
+        return piece
 
     def opened(self) -> None:
         """Says that the tracks are known, or none are. LimitExceeded if that took too long."""

@@ -1,0 +1,55 @@
+"""Work beside other work, cancelled and failing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from mindie_mm.errors import SharedMemoryError
+from service.tasks import gather, in_thread
+
+
+async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> None:
+    """Also those of lists in lists: what they write to is removed afterwards."""
+    started, may_end = threading.Semaphore(0), threading.Event()
+    ended: list[int] = []
+
+    def write(number: int) -> None:
+        started.release()
+        may_end.wait(30)
+        ended.append(number)
+
+    async def item(numbers: range) -> list[None]:
+        return await gather([in_thread(lambda number=number: write(number)) for number in numbers])
+
+    work = asyncio.ensure_future(gather([item(range(2)), item(range(2, 4))]))
+    for _ in range(4):
+        await asyncio.to_thread(started.acquire)
+    for _ in range(3):
+        work.cancel()
+        await asyncio.sleep(0.01)
+        assert not work.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert sorted(ended) == [0, 1, 2, 3]
+
+
+async def test_the_first_failure_ends_the_others_and_keeps_its_cause() -> None:
+    forever = asyncio.Event()
+
+    async def fail() -> None:
+        raise SharedMemoryError("no room") from OSError("full")
+
+    async def wait() -> None:
+        try:
+            await forever.wait()
+        finally:
+            forever.set()
+
+    with pytest.raises(SharedMemoryError, match="no room") as caught:
+        await gather([wait(), fail()])
+    assert isinstance(caught.value.__cause__, OSError)
+    assert forever.is_set()
