@@ -45,14 +45,15 @@ def test_what_was_in_the_cache(client: openai.OpenAI) -> None:
 
 
 def test_a_salt_keeps_the_cache_to_those_who_know_it(client: openai.OpenAI, http: Any, red_square: str) -> None:
-    parts = [*content(red_square), {"type": "text", "text": "a blue circle, " * 20}]
+    text = "a blue circle, " * 60  # more than a block, on every device
+    parts = [*content(red_square), {"type": "text", "text": text}]
 
     def cached(salt: str) -> bool:
         usage = ask(client, parts, extra_body={"cache_salt": salt}).usage
         return bool(usage.prompt_tokens_details.cached_tokens)
 
     assert [cached(salt) for salt in ("mine", "yours", "mine")] == [False, False, True]
-    prompt = {"model": "tiny", "prompt": "a blue circle, " * 20, "max_tokens": 1}
+    prompt = {"model": "tiny", "prompt": text, "max_tokens": 1}
     for salt, cached_tokens in (("mine", False), ("yours", False), ("mine", True)):
         usage = client.completions.create(**prompt, extra_body={"cache_salt": salt}).usage
         assert usage is not None
@@ -69,8 +70,9 @@ def test_timings(client: openai.OpenAI, red_square: str) -> None:
         assert set(found) == STAGES
         assert all(seconds >= 0 for seconds in found.values())
         assert min(found["fetch_s"], found["preprocess_s"], found["prefill_s"], found["decode_s"]) > 0
-        stages = sum(seconds for name, seconds in found.items() if name not in ("total_s", "tower_s"))
-        assert stages <= found["total_s"] + 0.01
+        stages = [seconds for name, seconds in found.items() if name not in ("total_s", "tower_s")]
+        # The longest of each stage: of two choices one may have waited while the other was decoded.
+        assert (max(stages) if "n" in extra else sum(stages)) <= found["total_s"] + 0.01
         assert found["tower_s"] <= found["prefill_s"]
 
 
