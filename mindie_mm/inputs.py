@@ -146,6 +146,8 @@ PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = {
 """Fields of vLLM's and OpenAI's requests that would make another prompt, and the values of each that would not."""
 MAX_LISTED_FRAMES = 2048
 """Most frames of a video that is given as a list of them."""
+_MAX_LISTED_IN_ALL = 2**15
+"""Most frames of all lists of a call, bounded while they are parsed: a comma of a URL costs a client less than us."""
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 """What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
 _MAX_PIXELS = 2**31
@@ -172,7 +174,12 @@ def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
 def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit."""
     _require_list(messages, "messages")
-    return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    parsed: list[Message] = []
+    num_frames = 0
+    for index, message in enumerate(messages):
+        parsed.append(_parse_message(message, f"messages[{index}]"))
+        num_frames = _add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
+    return parsed
 
 
 def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, Any]]:
@@ -291,7 +298,20 @@ def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _parse_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[Item, ...]:
     _require_list(parts, where)
-    return tuple(_parse_part(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    items: list[Item] = []
+    num_frames = 0
+    for index, part in enumerate(parts):
+        items.append(_parse_part(part, f"{where}[{index}]"))
+        num_frames = _add_frames(num_frames, media_of(items[-1:]), where)
+    return tuple(items)
+
+
+def _add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
+    """`num_frames` and those that `media` lists. LimitExceeded."""
+    num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
+    if num_frames > _MAX_LISTED_IN_ALL:
+        raise LimitExceeded(f"{where} has lists of more than {_MAX_LISTED_IN_ALL} frames in all, the limit")
+    return num_frames
 
 
 def _parse_part(part: Mapping[str, Any], where: str) -> Item:
@@ -336,8 +356,9 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
         return value, nested
     if isinstance(value, Mapping):
         inner = "data" if key == "input_audio" else "url"
-        if not isinstance(value.get(inner), (str, list) if kind == "video" else str):
-            raise InputError(f"{where}.{inner} is {_type(value.get(inner))}; it must be a string")
+        if not isinstance(value.get(inner), (str, list, tuple) if kind == "video" else str):
+            taken = "a string, or a list of frames" if kind == "video" else "a string"
+            raise InputError(f"{where}.{inner} is {_type(value.get(inner))}; it must be {taken}")
         nested = {name: option for name, option in value.items() if name != inner}
         value = value[inner]
         if key == "input_audio":

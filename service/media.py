@@ -39,8 +39,9 @@ class _Request:
     """The name of its directory, which no other request has."""
     spend: Callable[[int], None]
     """Counts bytes before they are written, fetched ones as they come. LimitExceeded, SpoolFull."""
-    fetching: asyncio.Semaphore
-    """How many fetches the request may have at a time: one whose servers are slow leaves the others their turns."""
+    turns: asyncio.Semaphore
+    """How many files the request may have brought in at a time: one of many, or of slow servers, leaves the others
+    their turns."""
 
 
 class MediaPolicy:
@@ -96,6 +97,10 @@ class MediaPolicy:
         return await gather(writes)
 
     async def _spool_file(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
+        async with request.turns:
+            return await self._bring(what, source, stem, request)
+
+    async def _bring(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
         with naming(what):
             assert isinstance(source, str), "JSON has no bytes"
             _require_unicode(source)
@@ -114,7 +119,7 @@ class MediaPolicy:
             return await in_thread(lambda: _write(decode_base64(source, start), stem))
 
     async def _fetch(self, url: str, request: _Request) -> bytes:
-        async with request.fetching, self._fetching:
+        async with self._fetching:
             return await fetch(
                 url,
                 max_bytes=self.config.max_item_bytes,

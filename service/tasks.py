@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -22,11 +22,20 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """`work()` in a thread; when cancelled, waits for it, so that nothing writes into a directory being removed."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    """`work()` in a thread; when cancelled, waits for it, so that nothing writes into a directory being removed.
+
+    What has not begun by then is not done.
+    """
+    is_wanted = True
+
+    def begin() -> T | None:
+        return work() if is_wanted else None
+
+    running = asyncio.ensure_future(asyncio.to_thread(begin))
     try:
-        return await asyncio.shield(running)
+        return cast("T", await asyncio.shield(running))
     except asyncio.CancelledError:
+        is_wanted = False
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])

@@ -153,6 +153,15 @@ def test_a_list_has_so_many_frames():
             parse_inputs([{"video": more}])
 
 
+def test_all_lists_of_a_call_have_so_many_frames_together():
+    video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
+    assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
+    with pytest.raises(LimitExceeded, match="inputs has lists of more than 32768 frames in all"):
+        parse_inputs([video.copy() for _ in range(17)])
+    with pytest.raises(LimitExceeded, match="messages has lists of more than 32768 frames in all"):
+        parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

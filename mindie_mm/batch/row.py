@@ -221,10 +221,11 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
         raise InputError(f"the row's {key}: {error}") from None
 
 
-def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT) -> Any:
+def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
     """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes.
 
-    A medium of nothing but nulls is one, too. What stands under a key of `kept` is left as it is.
+    A medium of nothing but nulls is one, too. What stands under a key of `kept` is left as it is. A list of media has
+    nulls where it is a `flat` row's own; inside it, or in an item, a list is a video's frames, and misses one there.
     """
     if isinstance(value, Mapping):
         if key in _MEDIA and value:
@@ -235,10 +236,11 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT) -> A
         return {
             name: left
             for name, one in value.items()
-            if (left := one if name in kept else _without_nulls(one, name, kept)) is not None
+            if (left := one if name in kept else _without_nulls(one, name, kept, flat)) is not None
         }
     if isinstance(value, list):
-        return [left for one in value if (left := _without_nulls(one, key, kept)) is not None or key not in _MEDIA]
+        without = (_without_nulls(one, key, kept, flat=False) for one in value)
+        return [left for left in without if left is not None or not (flat and key in _MEDIA)]
     return value
 
 

@@ -221,12 +221,13 @@ class Qwen2VLProcessor(Processor):
     def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
         video = open_video(data, options.sample_fps)
         check_asked(video, options)
-        rate, limit = video.fps, self.video.max_frames
+        rate = video.fps
         if comes_sampled(video, options):
             rate, settings = None, replace(settings, num_frames=None)
-        if rate is None and settings.num_frames is None and video.num_frames > settings.max_frames == limit:
+        takes_all = rate is None and settings.num_frames is None and options.max_frames is None
+        if takes_all and video.num_frames > settings.max_frames:
             raise LimitExceeded(
-                f"the video has {video.num_frames} frames; the limit is {limit}: "
+                f"the video has {video.num_frames} frames; the limit is {settings.max_frames}: "
                 "num_frames or max_frames can ask for fewer"
             )
         indices = self.sample(video.num_frames, rate, settings)

@@ -90,6 +90,9 @@ def test_frames_are_of_the_inputs_folder_each(tmp_path: Path) -> None:
     ):
         assert parse(json.dumps(row).encode(), tmp_path, "") == expected
         assert parse(row, tmp_path, "") == expected
+    for row in ({"inputs": [{"video": ["1.jpg", None]}]}, {"videos": [["1.jpg", None], None]}):
+        with pytest.raises(InputError, match=r"\[1\] is missing"):
+            parse(row, tmp_path, "")
     (found,) = rows_of(packed_json(tmp_path / "t.tar", "7", {"videos": [["7.jpg", "7.jpg", url]]}))
     assert found == ("7", Row((Media("video", (PICTURE, PICTURE, url)),)))
 

@@ -174,6 +174,9 @@ def test_frames_handed_in_are_all_taken(processor):
     assert torch.equal(normalized, expected["pixel_values_videos"])
     with pytest.raises(LimitExceeded, match="769 frames; the limit is 768: num_frames or max_frames can ask for fewer"):
         preprocess(processor, "video", np.broadcast_to(frames[:1], (769, *frames.shape[1:])))
+    many = np.broadcast_to(frames[:1, :28, :28], (769, 28, 28, 3))
+    plan = processor.plan(Media("video", many, MediaOptions(max_frames=768)), many, {"video": 1})
+    assert plan.grid[0] == 384
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 5, 7, 30, 299, 1537])

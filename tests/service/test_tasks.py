@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -35,6 +36,29 @@ async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> N
     with pytest.raises(asyncio.CancelledError):
         await work
     assert sorted(ended) == [0, 1, 2, 3]
+
+
+async def test_what_waits_for_a_thread_is_not_done_after_all() -> None:
+    """What other requests wait for stands behind it."""
+    began, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    done: list[int] = []
+
+    def first() -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait(30)
+        done.append(0)
+
+    works = [in_thread(first), *(in_thread(lambda: done.append(1)) for _ in range(9))]
+    work = asyncio.ensure_future(gather(works))
+    await began.wait()
+    work.cancel()
+    await asyncio.sleep(0.01)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert done == [0]
 
 
 async def test_the_first_failure_ends_the_others_and_keeps_its_cause() -> None:
