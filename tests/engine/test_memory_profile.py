@@ -63,7 +63,7 @@ def own_room():
 
 def test_a_larger_worst_case_leaves_less(random_checkpoint, small_pictures, own_room):
     small, large = own_room(small_pictures), own_room(random_checkpoint)
-    assert small - large > 4 * MiB
+    assert small - large > 2 * MiB
     assert own_room(small_pictures, max_tower_tokens=1024) < small - 4 * MiB, "several items in a call"
     none = own_room(small_pictures, kinds=())
     assert none > small, "no tower"
