@@ -23,8 +23,8 @@ _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 
 MAX_STREAMS = 64
 """Most streams of a container."""
-OPEN_S, OPEN_BYTES_PER_S = 0.5, 24 * 2**20
-"""Most processor time until a container's tracks are known: so many seconds, and a second for so many bytes read."""
+OPEN_S = 0.5
+"""Most processor time until a container's tracks are known, in seconds, if that takes more than `OPEN_BYTES`."""
 OPEN_BYTES = 2**23
 """Bytes that may be read meanwhile, however long it takes; FFmpeg decodes frames of 5 MB at most to know its tracks."""
 MAX_READ = 4
@@ -54,14 +54,13 @@ class _Source(io.BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self.until = time.thread_time() + OPEN_S  # on this thread's clock, and not counting what is read
+        self.until = time.thread_time() + OPEN_S  # on this thread's clock
         self.num_read = 0
         self.is_late = False
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Nothing more once it is too late, as at the end: PyAV prints what is raised here more than once."""
-        if self.num_read > OPEN_BYTES and time.thread_time() > self.until + self.num_read / OPEN_BYTES_PER_S:
-            self.is_late = True
+        self.is_late = self.is_late or (self.num_read > OPEN_BYTES and time.thread_time() > self.until)
         piece = b"" if self.is_late else super().read(size)
         self.num_read += len(piece)
         return piece
@@ -69,10 +68,7 @@ class _Source(io.BytesIO):
     def opened(self) -> None:
         """Says that the tracks are known, or none are. LimitExceeded if that took too long."""
         if self.is_late:
-            raise LimitExceeded(
-                f"to find out what the container holds takes more than {OPEN_S} s, "
-                f"and one for each {OPEN_BYTES_PER_S} bytes, the limits"
-            )
+            raise LimitExceeded(f"to find out what the container holds takes more than {OPEN_S} s, the limit")
         self.until = math.inf
 
 
