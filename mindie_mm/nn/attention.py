@@ -62,8 +62,12 @@ def paged_attention(
             kernels.store(pages, paged.slots, new.transpose(0, 1))
         if sliding_window is None and paged.is_causal and kernels.attends(query, *cached):
             return kernels.attend(query, *cached, paged.rows, scaling)
-    if len(paged.prefills) == 1 and not paged.decodes:  # the rows are one sequence's: nothing to put together
-        return _prefill(query, key, value, cached, paged.prefills[0], scaling, sliding_window)
+    match paged.prefills, paged.decodes:  # nothing to put together
+        case [prefill], []:
+            return _prefill(query, key, value, cached, prefill, scaling, sliding_window)
+        case [], [decode]:
+            assert cached is not None
+            return _decode(query, *cached, decode, scaling, sliding_window)
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])  # (T, heads, value_head_dim)
     for prefill in paged.prefills:
         rows = prefill.rows
@@ -127,10 +131,7 @@ def _decode(
         pages.index_select(0, decode.blocks).view(count, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
         for pages in (keys, values)
     )
-    to = torch.arange(k.shape[2], device=query.device)
-    mask = to < decode.lengths
-    if sliding_window is not None:
-        mask &= to >= decode.lengths - sliding_window
+    mask = decode.mask(sliding_window, query.dtype)
     if query.device.type != "cpu":
         # Not every kernel takes a mask with one row for several queries (docs/npu.md); on the host it costs time.
         mask = mask.expand(-1, 1, query.shape[2], -1)

@@ -96,16 +96,33 @@ class Prefill:
     """int64 [context + rows]: as Chunk's; None where the rows have none."""
 
 
-@dataclass(frozen=True, slots=True)
 class Decode:
     """Rows of sequences with one new token each and contexts of similar length, attended to in one call."""
 
-    rows: Tensor
-    """int64 [S]."""
-    blocks: Tensor
-    """int64 [S * blocks], padded with the cache's block for that."""
-    lengths: Tensor
-    """int64 [S, 1, 1, 1]: tokens of each, the new one counted."""
+    def __init__(self, rows: Tensor, blocks: Tensor, lengths: Tensor, num_slots: int) -> None:
+        self.rows = rows
+        """int64 [S]."""
+        self.blocks = blocks
+        """int64 [S * blocks], padded with the cache's block for that."""
+        self._lengths = lengths.view(-1, 1, 1, 1)
+        self._num_slots = num_slots
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
+        """[S, 1, 1, slots]: which tokens of its blocks a row attends to, made once for all layers.
+
+        bool; on the host numbers of `dtype` to be added to the scores, which its kernel else makes in every layer.
+        """
+        key = sliding_window, dtype
+        if key not in self._masks:
+            to = torch.arange(self._num_slots, device=self.rows.device)
+            mask = to < self._lengths
+            if sliding_window is not None:
+                mask &= to >= self._lengths - sliding_window
+            if mask.device.type == "cpu":
+                mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+            self._masks[key] = mask
+        return self._masks[key]
 
 
 class PagedBatch:
@@ -150,7 +167,7 @@ class PagedBatch:
                 groups.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
         if self.cache is None:
             return []
-        return [_decode_group(group, self.cache.padding, self._device) for group in groups.values()]
+        return [_decode_group(group, self.cache, self._device) for group in groups.values()]
 
     def _placed(self) -> Iterator[tuple[Chunk, int]]:
         """Each chunk with its first row."""
@@ -197,9 +214,11 @@ def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
     return upload(torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1), device)
 
 
-def _decode_group(group: Sequence[tuple[int, Chunk]], padding: int, device: torch.device) -> Decode:
+def _decode_group(group: Sequence[tuple[int, Chunk]], cache: PagedCache, device: torch.device) -> Decode:
+    table = block_table([chunk.blocks for _, chunk in group], cache.padding)
     return Decode(
         upload([row for row, _ in group], device),
-        upload(block_table([chunk.blocks for _, chunk in group], padding).ravel(), device),
-        upload([chunk.stop for _, chunk in group], device).view(-1, 1, 1, 1),
+        upload(table.ravel(), device),
+        upload([chunk.stop for _, chunk in group], device),
+        table.shape[1] * cache.block_size,
     )
