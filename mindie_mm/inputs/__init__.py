@@ -1,0 +1,55 @@
+"""The `List[Dict]` contract: what a caller may hand in, checked once, at the border.
+
+Each dict has exactly one of `text`, `image`, `video`, `audio`, plus per-item options. A media value is a path,
+bytes, a PIL image or an array, or a `data:`, `http(s):` or `file:` URL; a video may be a list of these too, its frames.
+The parts of OpenAI and Hugging Face chat messages (`{"type": "image_url", "image_url": {"url": ...}}`,
+`{"type": "image", "image": ...}`) mean the same items.
+"""
+
+from __future__ import annotations
+
+from mindie_mm.inputs.items import (
+    KINDS,
+    ROLES,
+    Embeddings,
+    Item,
+    Kind,
+    Media,
+    MediaOptions,
+    Message,
+    Paths,
+    Text,
+    media_of,
+    media_of_messages,
+    messages_with_paths,
+    with_paths,
+)
+from mindie_mm.inputs.messages import parse_messages
+from mindie_mm.inputs.parts import MAX_LISTED_FRAMES, parse_inputs
+from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
+from mindie_mm.inputs.webui import from_webui_prompt
+
+__all__ = [
+    "KINDS",
+    "MAX_LISTED_FRAMES",
+    "OFF",
+    "PROMPT_FIELDS",
+    "ROLES",
+    "Embeddings",
+    "Item",
+    "Kind",
+    "Media",
+    "MediaOptions",
+    "Message",
+    "Paths",
+    "Text",
+    "from_webui_prompt",
+    "media_of",
+    "media_of_messages",
+    "messages_with_paths",
+    "parse_inputs",
+    "parse_messages",
+    "refused_fields",
+    "template_variables",
+    "with_paths",
+]

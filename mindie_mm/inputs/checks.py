@@ -1,0 +1,36 @@
+"""What parsers ask of any value; errors call it `where`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindie_mm.errors import InputError
+
+
+def require_list(value: Any, where: str) -> None:
+    """InputError unless it is a list or tuple with something in it."""
+    if not isinstance(value, (list, tuple)):
+        raise InputError(f"{where} is {type_of(value)}; it must be a list of dicts")
+    if not value:
+        raise InputError(f"{where} is an empty list; it must hold at least one dict")
+
+
+def require_dict(value: Any, where: str) -> None:
+    """InputError unless it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where} is {type_of(value)}; it must be a dict")
+
+
+def require_unicode(text: str, where: str) -> str:
+    """`text` itself. InputError where it could not be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds a lone surrogate at character {error.start}") from None
+    return text
+
+
+def type_of(value: Any) -> str:
+    """What an error says of a value's type."""
+    return "missing" if value is None else f"of type {type(value).__name__}"

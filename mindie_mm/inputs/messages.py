@@ -1,0 +1,68 @@
+"""Chat messages, and the calls of tools in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
+from mindie_mm.inputs.items import ROLES, Message, media_of_messages
+from mindie_mm.inputs.parts import add_frames, parse_parts
+
+
+def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit."""
+    require_list(messages, "messages")
+    parsed: list[Message] = []
+    num_frames = 0
+    for index, message in enumerate(messages):
+        parsed.append(_parse_message(message, f"messages[{index}]"))
+        num_frames = add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
+    return parsed
+
+
+def _parse_message(message: Mapping[str, Any], where: str) -> Message:
+    require_dict(message, where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if content in ([], ()) and message.get("tool_calls"):
+        content = None
+    if isinstance(content, str):
+        require_unicode(content, f"{where}.content")
+    elif content is not None:
+        content = parse_parts(content, f"{where}.content")
+    if content is None and role != "assistant":
+        raise InputError(f"{where} has no content")
+    extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
+    if "tool_calls" in extra:
+        extra["tool_calls"] = _parse_tool_calls(extra["tool_calls"], f"{where}.tool_calls")
+    return Message(role, content, extra)
+
+
+def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls as chat templates read them: their arguments an object, which OpenAI's clients send as its JSON.
+
+    A text that is none stays as the model wrote it: it may have been told so since, and is to mend it.
+    """
+    if not isinstance(calls, (list, tuple)):
+        raise InputError(f"{where} is {type_of(calls)}; it must be a list")
+    return [_parse_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
+    require_dict(call, where)
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments") or "{}", str):
+        return dict(call)
+    require_unicode(text, f"{where}.function.arguments")
+    try:
+        arguments = msgspec.json.decode(text, type=dict[str, Any] | None) or {}
+        msgspec.msgpack.encode(arguments)  # they go to another process, where an integer has 64 bits
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, OverflowError):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}

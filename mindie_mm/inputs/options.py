@@ -1,0 +1,78 @@
+"""The options of a media item, each by its kind and within its limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs.items import Kind, MediaOptions
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "image": ("min_pixels", "max_pixels", "detail"),
+    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "sample_fps", "detail"),
+    "audio": ("sampling_rate",),
+}
+_ORDERED = (
+    ("min_pixels", "max_pixels"),
+    ("min_frames", "max_frames"),
+    ("min_frames", "num_frames"),
+    ("num_frames", "max_frames"),
+)
+_DETAILS = ("auto", "low", "high", "original")
+_MAX_PIXELS = 2**31
+_MAX_FRAMES = 2**20
+_MAX_FPS = 1000.0
+_MAX_SAMPLING_RATE = 768_000
+
+
+def parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOptions:
+    """What is `given` beside the source of an item. InputError for what its kind does not take, or its limits."""
+    allowed = _OPTIONS[kind]
+    if unknown := [name for name in given if name not in allowed]:
+        known = ", ".join(allowed)
+        raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: it takes {known}")
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name == "detail":
+            if value not in _DETAILS:
+                raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")
+            values[name] = value
+        elif name in {"fps", "sample_fps"}:
+            values[name] = _number(value, 0.0, _MAX_FPS, f"{where}.{name}")
+        elif name == "sampling_rate":
+            values[name] = _integer(value, 1, _MAX_SAMPLING_RATE, f"{where}.{name}")
+        else:
+            limit = _MAX_PIXELS if name.endswith("pixels") else _MAX_FRAMES
+            values[name] = _integer(value, 1, limit, f"{where}.{name}")
+    options = MediaOptions(**values)
+    _require_order(options, where)
+    return options
+
+
+def _require_order(options: MediaOptions, where: str) -> None:
+    for low, high in _ORDERED:
+        least, most = getattr(options, low), getattr(options, high)
+        if least is not None and most is not None and least > most:
+            raise InputError(f"{where}: {low} {least} is above {high} {most}")
+    if options.fps is not None and options.num_frames is not None:
+        raise InputError(f"{where} gives both fps and num_frames; one excludes the other")
+
+
+def _integer(value: Any, low: int, high: int, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{where} is {value!r}; it must be an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise InputError(f"{where} is {value}; it must be from {low} to {high}")
+    return value
+
+
+def _number(value: Any, above: float, high: float, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{where} is {value!r}; it must be a number")
+    if not math.isfinite(value) or not above < value <= high:
+        raise InputError(f"{where} is {value}; it must be above {above:g} and at most {high:g}")
+    return float(value)

@@ -1,0 +1,138 @@
+"""The dicts of a `List[Dict]`, in our form and in those of chat messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
+from mindie_mm.inputs.items import KINDS, Embeddings, Item, Kind, Media, Text, media_of
+from mindie_mm.inputs.options import parse_options
+
+_SOURCES: Mapping[str, Kind] = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+_TEXTS = ("text", "refusal")
+"""Keys of a text; the second is OpenAI's, in an assistant's earlier turns."""
+_BARE_SOURCES = ("url", "path", "base64")
+_HINTS = frozenset({"cache_control", "uuid"})
+"""Keys for other servers' caches, which are passed over: here an item is known by its content."""
+MAX_LISTED_FRAMES = 2048
+"""Most frames of a video that is given as a list of them."""
+_MAX_LISTED_IN_ALL = 2**15
+"""Most frames of all lists of a call, bounded while they are parsed: a comma of a URL costs a client less than us."""
+_JPEG_FRAMES = "data:video/jpeg;base64,"
+"""What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
+
+
+def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """The items of a `List[Dict]`, in order. InputError names the index, the key and the limit."""
+    return list(parse_parts(inputs, "inputs"))
+
+
+def parse_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[Item, ...]:
+    """The items of a list of dicts that errors call `where`. InputError."""
+    require_list(parts, where)
+    items: list[Item] = []
+    num_frames = 0
+    for index, part in enumerate(parts):
+        items.append(_parse_part(part, f"{where}[{index}]"))
+        num_frames = add_frames(num_frames, media_of(items[-1:]), where)
+    return tuple(items)
+
+
+def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
+    """`num_frames` and those of `media` that are lists of frames. LimitExceeded for more than a call may have."""
+    num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
+    if num_frames > _MAX_LISTED_IN_ALL:
+        raise LimitExceeded(f"{where} has lists of more than {_MAX_LISTED_IN_ALL} frames in all, the limit")
+    return num_frames
+
+
+def _parse_part(part: Mapping[str, Any], where: str) -> Item:
+    require_dict(part, where)
+    part = {key: value for key, value in part.items() if key not in _HINTS}
+    declared = part.get("type")
+    if declared is not None and not isinstance(declared, str):
+        raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
+    keys = [key for key in part if key in _TEXTS or key in _SOURCES]
+    if not keys and declared in KINDS:
+        keys = [key for key in part if key in _BARE_SOURCES]
+    if len(keys) != 1:
+        found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
+        raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
+    key = keys[0]
+    if key in _TEXTS:
+        return _parse_text(part, key, where)
+    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
+    if declared is not None and _SOURCES.get(declared) != kind:
+        raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
+    options = {name: value for name, value in part.items() if name not in {"type", key}}
+    source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
+    if both := options.keys() & nested.keys():
+        raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
+    return Media(kind, source, parse_options(kind, options | nested, where))
+
+
+def _parse_text(part: Mapping[str, Any], key: str, where: str) -> Text:
+    if part.get("type", key) != key:
+        raise InputError(f"{where}.type is {part['type']!r}, but the item holds {key!r}")
+    if unknown := part.keys() - {"type", key}:
+        raise InputError(f"{where} has the unknown key {min(map(str, unknown))!r}; a text takes no options")
+    if not isinstance(part[key], str):
+        raise InputError(f"{where}.{key} is {type_of(part[key])}; it must be a string")
+    return Text(require_unicode(part[key], f"{where}.{key}"))
+
+
+def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, dict[str, Any]]:
+    """The source under `key`, and the options given inside it, as OpenAI's `image_url` has `detail`."""
+    nested: dict[str, Any] = {}
+    if isinstance(value, Embeddings):
+        return value, nested
+    if isinstance(value, Mapping):
+        inner = "data" if key == "input_audio" else "url"
+        if not isinstance(value.get(inner), (str, list, tuple) if kind == "video" else str):
+            taken = "a string, or a list of frames" if kind == "video" else "a string"
+            raise InputError(f"{where}.{inner} is {type_of(value.get(inner))}; it must be {taken}")
+        nested = {name: option for name, option in value.items() if name != inner}
+        value = value[inner]
+        if key == "input_audio":
+            nested.pop("format", None)
+            value = f"data:;base64,{value}"
+    if kind == "video" and (frames := _frames(value)) is not None:
+        if not frames:
+            raise InputError(f"{where} is an empty list; a video has at least one frame")
+        if len(frames) > MAX_LISTED_FRAMES:
+            raise LimitExceeded(f"{where} has more than {MAX_LISTED_FRAMES} frames, the limit of a list")
+        return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested
+    return _parse_value(value, key, where), nested
+
+
+def _frames(value: Any) -> Sequence[Any] | None:
+    """The frames that a video is given as, at least one too many where there are; None for a video that is one file."""
+    if isinstance(value, str) and value[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES:
+        frames = value[len(_JPEG_FRAMES) :].split(",", MAX_LISTED_FRAMES)
+        return [f"data:image/jpeg;base64,{frame}" for frame in frames]
+    return value if isinstance(value, (list, tuple)) else None
+
+
+def _parse_value(value: Any, key: str, where: str) -> Any:
+    if key == "base64" and isinstance(value, str):
+        value = f"data:;base64,{value}"
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, (bytearray, memoryview)):
+        value = bytes(value)
+    if not isinstance(value, (str, bytes)) and not hasattr(value, "__array__") and not hasattr(value, "getexif"):
+        raise InputError(f"{where} is {type_of(value)}; it must be a path, bytes, a PIL image, an array or a URL")
+    if isinstance(value, (str, bytes)) and not value:
+        raise InputError(f"{where} is empty")
+    return value

@@ -1,0 +1,29 @@
+"""text-generation-webui's prompts: a text with its pictures inside."""
+
+from __future__ import annotations
+
+import re
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.inputs.checks import require_unicode
+from mindie_mm.inputs.items import Item, Media, Text
+
+# Possessive, so that a long run without its end is given up at once.
+_IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,[A-Za-z0-9+/=]++)">')
+
+
+def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
+    """The items of a prompt in text-generation-webui's form: `<img src="data:image/jpeg;base64,...">` is a picture.
+
+    Exactly so; whatever differs from it in one character is text. What stands behind `base64,` is not decoded here.
+    LimitExceeded at the first one above `max_images`.
+    """
+    items: list[Item] = []
+    stop = 0
+    for index, match in enumerate(_IMAGE.finditer(prompt)):
+        if index == max_images:
+            raise LimitExceeded(f"the prompt has more pictures than the limit of {max_images}")
+        items += [Text(require_unicode(prompt[stop : match.start()], "the prompt")), Media("image", match[1])]
+        stop = match.end()
+    items.append(Text(require_unicode(prompt[stop:], "the prompt")))
+    return [item for item in items if item != Text("")]
