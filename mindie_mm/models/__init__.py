@@ -23,6 +23,7 @@ from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.nn.weights import stored_dtype
 
 GROUP = "mindie_mm.models"
 _log = logging.getLogger(__name__)
@@ -160,10 +161,11 @@ def load_model(
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    config = checkpoint.config
-    if dtype == "auto":
-        return device.default_dtype(_named(str(config.get("dtype") or config.get("torch_dtype") or "float32")))
-    return _named(dtype)
+    if dtype != "auto":
+        return _named(dtype)
+    # As transformers does it: what config.json says of the whole, else what the weights are.
+    stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return device.default_dtype(_named(str(stated)) if stated else stored_dtype(checkpoint))
 
 
 def _named(name: str) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mindie_mm.device import kernels_of
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.paged_batch import Decode, PagedBatch, Prefill
 
 NAME = "mindie_mm_paged"
@@ -28,15 +29,22 @@ def attend(
     scaling: float,
     paged: PagedBatch,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each row to its own sequence; transformers' AttentionInterface gives the signature.
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns [1, T, heads, head_dim].
     Causality is in `paged`, so `attention_mask` is not looked at. `sliding_window` limits a token to itself, that many
-    - 1 before it, and those of its group behind it.
+    - 1 before it, and those of its group behind it. UnsupportedCheckpoint for layers with sinks (`s_aux`) or with caps
+    of their scores (`softcap`): no kernel here has them.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if s_aux is not None or softcap is not None:
+        raise UnsupportedCheckpoint(
+            f"{type(module).__name__} has attention sinks or capped scores, which is not served"
+        )
     return paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window).unsqueeze(0), None
 
 

@@ -23,9 +23,6 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, is_quantized
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 
-# Their frequencies depend on a batch's longest position, so one sequence of a flat batch would bend another's.
-BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
 
 def read_config(name: str, checkpoint: Checkpoint) -> Any:
     """config.json as transformers' configuration class `name`, defaults and all; UnsupportedCheckpoint."""
@@ -131,7 +128,7 @@ def _load(
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:
         config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
-        _check_rope(checkpoint, config)
+        _settle_rope(checkpoint, config)
         if num_shares() > 1:
             cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
         module, loaded = cls.from_pretrained(
@@ -189,13 +186,20 @@ def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype)
     )
 
 
-def _check_rope(checkpoint: Checkpoint, config: Any) -> None:
+def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
+    """Frequencies that depend on a batch's longest position: one sequence of a flat batch would bend another's.
+
+    Dynamic ones are the default's as far as `max_position_embeddings`, which no sequence goes beyond.
+    """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        if (rope_type := entry.get("rope_type", "default")) in BATCH_DEPENDENT_ROPE:
+        if entry.get("rope_type") == "longrope":
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
+                f"{checkpoint.path} has rope_type 'longrope', whose frequencies depend on a batch's longest sequence"
             )
+        if entry.get("rope_type") == "dynamic":
+            entry["rope_type"] = "default"
+            entry.pop("factor", None)
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

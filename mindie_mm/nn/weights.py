@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,9 @@ from mindie_mm.nn.quantized import refuse_quantized
 from mindie_mm.nn.shares import refuse_shares
 
 M = TypeVar("M", bound=nn.Module)
+
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""What a model can have, by safetensors' names."""
 
 
 def build(
@@ -57,15 +61,44 @@ def build(
 def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Each weight by its name, on the CPU, from the files one after another."""
     for file in weight_files(checkpoint):
-        try:
+        with _reading(file):
             if file.suffix == ".safetensors":
                 with safe_open(file, "pt") as weights:
                     for name in weights.keys():  # noqa: SIM118 - no mapping
                         yield name, weights.get_tensor(name)
             else:
-                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
+                yield from _load(file).items()
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Of the first weight that is stored as a model can have it; float32 where none is. UnsupportedCheckpoint."""
+    return next(
+        (dtype for dtype in _dtypes(checkpoint) if dtype is not None and dtype in _STORED.values()), torch.float32
+    )
+
+
+def _dtypes(checkpoint: Checkpoint) -> Iterator[torch.dtype | None]:
+    """Of each weight, none of which is read; None for one that safetensors alone has."""
+    for file in weight_files(checkpoint):
+        with _reading(file):
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as weights:
+                    yield from (_STORED.get(weights.get_slice(name).get_dtype()) for name in weights.keys())  # noqa: SIM118
+            else:
+                yield from (tensor.dtype for tensor in _load(file).values())
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return weights
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:

@@ -125,6 +125,20 @@ class TestInternVL(FamilyContract):
                     rows, columns = closest_grid(height, width, 28, *bounds)
                     assert (columns, rows) == get_optimal_tiled_canvas((height, width), (28, 28), *bounds)
 
+    def test_dynamic_frequencies_are_the_defaults_in_the_models_context(self, path, tmp_path):
+        """As InternVL3's config.json, as published, has them; its contexts are no longer than it was trained with."""
+        other = shutil.copytree(path, tmp_path / "dynamic")
+        config = json.loads((other / "config.json").read_text())
+        del config["text_config"]["rope_parameters"]
+        config["text_config"] |= {"rope_theta": 1e4, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic"}}
+        (other / "config.json").write_text(json.dumps(config))
+        theirs = InternVLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
+        assert theirs.model.language_model.rotary_emb.rope_type == "dynamic"
+        ids = torch.arange(4096) % 300 + 10
+        with torch.inference_mode():
+            expected = theirs(input_ids=ids.unsqueeze(0)).logits[0]
+        assert (load_model(other, device="cpu").logits(ids) - expected).abs().max() <= 1e-4
+
     def test_a_marker_that_is_no_token(self, path, reference, model, tmp_path, path_file):
         other = without_token(path, tmp_path / "other", "<video>")
         with Tokenizer.from_pretrained(other) as tokenizer:

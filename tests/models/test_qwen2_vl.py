@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from mindie_mm.config import EngineConfig
+from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -230,12 +231,37 @@ def test_layers_with_a_sliding_window_obey_it(random_checkpoint, tmp_path, token
 
 
 def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoint, tmp_path):
-    path = shutil.copytree(random_checkpoint, tmp_path / "dynamic")
+    path = shutil.copytree(random_checkpoint, tmp_path / "long")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     config = json.loads((path / "config.json").read_text())
-    config["text_config"]["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    config["text_config"]["rope_parameters"] |= {"rope_type": "longrope", "factor": 2.0, **factors}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedCheckpoint, match="dynamic"):
+    with pytest.raises(UnsupportedCheckpoint, match="longrope"):
         load_model(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("stated", "stored", "expected"),
+    [
+        (None, torch.bfloat16, torch.bfloat16),
+        (None, torch.float32, torch.float32),
+        ("float16", torch.float32, torch.float16),
+    ],
+)
+def test_auto_is_what_the_config_says_of_the_whole_or_what_the_weights_are(
+    random_checkpoint, tmp_path, stated, stored, expected, monkeypatch
+):
+    """Qwen3-VL's config.json, as published, has a dtype for its text model alone."""
+    monkeypatch.setattr(CPU, "default_dtype", lambda _, checkpoint_dtype: checkpoint_dtype)  # as accelerators have it
+    path = shutil.copytree(random_checkpoint, tmp_path / "stored")
+    config = json.loads((path / "config.json").read_text())
+    config["dtype"] = stated
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(path / "model.safetensors")
+    save_file(
+        {name: tensor.to(stored) for name, tensor in weights.items()}, path / "model.safetensors", {"format": "pt"}
+    )
+    assert load_model(path, device="cpu").spec.dtype == expected
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(random_checkpoint, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.attention import attend
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
@@ -109,3 +110,13 @@ def test_groups_and_windows_in_chunks(window):
             flat = [x[None, :, start:stop] for x in (query, key, value)]
             outs.append(attend(Layer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)[0][0])
         torch.testing.assert_close(torch.cat(outs).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("further", [{"s_aux": torch.zeros(2)}, {"softcap": 50.0}])
+def test_what_changes_the_scores_is_not_passed_over(further):
+    layer = torch.nn.Module()
+    layer.layer_idx = 0
+    states = torch.zeros(1, 2, 3, 16)
+    batch = PagedBatch([Chunk(0, 3, ())], None, torch.device("cpu"))
+    with pytest.raises(UnsupportedCheckpoint, match="sinks or capped scores"):
+        attend(layer, states, states, states, None, scaling=1.0, paged=batch, **further)
