@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+import warnings
 
 import msgspec
 
@@ -22,6 +23,8 @@ def main() -> None:
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
     # Ctrl-C reaches the whole foreground group; the parent decides when to stop, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A client's picture is no news for the log; and round each decoding it would change what other threads see.
+    warnings.filterwarnings("ignore", module="PIL")
     with ChildChannel(int(descriptor)) as channel:
         lifeline = Lifeline(channel)
         imported = importlib.import_module(module)

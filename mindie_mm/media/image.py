@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ import simplejpeg
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.errors import LimitExceeded, MediaError
@@ -64,15 +64,13 @@ class EncodedImage:
     def open(cls, data: bytes) -> EncodedImage:
         """Reads the header of `data`. MediaError for what is no image, LimitExceeded."""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                check_parts(data)
-                file = Image.open(io.BytesIO(data), formats=FORMATS)
-                width, height = file.size
-                _check_pixels(width, height)
-                if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
-                    check_scans(data, width, height, up_to_end=True)
-                orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
+            check_parts(data)
+            file = Image.open(io.BytesIO(data), formats=FORMATS)
+            width, height = file.size
+            _check_pixels(width, height)
+            if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
+                check_scans(data, width, height, up_to_end=True)
+            orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
         except Image.DecompressionBombError:
             raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
         except (LimitExceeded, MemoryError):
@@ -85,7 +83,7 @@ class EncodedImage:
         return cls(height, width, file)
 
     def decode(self) -> Pixels:
-        """uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
+        """uint8 [height, width, 3], RGB; to be asked for once. MediaError for a broken or truncated image."""
         try:
             return np.asarray(pil_to_rgb(self.file))
         except MemoryError:
@@ -94,6 +92,8 @@ class EncodedImage:
             raise MediaError(
                 f"the {self.file.format} image of {self.width}x{self.height} pixels is broken or truncated"
             ) from None
+        finally:
+            self.file.close()  # else it would keep what it decoded until the whole prompt is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +156,12 @@ def pil_to_rgb(image: Image.Image) -> Image.Image:
     There are two exceptions. 16-bit grayscale is scaled to 8 bits; Pillow would clip it to white. Of the EXIF only the
     orientation is asked for; ImageOps.exif_transpose writes the rest anew, and fails where an entry is of a wrong type.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        image.load()  # a TIFF is made upright by this, and its orientation forgotten
-        if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
-            image = image.transpose(turn)
-        if image.mode in _SIXTEEN_BIT_MODES:
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return image.convert("RGB")
+    image.load()  # a TIFF is made upright by this, and its orientation forgotten
+    if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
+        image = image.transpose(turn)
+    if image.mode in _SIXTEEN_BIT_MODES:
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")  # which copies, where there is nothing to convert
 
 
 def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:
@@ -173,9 +171,7 @@ def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic")
     """
     if rgb.shape[-3:-1] == (height, width):
         return rgb
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of read-only arrays; this one is only read
-        frames = torch.from_numpy(rgb.reshape(-1, *rgb.shape[-3:]))
+    frames = from_dlpack(rgb.reshape(-1, *rgb.shape[-3:]))  # torch.from_numpy warns of arrays that are read-only
     # These strides are those of channels_last, for which torch has a path twice as fast.
     resized = torch.nn.functional.interpolate(
         frames.permute(0, 3, 1, 2), size=(height, width), mode=resample, align_corners=False, antialias=True

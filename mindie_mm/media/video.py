@@ -14,6 +14,7 @@ import av
 import numpy as np
 import torch
 from av.container import InputContainer
+from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
@@ -107,9 +108,10 @@ class EncodedVideo:
         lies far between them stays undecoded where the file is one that can be sought in.
         """
         taken = 0
+        scaler = VideoReformatter()  # one for all frames: to set it up takes longer than to scale a small frame
         try:
             for frame in self._sought(indices):
-                yield self._upright(frame)
+                yield self._upright(frame, scaler)
                 taken += 1
             if taken == len(indices):
                 return
@@ -117,7 +119,7 @@ class EncodedVideo:
                 stream = _stream_to_decode(container, self.max_pixels)
                 for index, frame in enumerate(frames_of(container, stream, len(self.data))):
                     while taken < len(indices) and index == indices[taken]:
-                        yield self._upright(frame)
+                        yield self._upright(frame, scaler)
                         taken += 1
                     if taken == len(indices):
                         return
@@ -138,10 +140,10 @@ class EncodedVideo:
             stream = _stream_to_decode(container, self.max_pixels)
             yield from seek.sought(container, stream, self.keyframes, indices, len(self.data))
 
-    def _upright(self, frame: av.VideoFrame) -> Pixels:
+    def _upright(self, frame: av.VideoFrame, scaler: VideoReformatter) -> Pixels:
         _check_size(frame.height, frame.width, self.max_pixels)
         height, width = (self.width, self.height) if self.turns % 2 else (self.height, self.width)
-        pixels = frame.to_ndarray(width=width, height=height, format="rgb24")
+        pixels = scaler.reformat(frame, width, height, "rgb24").to_ndarray()
         return np.ascontiguousarray(np.rot90(pixels, self.turns), np.uint8)
 
 
@@ -183,7 +185,7 @@ class SampledVideo:
         """Frames uint8 [height, width, 3], RGB, one per index. MediaError for a broken image."""
         for index in indices:
             with naming(f"frame {index}"):
-                pixels = open_image(self.frames[index]).decode()  # anew: what Pillow has decoded, it keeps
+                pixels = open_image(self.frames[index]).decode()  # anew: an index may come twice
             yield pixels
 
 

@@ -1,7 +1,9 @@
 import io
 import struct
 import tracemalloc
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -179,3 +181,26 @@ def test_the_header_of_a_png_is_read_without_its_pixels():
     tracemalloc.stop()
     assert opened.file._im is None
     assert peak < 10**6
+
+
+def test_what_was_decoded_is_not_kept():
+    """A prompt's pictures are decoded one after another, and each is planned before the first one is."""
+    picture = open_image(encoded(Image.new("RGB", (64, 48), "red"), "PNG"))
+    assert isinstance(picture, EncodedImage)
+    assert picture.decode().shape == (48, 64, 3)
+    with pytest.raises(ValueError, match="closed"):
+        picture.file.tobytes()
+
+
+def test_decoding_in_threads_leaves_the_process_its_warnings():
+    data = encoded(Image.new("RGB", (64, 48), "red"), "PNG")
+    before = [*warnings.filters]
+
+    def decode_often():
+        for _ in range(200):
+            resize(open_image(data).decode(), 20, 30)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(decode_often) for _ in range(2)]:
+            done.result()
+    assert warnings.filters == before
