@@ -23,7 +23,7 @@ _ORDERED = (
 _DETAILS = ("auto", "low", "high", "original")
 _MAX_PIXELS = 2**31
 _MAX_FRAMES = 2**20
-_MAX_FPS = 1000.0
+_MIN_FPS, _MAX_FPS = 1e-6, 1000.0
 _MAX_SAMPLING_RATE = 768_000
 
 
@@ -42,7 +42,7 @@ def parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOpti
                 raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")
             values[name] = value
         elif name in {"fps", "sample_fps"}:
-            values[name] = _number(value, 0.0, _MAX_FPS, f"{where}.{name}")
+            values[name] = _number(value, _MIN_FPS, _MAX_FPS, f"{where}.{name}")
         elif name == "sampling_rate":
             values[name] = _integer(value, 1, _MAX_SAMPLING_RATE, f"{where}.{name}")
         else:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import Device, upload
-from mindie_mm.inputs import Kind, Media
+from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings
+from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_5_vl import window_places
 from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
@@ -75,15 +76,16 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         return np.zeros(self.mel.max_samples, np.float32) if kind == "audio" else super().worst_case(kind)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        if media.kind == "audio":
-            return plan_audio(media, data, self.mel)
-        plan = super().plan(media, data, counts)
-        if media.kind == "image":
-            return plan
-        # By the rate that was asked for, as the reference; not by what the frames taken come to.
-        rate = media.options.fps or media.options.sample_fps or _DEFAULT_FPS
-        seconds = self.video.temporal_patch_size / rate
-        return replace(plan, grid=(*plan.grid, round(seconds * _PICOSECONDS)))
+        return plan_audio(media, data, self.mel) if media.kind == "audio" else super().plan(media, data, counts)
+
+    def video_grid(
+        self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
+    ) -> tuple[int, ...]:
+        # By the rate that was asked for, as the reference; by what the frames taken come to where they were handed in.
+        rate = options.fps or _DEFAULT_FPS
+        if options.sample_fps is not None:
+            rate = len(indices) / video.num_frames * options.sample_fps
+        return (*patches, round(self.video.temporal_patch_size / rate * _PICOSECONDS))
 
 
 class Qwen25OmniModel(Qwen2VLModel):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import upload
-from mindie_mm.inputs import Kind
+from mindie_mm.inputs import Kind, MediaOptions
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.family import PretrainedFamily
@@ -32,7 +32,9 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
 
     config_name = "Qwen2_5_VLConfig"
 
-    def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
+    def video_grid(
+        self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
+    ) -> tuple[int, ...]:
         # Frames without a rate are ones of 24 a second to the reference.
         fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))

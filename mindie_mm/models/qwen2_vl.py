@@ -214,8 +214,10 @@ class Qwen2VLProcessor(Processor):
         """Height and width that each of its `num_frames` frames taken is resized to. LimitExceeded."""
         return smart_resize(video.height, video.width, settings, num_frames=num_frames)
 
-    def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
-        """`Plan.grid` of a video of `patches` (t, h, w), of which the frames `indices` are taken."""
+    def video_grid(
+        self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
+    ) -> tuple[int, ...]:
+        """`Plan.grid` of a video of `patches` (t, h, w), of which by `options` the frames `indices` are taken."""
         return patches
 
     def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
@@ -255,7 +257,7 @@ class Qwen2VLProcessor(Processor):
             specs={"pixel_values_videos": patches},
             settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
             write=write,
-            grid=self.video_grid(grid, video, indices),
+            grid=self.video_grid(grid, video, indices, options),
             mindie_specs={
                 _PLANES: patches,
                 _GRIDS["video"]: ArraySpec((3,), "int64"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
+from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
@@ -111,7 +111,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         share = min(self._frame_pixels, settings.max_pixels // num_frames)
         return max(share, int(settings.min_pixels * 1.05)) * num_frames
 
-    def video_grid(self, patches: tuple[int, int, int], video: Video, indices: Sequence[int]) -> tuple[int, ...]:
+    def video_grid(
+        self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
+    ) -> tuple[int, ...]:
         # Frames without a rate are ones of 24 a second to the reference.
         temporal, fps = self.video.temporal_patch_size, video.fps or _UNSTATED_FPS
         times = [index / fps for index in indices]

@@ -23,6 +23,10 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, is_quantized
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Layers that attend to no more and no less than the KV cache and a window of it; others have states of their own."""
+_PLAIN_ROPE = frozenset({"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor"})
+
 
 def read_config(name: str, checkpoint: Checkpoint) -> Any:
     """config.json as transformers' configuration class `name`, defaults and all; UnsupportedCheckpoint."""
@@ -94,6 +98,8 @@ def load_pretrained(
     from transformers import AttentionInterface
 
     module = _load(cls, checkpoint, device, dtype, unused, tp_plan)
+    if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not served")
     # Without a mask function of that name no mask is worked out, which would make a device wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
     # A plain name would switch the towers as well; those that are not named keep sdpa.
@@ -189,15 +195,17 @@ def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype)
 def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
     """Frequencies that depend on a batch's longest position: one sequence of a flat batch would bend another's.
 
-    Dynamic ones are the default's as far as `max_position_embeddings`, which no sequence goes beyond.
+    Dynamic ones are the default's as far as `max_position_embeddings`, which no sequence goes beyond; not where a
+    medium's seconds may (M-RoPE), or with settings of a model's own.
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        if entry.get("rope_type") == "longrope":
+        rope_type = entry.get("rope_type")
+        if rope_type == "longrope" or (rope_type == "dynamic" and entry.keys() - _PLAIN_ROPE):
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has rope_type 'longrope', whose frequencies depend on a batch's longest sequence"
+                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
             )
-        if entry.get("rope_type") == "dynamic":
+        if rope_type == "dynamic":
             entry["rope_type"] = "default"
             entry.pop("factor", None)
 

@@ -51,7 +51,7 @@ def test_broken_sounds(attacked: Attacked, make: Make) -> None:
         ({"num_frames": 0}, "num_frames is 0"),
         ({"num_frames": -1}, "num_frames is -1"),
         ({"num_frames": True}, "num_frames is True; it must be an integer"),
-        ({"fps": 1e9}, "fps is 1000000000.0; it must be above 0 and at most 1000"),
+        ({"fps": 1e9}, "fps is 1000000000.0; it must be above 1e-06 and at most 1000"),
         ({"fps": 0}, "fps is 0"),
         ({"fps": 1, "num_frames": 2}, "one excludes the other"),
         ({"max_pixels": 2**40}, "max_pixels is 1099511627776"),

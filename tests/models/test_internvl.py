@@ -139,6 +139,21 @@ class TestInternVL(FamilyContract):
             expected = theirs(input_ids=ids.unsqueeze(0)).logits[0]
         assert (load_model(other, device="cpu").logits(ids) - expected).abs().max() <= 1e-4
 
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+            ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 9.0}}, "dynamic"),
+        ],
+    )
+    def test_text_models_whose_attention_would_be_another_are_refused(self, settings, named, path, tmp_path):
+        other = shutil.copytree(path, tmp_path / "other")
+        config = json.loads((other / "config.json").read_text())
+        config["text_config"] |= settings
+        (other / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            load_model(other, device="cpu")
+
     def test_a_marker_that_is_no_token(self, path, reference, model, tmp_path, path_file):
         other = without_token(path, tmp_path / "other", "<video>")
         with Tokenizer.from_pretrained(other) as tokenizer:

@@ -235,6 +235,13 @@ class TestQwen25Omni(FamilyContract):
         )
         self.assert_positions(reference, model, ids, inputs)
 
+    @pytest.mark.parametrize(("options", "taken"), [({"num_frames": 6}, 6), ({"max_frames": 4}, 4), ({"fps": 2.0}, 6)])
+    def test_seconds_of_frames_of_which_some_are_taken(self, options, taken, model, tokenizer, path_file):
+        frames = moving_frames(12, width=56, height=56)
+        ids = tokenizer.tokenize([{"video": frames, "sample_fps": 4.0, **options}], path_file)
+        (item,) = model.read(ids.numpy())
+        assert item.shape.grid[3] / 10**12 == pytest.approx(2 / (taken / 12 * 4.0))
+
     def assert_positions(self, reference, model, ids, inputs):
         items = model.read(ids.numpy())
         assert plain_ids(ids.numpy(), items).tolist() == inputs["input_ids"][0].tolist()

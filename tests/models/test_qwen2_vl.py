@@ -230,13 +230,14 @@ def test_layers_with_a_sliding_window_obey_it(random_checkpoint, tmp_path, token
     assert outputs[0] == reference.generate(MIXED, 8)
 
 
-def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoint, tmp_path):
-    path = shutil.copytree(random_checkpoint, tmp_path / "long")
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoint, tmp_path, rope_type):
+    path = shutil.copytree(random_checkpoint, tmp_path / rope_type)
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     config = json.loads((path / "config.json").read_text())
-    config["text_config"]["rope_parameters"] |= {"rope_type": "longrope", "factor": 2.0, **factors}
+    config["text_config"]["rope_parameters"] |= {"rope_type": rope_type, "factor": 2.0, **factors}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedCheckpoint, match="longrope"):
+    with pytest.raises(UnsupportedCheckpoint, match=rope_type):
         load_model(path, device="cpu")
 
 
