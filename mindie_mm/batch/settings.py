@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,15 @@ def _differences(earlier: Run, now: Run) -> list[str]:
         return {**values.pop("settings"), **values}
 
     before = flat(earlier)
-    return [f"{name} was {before[name]}, now {value}" for name, value in flat(now).items() if before[name] != value]
+    return [_difference(name, before[name], value) for name, value in flat(now).items() if before[name] != value]
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Of lists, which may name thousands of files, where they begin to differ."""
+    if not (isinstance(before, list) and isinstance(now, list)):
+        return f"{name} was {before}, now {now}"
+    at, (was, value) = next((at, pair) for at, pair in enumerate(zip_longest(before, now)) if pair[0] != pair[1])
+    return f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
 
 
 def model_digest(checkpoint: Checkpoint) -> str:

@@ -127,7 +127,7 @@ def test_a_node_with_another_input_is_refused(tmp_path):
     failed = _done_by_an_actor(run, tmp_path / "other", chunk)["failed"]
     error = msgspec.json.decode(failed, type=Failure).exception()
     assert isinstance(error, InputError)
-    assert "has other files than the run: input_digests was " in str(error)
+    assert "has other files than the run: number 1 of 1 input_digests was " in str(error)
     assert complete_shards(tmp_path / "other", chunk, run.digest) is None
 
 

@@ -149,7 +149,7 @@ def test_another_run_is_refused_with_what_differs(lines, tmp_path):
         run(settings(lines, shard_rows=8, limit=3), tmp_path / "run")
     with lines.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match="holds another run: input_digests was"):
+    with pytest.raises(InputError, match="holds another run: number 1 of 1 input_digests was"):
         run(settings(lines), tmp_path / "run")
     assert content(tmp_path / "run") == before
 
