@@ -177,8 +177,8 @@ def _differences(earlier: Run, now: Run) -> list[str]:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Of lists, which may name thousands of files, where they begin to differ."""
-    if not (isinstance(before, list) and isinstance(now, list)):
+    """Of tuples, which may name thousands of files, where they begin to differ."""
+    if not (isinstance(before, tuple) and isinstance(now, tuple)):
         return f"{name} was {before}, now {now}"
     at, (was, value) = next((at, pair) for at, pair in enumerate(zip_longest(before, now)) if pair[0] != pair[1])
     return f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
