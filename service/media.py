@@ -9,17 +9,19 @@ import asyncio
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import LimitExceeded, MediaError, naming
 from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch import fetch
+from mindie_mm.media.threads import Threads
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from service.formats import HEAD_BYTES, extension, is_base64_media
 from service.spending import NO_FILES, ItemSpending, Spending
@@ -44,12 +46,53 @@ class _Request:
     their turns."""
 
 
+class _Copy:
+    """A file that a thread writes into a request's directory; once this has been left, it writes no more.
+
+    The thread may outlive the request: a file system that does not answer keeps it for as long as that lasts.
+    """
+
+    def __init__(self, stem: Path, spend: Callable[[int], None]) -> None:
+        self._stem = stem
+        self._spend = spend
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._spent = self._written = 0
+        self.path: Path | None = None
+        """The file, once there is one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:  # for as long as a piece is being written, at most
+            self._is_over = True
+
+    def write(self, piece: bytes, size: int) -> None:
+        """Appends the next bytes of a file that has `size`, or more if it grew; ValueError once this has been left.
+
+        What they take is spent first. Between two pieces the copy is not open: removed, it takes no room.
+        """
+        with self._lock:
+            if self._is_over:
+                raise ValueError("the request has ended")
+            self._written += len(piece)
+            if (more := max(size, self._written) - self._spent) > 0:
+                self._spend(more)
+                self._spent += more
+            if self.path is None:
+                self.path = _target(self._stem, piece[:HEAD_BYTES])
+            with self.path.open("ab") as file:
+                file.write(piece)
+
+
 class MediaPolicy:
     """Where media may come from, and how much of it."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
+        self._reading = Threads("media-file")
         self._spending = Spending(config.max_media_bytes, config.max_spool_bytes)
 
     async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
@@ -111,7 +154,10 @@ class MediaPolicy:
             # Base64 of a JPEG starts with a slash, too.
             if scheme == "file" or (source.startswith("/") and not is_base64_media(source)):
                 path = file_url_path(source) if scheme else source
-                return await in_thread(lambda: self._copy(path, stem, request))
+                with _Copy(stem, request.spend) as copy:
+                    await self._reading.run(lambda: self._read(path, copy), request.name)
+                assert copy.path is not None
+                return copy.path
             if scheme not in ("", "data"):
                 raise MediaError(f"a URL of scheme {scheme[:16]!r}; http, https, data and file are read")
             start = base64_start(source) if scheme else 0
@@ -133,7 +179,7 @@ class MediaPolicy:
                 request=request.name,
             )
 
-    def _copy(self, path: str, stem: Path, request: _Request) -> Path:
+    def _read(self, path: str, copy: _Copy) -> None:
         """Copies a file under the allowed folder; what is checked is the file that was opened."""
         folder = self.config.allowed_media_dir
         if folder is None:
@@ -156,18 +202,9 @@ class MediaPolicy:
                 raise refused
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
-            request.spend(spent := status.st_size)
-            target = _target(stem, file.read(HEAD_BYTES))
-            file.seek(0)
-            copied = 0
-            with target.open("wb") as copy:
-                while piece := file.read(_PIECE_BYTES):
-                    copied += len(piece)
-                    if copied > spent:  # it may grow while it is read
-                        request.spend(copied - spent)
-                        spent = copied
-                    copy.write(piece)
-        return target
+            copy.write(file.read(_PIECE_BYTES), status.st_size)
+            while piece := file.read(_PIECE_BYTES):  # to its end: it may grow while it is read
+                copy.write(piece, status.st_size)
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

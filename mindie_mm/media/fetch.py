@@ -18,7 +18,7 @@ from yarl import URL
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.fetch_connector import MAX_INTERIM, Connector, TooManyInterim
-from mindie_mm.media.lookups import Lookups
+from mindie_mm.media.threads import Threads
 
 MAX_URL_LENGTH = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -161,8 +161,8 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
     return bytes(body)
 
 
-LOOKUPS = Lookups()
-"""Shared by all fetches: each lookup takes a thread, and it is the process's threads that are bounded."""
+LOOKUPS = Threads("lookup")
+"""Shared by all fetches: it is the process's threads that are bounded."""
 
 
 class _Resolver(AbstractResolver):
@@ -175,13 +175,31 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        results = await LOOKUPS.resolve(host, port, family, self._request)
+        results = await LOOKUPS.run(lambda: _resolve(host, port, family), self._request)
         if not self._allow_private and not all(is_public(result["host"]) for result in results):
             raise _NotPublic
         return results
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
+    """As aiohttp's own resolver, which asks the event loop. OSError (gaierror), UnicodeError if it is no name."""
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return [
+        ResolveResult(
+            hostname=host,
+            host=socket.getnameinfo(address, numeric)[0],  # with the zone, where the address has one
+            port=port,
+            family=found,
+            proto=protocol,
+            flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+        )
+        for found, _, protocol, _, address in socket.getaddrinfo(
+            host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+    ]
 
 
 class _NotPublic(OSError):

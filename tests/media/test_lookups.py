@@ -20,7 +20,7 @@ from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.media import fetch as module
 from mindie_mm.media.fetch import fetch
-from mindie_mm.media.lookups import Lookups
+from mindie_mm.media.threads import Threads
 from service.media import MediaPolicy
 
 BODY = b"a picture"
@@ -54,7 +54,7 @@ class Names:
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     found = Names(socket.getaddrinfo)
     monkeypatch.setattr(socket, "getaddrinfo", found)
-    lookups = Lookups()
+    lookups = Threads("lookup")
     monkeypatch.setattr(module, "LOOKUPS", lookups)
     yield found
     found.go.set()

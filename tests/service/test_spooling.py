@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import AsyncIterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,36 @@ async def test_a_file_that_grows_while_it_is_read_ends_at_the_limits(
     ):
         with pytest.raises(LimitExceeded, match=message):
             await MediaPolicy(config).spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
+
+
+async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor counted: the request that a stalled mount kept waiting has ended, and its directory has gone."""
+    begun, go = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Stalled(FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(-1 if size is None else size)
+            loop.call_soon_threadsafe(begun.set)
+            assert go.wait(30)
+            return data
+
+    source, request = tmp_path / "in.png", tmp_path / "request"
+    source.write_bytes(bytes(50))
+    request.mkdir()
+    monkeypatch.setattr("service.media.FileIO", Stalled)
+    policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=50))
+    spooling = asyncio.create_task(policy.spool([Media("image", str(source))], request))
+    await begun.wait()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "media-file"]
+    spooling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await spooling
+    policy.remove(request)
+    go.set()
+    await asyncio.to_thread(thread.join)
+    assert list(request.iterdir()) == []
+    await policy.spool([Media("image", str(source))], request)
 
 
 async def test_the_budget_ends_a_fetch(tmp_path: Path, web_server: str, sent: list[int]) -> None:

@@ -1,0 +1,81 @@
+"""Files on a mount that stalls hold up those who name them, and nobody else."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.service.conftest import SETTINGS, TINY
+from tests.service.test_lifetime import post, wait_until
+from tools.serving import RunningService, running_service
+
+NUM_REQUESTS = 9
+NUM_FILES = 4
+"""Of a request: with more requests than that, the event loop's own threads, 32 at most, would all be taken."""
+
+
+@pytest.fixture
+def mount() -> Iterator[socket.socket]:
+    """Takes a connection from each read that stalls."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        listener.settimeout(30)
+        yield listener
+
+
+@pytest.fixture
+def folder(tmp_path: Path, media_dir: Path) -> Path:
+    """One whose files named `stalled` can't be read."""
+    folder = tmp_path / "media"
+    folder.mkdir()
+    stalled = [f"stalled-{request}-{number}.jpg" for request in range(NUM_REQUESTS) for number in range(NUM_FILES)]
+    for name in ("fine.jpg", *stalled):
+        shutil.copy(media_dir / "green_star.jpg", folder / name)
+    return folder
+
+
+@pytest.fixture
+def stalling(tmp_path: Path, folder: Path, mount: socket.socket) -> Iterator[RunningService]:
+    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-m", "tests.stalled_mount", *command[1:]], **options)
+
+    settings = SETTINGS | {"spool": tmp_path / "spool", "allowed_media_dir": folder}
+    port = {"STALL_PORT": str(mount.getsockname()[1])}
+    with running_service(settings, tmp_path / "log", TINY, start=start, environment=port) as running:
+        yield running
+
+
+def test_files_that_stall_hold_up_nobody_else(
+    stalling: RunningService, mount: socket.socket, folder: Path, tmp_path: Path, red_square: str
+) -> None:
+    """Neither other requests and the probes, nor, once their client has left, their own; nor the service's stop."""
+
+    def spooled() -> int:
+        return len(list((tmp_path / "spool").iterdir()))
+
+    def stall(request: int) -> socket.socket:
+        files = [str(folder / f"stalled-{request}-{number}.jpg") for number in range(NUM_FILES)]
+        return post(stalling, "/tokenize", {"inputs": [{"image": file} for file in files]})
+
+    with ExitStack() as stack, httpx2.Client(base_url=stalling.url, timeout=20) as http:
+        waiting = [stack.enter_context(stall(request)) for request in range(NUM_REQUESTS)]
+        for _ in range(NUM_REQUESTS * NUM_FILES):
+            stack.enter_context(mount.accept()[0])
+        assert spooled() == NUM_REQUESTS
+        for path in ("/health", "/metrics", "/shm"):
+            assert http.get(path).status_code == 200, path
+        for image in (red_square, str(folder / "fine.jpg")):
+            assert http.post("/tokenize", json={"inputs": [{"image": image}]}).status_code == 200
+        waiting[0].close()
+        wait_until(lambda: spooled() == NUM_REQUESTS - 1)
+        assert stalling.stop() == 0
+        answer = stack.enter_context(waiting[1].makefile("rb")).read()
+        assert b"the service stopped before the request was finished" in answer
+        assert not spooled()
+    assert "Traceback" not in stalling.log.read_text()

@@ -1,0 +1,28 @@
+"""mindie-mm, for which files whose names begin with `stalled` lie on a mount that stalls.
+
+A read of one connects to the port of this machine in STALL_PORT, and waits in the system until that connection ends.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+
+import service.media
+from mindie_mm import cli
+
+
+class MountedFile(io.FileIO):
+    """A file that may be on that mount."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """When the test lets it."""
+        if "/stalled" in str(self.name):
+            with socket.create_connection(("127.0.0.1", int(os.environ["STALL_PORT"]))) as test:
+                test.recv(1)
+        return super().read(-1 if size is None else size)
+
+
+service.media.FileIO = MountedFile  # type: ignore[misc]
+cli.main(prog_name="mindie-mm")
