@@ -68,7 +68,7 @@ class LLM:
             self._loop.close()
             raise
         self.close = weakref.finalize(self, _close, self._loop, self._worker)
-        """Ends the worker; calling it again does nothing."""
+        """Ends the worker, which then takes no input (InputError); calling it again does nothing."""
 
     def generate(
         self,
@@ -179,7 +179,13 @@ class _Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. An interrupt cancels it, and is raised again once it has cleaned up."""
+        """The result of `work`. An interrupt cancels it, and is raised again once it has cleaned up.
+
+        InputError once the loop is closed.
+        """
+        if self._loop.is_closed():
+            work.close()
+            raise InputError("the LLM is closed")
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 

@@ -150,6 +150,15 @@ def test_what_is_no_input_is_said(llm, inputs):
         llm.generate(inputs, GREEDY)
 
 
+def test_a_closed_one_takes_nothing(random_checkpoint):
+    with LLM(random_checkpoint) as llm:
+        pass
+    for use in (lambda: llm.generate(["Hello"]), lambda: llm.chat([{"role": "user", "content": "Hello"}])):
+        with pytest.raises(InputError, match="the LLM is closed"):
+            use()
+    llm.close()
+
+
 SCRIPT = """
 from mindie_mm import LLM, SamplingParams
 llm = LLM({path!r})
