@@ -42,7 +42,8 @@ class MediaOptions:
     sample_fps: float | None = None
     """Frames per second that a video handed in as frames was sampled at; None: not known."""
     detail: str | None = None
-    """OpenAI's `auto`, `low`, `high` or `original`; `low` bounds the image to 512 x 512 pixels."""
+    """OpenAI's hint: `auto`, `low`, `high` or `original`. Families that resize to any size bound
+    the image to 512 x 512 pixels at `low`; the others pass it over."""
     sampling_rate: int | None = None
     """Samples a second of sound handed in as an array; None: as many as the model takes."""
 
