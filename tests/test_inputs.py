@@ -210,6 +210,8 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"video": "a", "fps": 0}], "fps is 0; it must be above 1e-06 and at most 1000"),
         ([{"video": "a", "fps": float("nan")}], "fps is nan"),
         ([{"video": "a", "fps": float("inf")}], "fps is inf"),
+        ([{"video": "a", "fps": 10**400}], "fps is an integer of 1329 bits; it must be above .* and at most 1000"),
+        ([{"image": "a", "max_pixels": 10**5000}], "max_pixels is an integer of 16610 bits; it must be from 1 to"),
         ([{"video": "a", "fps": 1, "num_frames": 2}], "both fps and num_frames"),
         ([{"video": "a", "min_frames": 5, "max_frames": 4}], "min_frames 5 is above max_frames 4"),
         ([{"video": "a", "min_frames": 5, "num_frames": 4}], "min_frames 5 is above num_frames 4"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,13 +65,20 @@ def _integer(value: Any, low: int, high: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{where} is {value!r}; it must be an integer from {low} to {high}")
     if not low <= value <= high:
-        raise InputError(f"{where} is {value}; it must be from {low} to {high}")
+        raise InputError(f"{where} is {_shown(value)}; it must be from {low} to {high}")
     return value
 
 
 def _number(value: Any, above: float, high: float, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{where} is {value!r}; it must be a number")
-    if not math.isfinite(value) or not above < value <= high:
-        raise InputError(f"{where} is {value}; it must be above {above:g} and at most {high:g}")
+    if not above < value <= high:
+        raise InputError(f"{where} is {_shown(value)}; it must be above {above:g} and at most {high:g}")
     return float(value)
+
+
+def _shown(number: float) -> str:
+    """A number as errors have it: Python writes out no integer of thousands of digits."""
+    if isinstance(number, int) and number.bit_length() > 64:
+        return f"an integer of {number.bit_length()} bits"
+    return str(number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BufferedReader, FileIO
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
@@ -20,9 +23,10 @@ from mindie_mm.media.image import Data, Frames, Pixels, pil_to_rgb
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 
 FETCH_TIMEOUT_S = 30.0
-"""Longest that fetching a URL may take."""
+"""Longest that fetching a URL, or reading a pipe, may take."""
 
 _MIN_BASE64_CHARS = 64
+_PIECE_BYTES = 2**20
 
 
 def read_source(media: Media) -> Data:
@@ -116,6 +120,8 @@ def _fetch(url: str) -> bytes:
 
 def _read_file(path: Path) -> bytes:
     try:
+        if not path.is_file():
+            return _capped(_read_pipe(path))
         with BufferedReader(FileIO(path)) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_SOURCE_BYTES:
@@ -129,10 +135,25 @@ def _read_file(path: Path) -> bytes:
     return _capped(data)
 
 
+def _read_pipe(path: Path) -> bytes:
+    """What a pipe or a device gives, up to its end or a byte above the limit. MediaError where it stands still."""
+    deadline, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
+    # Otherwise opening a pipe waits for its other end.
+    with FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        waiting = select.poll()
+        waiting.register(file, select.POLLIN)
+        while len(data) <= MAX_SOURCE_BYTES:
+            if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise MediaError(f"{_shortened(str(path))} is no file, and did not end within {FETCH_TIMEOUT_S:g} s")
+            piece = file.read(_PIECE_BYTES)
+            if piece == b"":
+                break
+            data += piece or b""  # None where another reader was faster
+    return bytes(data)
+
+
 def _pixels(source: Any, kind: str) -> Pixels:
-    if hasattr(source, "getexif"):
-        source = pil_to_rgb(source)
-    array = np.asarray(source)
+    array = _array(source)
     num_dims = 4 if kind == "video" else 3
     shape = "[frames, height, width, 3]" if kind == "video" else "[height, width, 3]"
     if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
@@ -141,10 +162,21 @@ def _pixels(source: Any, kind: str) -> Pixels:
 
 
 def _samples(source: Any) -> Samples:
-    array = np.asarray(source)
+    array = _array(source)
     if array.dtype.kind != "f" or array.ndim != 1 or not len(array):
         raise InputError(f"audio samples are {array.dtype} of shape {array.shape}; they must be float [samples]")
     return np.ascontiguousarray(array, np.float32)
+
+
+def _array(source: Any) -> NDArray[Any]:
+    """A PIL image decoded, an array or tensor as numpy's. MediaError for what cannot be read."""
+    try:
+        return np.asarray(pil_to_rgb(source) if hasattr(source, "getexif") else source)
+    except MemoryError:
+        raise
+    except Exception as error:  # what a caller hands in may raise anything
+        why = _shortened(f"{type(error).__name__}: {error}")
+        raise MediaError(f"the {type(source).__name__} cannot be read: {why}") from error
 
 
 def _scheme(source: str) -> str:

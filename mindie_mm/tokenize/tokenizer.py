@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -207,9 +208,7 @@ class Tokenizer:
 
         TokenOutOfRange for what is no token id; whether it is below the model's vocabulary is the engine's to say.
         """
-        for index in ids:
-            if type(index) is not int or not 0 <= index < 2**31:
-                raise TokenOutOfRange(f"{index!r} is no token id")
+        ids = [_token_id(index) for index in ids]
         planned = self._plan(media)
         encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
         return self._prompt(encoded, planned, path_file)
@@ -322,6 +321,17 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
     """How many ids both begin with."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
+
+
+def _token_id(index: Any) -> int:
+    """`index`, of any type of integers, as Python's. TokenOutOfRange."""
+    try:
+        token = operator.index(index)
+    except TypeError:
+        token = -1
+    if isinstance(index, bool) or not 0 <= token < 2**31:
+        raise TokenOutOfRange(f"{index!r} is no token id")
+    return token
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

@@ -1,8 +1,12 @@
 import base64
+import io
+import os
+import threading
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
@@ -59,6 +63,47 @@ def test_other_pixels_are_refused(kind, array):
         read_source(Media(kind, array))
 
 
+def cut_image(close=False):
+    image = Image.open(io.BytesIO(DATA[:-100]))
+    if close:
+        image.close()
+    return image
+
+
+class Unreadable:
+    def __array__(self, *_args, **_kwargs):
+        raise RuntimeError("a lazy array's file is gone" + "!" * 1000)
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (cut_image(), "the JpegImageFile cannot be read: OSError: image file is truncated"),
+        (cut_image(close=True), "the JpegImageFile cannot be read: ValueError: Operation on closed image"),
+        (torch.zeros(4, 4, 3, dtype=torch.bfloat16), "the Tensor cannot be read: TypeError: .*BFloat16"),
+        (torch.zeros(4, 4, 3, requires_grad=True), "the Tensor cannot be read: RuntimeError: .*requires grad"),
+        (Unreadable(), "the Unreadable cannot be read: RuntimeError: a lazy array's file is gone"),
+    ],
+    ids=["truncated", "closed", "bfloat16", "grad", "lazy"],
+)
+def test_what_was_handed_in_and_cannot_be_read(kind, source, message):
+    with pytest.raises(MediaError, match=message) as caught:
+        read_source(Media(kind, source))
+    assert len(str(caught.value)) < 300
+    with pytest.raises(MediaError, match=f"frame 1: {message}"):
+        read_source(Media("video", (DATA, source)))
+
+
+def test_memory_that_runs_out_stays_what_it_is():
+    class Large:
+        def __array__(self, *_args, **_kwargs):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        read_source(Media("image", Large()))
+
+
 async def test_urls_are_fetched_behind_the_fence_even_inside_an_event_loop():
     """Loopback is never public, so what comes back is the fence's own refusal."""
     with pytest.raises(MediaError, match=r"not public|public address"):
@@ -98,6 +143,35 @@ def test_bytes_are_capped(tmp_path, monkeypatch):
     file.write_bytes(b"")
     with pytest.raises(MediaError, match="empty"):
         read_source(Media("image", str(file)))
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def test_a_pipe_is_read_to_its_end(pipe):
+    writer = threading.Thread(target=pipe.write_bytes, args=(DATA * 100,))  # more than a pipe holds
+    writer.start()
+    assert read_source(Media("image", str(pipe))) == DATA * 100
+    writer.join()
+
+
+def test_a_pipe_that_stands_still_is_not_waited_for(pipe, monkeypatch):
+    monkeypatch.setattr("mindie_mm.media.source.FETCH_TIMEOUT_S", 0.1)
+    with pytest.raises(MediaError, match=f"{pipe} is no file, and did not end within 0.1 s"):
+        read_source(Media("image", str(pipe)))
+    with pipe.open("r+b", buffering=0) as writer:
+        writer.write(DATA)
+        with pytest.raises(MediaError, match="did not end within"):
+            read_source(Media("image", str(pipe)))
+
+
+def test_a_device_without_an_end_is_capped(monkeypatch):
+    monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", 100)
+    with pytest.raises(LimitExceeded, match="the limit is 100"):
+        read_source(Media("image", "/dev/zero"))
 
 
 def test_frames_are_read_each_as_an_image(tmp_path):

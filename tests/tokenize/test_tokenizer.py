@@ -1,6 +1,7 @@
 import base64
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError
+from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError, TokenOutOfRange
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from mindie_mm.shm import Arena, Ref, attach, release
@@ -201,6 +202,7 @@ def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
         ({"image": "/no/such.jpg"}, MediaError, "media item 1 .image.: there is no file /no/such.jpg"),
         ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes are no readable image"),
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
+        ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
         ({"audio": b"sound"}, InputError, "takes no audio"),
         ({"image": "wide"}, LimitExceeded, "media item 1 .image.: 401x2 pixels"),
     ],
@@ -209,12 +211,22 @@ def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, 
     source = bad.get("image")
     if source == "truncated":
         bad = {"image": (spool / "image" / "0.jpg").read_bytes()[:3000]}
+    elif source == "opened":
+        bad = {"image": Image.open(BytesIO((spool / "image" / "0.jpg").read_bytes()[:3000]))}
     elif source == "wide":
         bad = {"image": encoded(photograph(size=(401, 2)))}
     with pytest.raises(error, match=message):
         tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}, bad])
     assert arena.num_blocks == 0
     assert release(spool / "shm_name.txt") == 0
+
+
+def test_ids_of_any_type_of_integers(tokenizer):
+    for ids in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32)):
+        assert tokenizer.tokenize_ids(ids).equal(tokenizer.tokenize_ids([1, 2, 3]))
+    for wrong in (True, 1.0, "1", None, -1, 2**31, np.array([1]), np.float32(1)):
+        with pytest.raises(TokenOutOfRange, match="is no token id"):
+            tokenizer.tokenize_ids([1, wrong])
 
 
 def test_what_does_not_fit_the_arena(tokenizer, arena, spool):
