@@ -75,8 +75,8 @@ class InputsBody(Body):
 
     inputs: str | Array[dict[str, Any]]
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
-    chat_template: bool = True
-    """False: the items of a list follow one another with no template around them."""
+    chat_template: bool | None = None
+    """None: true. False: the items of a list follow one another with no template around them."""
 
     def request(self) -> TokenizeRequest:
         """What there is to tokenise; InputError where it is empty."""
@@ -84,7 +84,7 @@ class InputsBody(Body):
             if not self.inputs:
                 raise InputError("inputs is empty")
             return TokenizeRequest(text=self.inputs)
-        return TokenizeRequest(items=self.inputs, chat=self.chat_template)
+        return TokenizeRequest(items=self.inputs, chat=self.chat_template is not False)
 
 
 class InferBody(InputsBody):

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import MAX_SALT_CHARACTERS, SamplingParams
@@ -57,7 +57,16 @@ NOT_SERVED: NotServed = {
 """Of vLLM's and OpenAI's fields, those of all requests."""
 
 
-class NamedSchema(Fields, extra="forbid"):
+class _Closed(Fields, extra="forbid"):
+    """Fields beside which there are no others; one that is null is none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
+
+
+class NamedSchema(_Closed):
     """`response_format.json_schema`; the answer fits the schema in any case."""
 
     name: str | None = None
@@ -70,7 +79,7 @@ class NamedSchema(Fields, extra="forbid"):
     """None, as OpenAI and vLLM allow: any JSON object."""
 
 
-class ResponseFormat(Fields, extra="forbid"):
+class ResponseFormat(_Closed):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]

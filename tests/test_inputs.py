@@ -122,6 +122,26 @@ def test_base64_spellings():
     assert parse_inputs([audio]) == [Media("audio", "data:;base64,QUJD")]
 
 
+@pytest.mark.parametrize("url", ["data:;base64,QUJD", "DATA:audio/wav;base64,QUJD", "https://a/b.wav", "file:///a.wav"])
+def test_a_url_in_place_of_base64_is_a_url(url):
+    """DashScope's clients send sound so."""
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
+        {"type": "audio", "base64": url},
+    ):
+        assert parse_inputs([part]) == [Media("audio", url)]
+
+
+def test_a_null_is_as_good_as_no_key():
+    """A table has each key in each part, and so do clients that write out their models."""
+    nulls = {"type": None, "annotations": None, "detail": None, "fps": None}
+    text = {"text": "a", "image_url": None, "refusal": None}
+    image = {"image_url": {"url": "a.png", "detail": "low", "format": None, "max_pixels": None}, "text": None}
+    assert parse_inputs([text | nulls, image | nulls]) == parse_inputs(
+        [{"text": "a"}, {"image_url": {"url": "a.png", "detail": "low"}}]
+    )
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -174,11 +194,12 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"image": "a", "image_url": "b"}], "found 'image' and 'image_url'"),
         ([{"picture": "a"}], r"found none in \['picture'\]"),
         ([{"text": 5}], r"inputs\[0\].text is of type int; it must be a string"),
-        ([{"text": None}], r"inputs\[0\].text is missing"),
+        ([{"text": None}], r"inputs\[0\] must have exactly one .* found none in \[\]"),
         ([{"text": "a", "fps": 1}], "unknown key 'fps'; a text takes no options"),
         ([{"text": "\ud800"}], "lone surrogate at character 0"),
         ([{"image": 5}], r"inputs\[0\].image is of type int; it must be a path, bytes"),
-        ([{"image": None}], r"inputs\[0\].image is missing"),
+        ([{"type": "image", "image": None}], r"inputs\[0\] must have exactly one .* found none in \['type'\]"),
+        ([{"image_url": {"url": None}}], r"inputs\[0\].image_url.url is missing"),
         ([{"image": ""}], r"inputs\[0\].image is empty"),
         ([{"image": b""}], r"inputs\[0\].image is empty"),
         ([{"image": ["a", "b"]}], r"inputs\[0\].image is of type list"),

@@ -34,8 +34,6 @@ def parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOpti
         raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: it takes {known}")
     values: dict[str, Any] = {}
     for name, value in given.items():
-        if value is None:
-            continue
         if name == "detail":
             if value not in _DETAILS:
                 raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")

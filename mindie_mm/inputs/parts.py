@@ -29,6 +29,8 @@ MAX_LISTED_FRAMES = 2048
 """Most frames of a video that is given as a list of them."""
 _MAX_LISTED_IN_ALL = 2**15
 """Most frames of all lists of a call, bounded while they are parsed: a comma of a URL costs a client less than us."""
+_MAX_SCHEME = 65
+"""Characters of a scheme with its colon."""
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 """What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
 
@@ -59,7 +61,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
 
 def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     require_dict(part, where)
-    part = {key: value for key, value in part.items() if key not in _HINTS}
+    part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
@@ -102,11 +104,11 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
         if not isinstance(value.get(inner), (str, list, tuple) if kind == "video" else str):
             taken = "a string, or a list of frames" if kind == "video" else "a string"
             raise InputError(f"{where}.{inner} is {type_of(value.get(inner))}; it must be {taken}")
-        nested = {name: option for name, option in value.items() if name != inner}
+        nested = {name: option for name, option in value.items() if name != inner and option is not None}
         value = value[inner]
         if key == "input_audio":
             nested.pop("format", None)
-            value = f"data:;base64,{value}"
+            value = _as_url(value)
     if kind == "video" and (frames := _frames(value)) is not None:
         if not frames:
             raise InputError(f"{where} is an empty list; a video has at least one frame")
@@ -124,9 +126,14 @@ def _frames(value: Any) -> Sequence[Any] | None:
     return value if isinstance(value, (list, tuple)) else None
 
 
+def _as_url(text: str) -> str:
+    """A data: URL of base64, which has no colon. What has a scheme, as `input_audio` in DashScope's form, is a URL."""
+    return text if ":" in text[:_MAX_SCHEME] else f"data:;base64,{text}"
+
+
 def _parse_value(value: Any, key: str, where: str) -> Any:
     if key == "base64" and isinstance(value, str):
-        value = f"data:;base64,{value}"
+        value = _as_url(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, (bytearray, memoryview)):

@@ -59,5 +59,7 @@ def decode_base64(text: str, start: int = 0) -> bytes:
         return pybase64.b64decode(text[start:], validate=True)
     except ValueError as error:
         if start:
-            raise MediaError("a data: URL whose base64 is not valid: white space, or padding (=) left out?") from error
+            raise MediaError(
+                "a data: URL whose base64 is not valid: white space, padding (=) left out, or - and _ for + and /?"
+            ) from error
         raise MediaError("neither a path, a URL nor valid base64") from error

@@ -212,6 +212,20 @@ def test_data_urls(attacked: Attacked, url: str, said: str) -> None:
     attacked.refused(asking("image", url), said)
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("http://127.0.0.1:8000/x.wav", "not public"),
+        ("file:///etc/passwd", "no such file"),
+        ("/etc/passwd", "base64"),
+        ("ftp://127.0.0.1/x.wav", "scheme 'ftp'"),
+    ],
+)
+def test_sound_in_openais_form_comes_by_the_same_fence(attacked: Attacked, data: str, said: str) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    assert "media item 0 (audio)" in attacked.refused({"messages": [{"role": "user", "content": [part]}]}, said)
+
+
 @pytest.mark.parametrize("url", ["{media}/star.png", "file://{media}/star.png", "data:text/plain;base64," + B64, B64])
 def test_what_may_be_read(attacked: Attacked, url: str) -> None:
     answer = attacked.http.post(CHAT, json=asking("image", url.replace("{media}", str(attacked.media))))

@@ -45,6 +45,8 @@ def test_a_text_is_taken_as_it_is(http: Any) -> None:
 def test_a_list_without_template(http: Any) -> None:
     raw = http.post("/infer", json={"inputs": [{"text": "What "}, {"text": "colour"}], "chat_template": False})
     assert raw.json() == infer(http, "What colour", max_new_tokens=20).json()
+    null = http.post("/infer", json={"inputs": [{"text": "What colour"}], "chat_template": None})
+    assert null.json() == infer(http, [{"text": "What colour"}], max_new_tokens=20).json()
 
 
 def test_streaming(http: Any, red_square: str) -> None:

@@ -135,6 +135,19 @@ def test_strict_closes_schemas_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "text", "json_schema": None, "strict": None},
+        {"type": "json_object", "schema": None, "json_schema": None},
+        {"type": "json_schema", "schema": None, "json_schema": {"name": None, "schema": {"enum": [1]}, "type": None}},
+    ],
+)
+def test_a_null_is_as_good_as_no_key(http: Any, given: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": given}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"type": "json_object", "schema": SCENE}, "response_format.schema: Extra inputs"),
