@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from mindie_mm import faults
-from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from mindie_mm.engine.worker import Answer, Delta
@@ -22,7 +22,7 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 from service import tracing
 from service.admission import cause_of_end
 from service.choices import Choice, Clock, timings
-from service.line import prompts
+from service.line import prompt_of_ids, prompts
 from service.state import Service
 from service.token_text import prompt_text
 
@@ -49,6 +49,8 @@ class Call:
     """Whether the answer says where its time went."""
     prompt_alone: bool = False
     """Whether the prompt alone is asked for: the token that is generated in any case is left out of the answer."""
+    _begun: set[int] = field(default_factory=set, init=False)
+    """Indices of the choices that were begun: each is counted at its own end."""
 
     @asynccontextmanager
     async def prompts(
@@ -56,10 +58,18 @@ class Call:
     ) -> AsyncIterator[list[PromptSource]]:
         """As `line.prompts`, each within its room (`Worker.limited`); InputError also for a schema."""
         worker = self.service.worker
-        await worker.check_schema(self.params)
-        limited = [worker.limited(request, self.params, truncate_to) for request in requests]
-        async with prompts(self.service, limited, self.clock) as sources:
-            yield sources
+        with self._counted(len(requests)):
+            await worker.check_schema(self.params)
+            limited = [worker.limited(request, self.params, truncate_to) for request in requests]
+            async with prompts(self.service, limited, self.clock) as sources:
+                yield sources
+
+    @asynccontextmanager
+    async def prompts_of_ids(self, given: Sequence[Sequence[int]]) -> AsyncIterator[list[PromptSource]]:
+        """The prompts that clients encoded; InputError also for a schema."""
+        with self._counted(len(given)):
+            await self.service.worker.check_schema(self.params)
+            yield [PromptSource(prompt_of_ids(self.service, ids)) for ids in given]
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """All choices, once they are finished."""
@@ -128,15 +138,15 @@ class Call:
     ) -> AsyncGenerator[Delta, None]:
         """One choice, counted, timed and traced. `failed` has the reasons of the request's choices that failed.
 
-        One that ends unfinished counts as an `error`, unless its client gave it up (`abort`) or it cannot be answered
-        (`refused`); one that is ended because another failed counts as that one. Latencies count from the arrival.
+        One that is ended because another failed counts as that one. Latencies count from the arrival.
         The prompt's first choice sets its `prompt_logprobs`; the others, which have the same, wait for them.
         """
         metrics, trace = self.service.metrics, tracing.current.get()
         asked = time.perf_counter()
         first = last = self.clock.arrived
         num_tokens = 0
-        reason, ended, stages = "abort", False, None
+        reason, ended, stages = "", False, None
+        self._begun.add(index)
         params, found = self._seeded(index % self.n), None
         try:
             if index % self.n and params.prompt_logprobs is not None:
@@ -159,27 +169,49 @@ class Call:
                     found = None  # with the first alone
                     yield _without_answer(told) if self.prompt_alone else told
         except Exception as error:
-            reason = "refused" if isinstance(error, InputError) else "error"
+            reason = _reason(error)
             failed.append(reason)
             metrics.count_error(error)
             if trace is not None:
                 trace.error = type(error).__name__
             raise
         finally:
-            if reason == "abort" and failed:
-                reason = failed[0]
-            elif reason == "abort" and not isinstance(cause_of_end(), RequestAborted | None):
-                reason = "error"  # its deadline, or the service's stop
-            metrics.count_choice(reason, num_tokens, stages if ended else None)
-            metrics.e2e_s.observe(time.perf_counter() - self.clock.arrived)
+            reason = reason or (failed[0] if failed else _reason(None))
+            self._count(reason, num_tokens, stages if ended else None)
             if trace is not None and stages is not None:
                 trace.answered(index, asked, first, last, num_tokens, stages)
+
+    @contextmanager
+    def _counted(self, num_prompts: int) -> Iterator[None]:
+        """Counts the choices that an error ends before they are begun."""
+        try:
+            yield
+        except BaseException as error:
+            for _ in range(num_prompts * self.n - len(self._begun)):
+                self._count(_reason(error if isinstance(error, Exception) else None), 0, None)
+            raise
+
+    def _count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
+        """As `Metrics.count_choice`."""
+        self.service.metrics.count_choice(reason, num_tokens, timings)
+        self.service.metrics.e2e_s.observe(time.perf_counter() - self.clock.arrived)
 
     def _seeded(self, index: int) -> SamplingParams:
         """For a prompt's choice of that index: seeds follow one another, the least int64 behind the greatest."""
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+def _reason(error: Exception | None) -> str:
+    """What a choice counts as that `error`, or a cancellation, ended unfinished.
+
+    `abort` if its client gave it up, `refused` if it cannot be answered, else `error`: deadlines and stops, too.
+    """
+    cause = error or cause_of_end()
+    if isinstance(cause, RequestAborted | None):
+        return "abort"
+    return "refused" if isinstance(cause, InputError) else "error"
 
 
 def _without_answer(delta: Delta) -> Delta:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 from service.choices import Choice, usage
 from service.incoming import Form, IncomingDep
-from service.line import prompt_of_ids
 from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import STREAMED
 from service.token_text import TextOffsets, completion_logprobs
@@ -40,22 +39,17 @@ class _Completion(Form):
     body: CompletionBody
     created: int
 
-    @asynccontextmanager
-    async def sources(self) -> AsyncIterator[list[PromptSource]]:
+    def sources(self) -> AbstractAsyncContextManager[list[PromptSource]]:
         """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty")
-        n, service = self.call.n, self.call.service
+        n = self.call.n
         if len(given) * n > MAX_CHOICES:
             raise LimitExceeded(f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices")
-        texts = [TokenizeRequest(text=text) for text in given if isinstance(text, str)]
-        if not texts:
-            await service.worker.check_schema(self.call.params)
-            yield [PromptSource(prompt_of_ids(service, ids)) for ids in given if not isinstance(ids, str)]
-            return
-        async with self.call.prompts(texts) as sources:
-            yield sources
+        if texts := [TokenizeRequest(text=text) for text in given if isinstance(text, str)]:
+            return self.call.prompts(texts)
+        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)])
 
     async def answer(self) -> dict[str, Any]:
         async with self.sources() as sources:

@@ -106,6 +106,28 @@ def test_what_cannot_be_answered_is_no_error_of_the_service(service: RunningServ
     assert grown == {"refused": 2, "error": 0, "abort": 0}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body", "number"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"image": "AAAA"}]}], "n": 3}, 3),
+        ("/v1/completions", {"prompt": ["x", "y" * 10**6], "n": 2}, 4),
+        ("/v1/completions", {"prompt": [[5], [10**8]]}, 2),
+        ("/infer", {"inputs": [{"image": "/etc/passwd"}]}, 1),
+    ],
+)
+def test_what_is_refused_before_the_engine_has_it_counts_too(
+    http: Any, path: str, body: dict[str, Any], number: int, stream: bool
+) -> None:
+    ends = ("refused", "error", "abort")
+    before = {end: metric(http, "request_success_total", finished_reason=end) for end in ends}
+    timed = metric(http, "e2e_request_latency_seconds_count")
+    assert http.post(path, json=body | {"stream": stream}).status_code == 400
+    grown = {end: metric(http, "request_success_total", finished_reason=end) - before[end] for end in ends}
+    assert grown == {"refused": number, "error": 0, "abort": 0}
+    assert metric(http, "e2e_request_latency_seconds_count") == timed + number
+
+
 def test_clients_that_leave_at_once_free_everything(service: RunningService, red_square: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize") * 10:
         post(service, path, endless_chat(service, red_square)).close()

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,6 +71,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("hasty")
     settings = {
         "request_timeout_s": 2.0,
+        "allow_private_media": True,
         "send_timeout_s": 1.0,
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
@@ -131,6 +133,12 @@ def metric(service: RunningService, name: str, **labels: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
 
 
+def unfinished(service: RunningService) -> Counter[str]:
+    """Choices that ended so, by reason."""
+    ends = ("refused", "error", "abort")
+    return Counter({end: int(metric(service, "request_success_total", finished_reason=end)) for end in ends})
+
+
 def connections(service: RunningService) -> int:
     """Open ones of clients; the one that asks is none of them."""
     port = urlsplit(service.url).port
@@ -162,7 +170,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService,
 
 def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_square: str) -> None:
     body = {"messages": content(red_square), **ENDLESS, "n": 8, "stream": True}
-    failed = metric(hasty, "request_success_total", finished_reason="error")
+    before = unfinished(hasty)
     with post(hasty, CHAT, body) as connection:
         response = http.client.HTTPResponse(connection)
         response.begin()
@@ -176,23 +184,36 @@ def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_s
         assert f"the answer broke off: {why} [{id_of(response)}]" in hasty.log.read_text()
         line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, broken off: RequestTimeout \[{id_of(response)}\]")
         wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has it
-        assert metric(hasty, "request_success_total", finished_reason="error") == failed + 8
-    assert metric(hasty, "request_success_total", finished_reason="abort") == 0, "its client did not leave"
+    assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
     assert hasty.wait_until_free()["blocks"] == 0
     wait_until(lambda: metric(hasty, "num_requests_running") == 0)
 
 
 def test_the_deadline_of_an_answer_is_its_status(hasty: RunningService, red_square: str) -> None:
     body = {"messages": content(red_square), **ENDLESS, "n": 8}
-    failed = metric(hasty, "request_success_total", finished_reason="error")
+    before = unfinished(hasty)
     late = httpx2.post(hasty.url + CHAT, json=body, timeout=WAIT_S)
     assert late.status_code == 504
-    ended = metric(hasty, "request_success_total", finished_reason="error") - failed
-    assert ended in (0, 8), "none, if it was late before the engine was asked"
-    assert metric(hasty, "request_success_total", finished_reason="abort") == 0, "its client did not leave"
+    assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
     assert late.json()["error"]["type"] == "TimeoutError"
     assert hasty.wait_until_free()["blocks"] == 0
     wait_until(lambda: metric(hasty, "num_requests_running") == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_ends_while_its_media_are_fetched_is_counted(hasty: RunningService, stream: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.png"
+        body = {"messages": content(url), "n": 2, "stream": stream}
+        before = unfinished(hasty)
+        assert httpx2.post(hasty.url + CHAT, json=body, timeout=WAIT_S).status_code == 504
+        assert unfinished(hasty) == before + Counter(error=2)
+        silent.accept()[0].close()
+        with post(hasty, CHAT, body):
+            fetching, _ = silent.accept()
+        with fetching:
+            wait_until(lambda: unfinished(hasty) != before + Counter(error=2))
+        assert unfinished(hasty) == before + Counter(error=2, abort=2)
 
 
 def test_who_reads_nothing_is_dropped(hasty: RunningService) -> None:
