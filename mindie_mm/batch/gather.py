@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,11 +12,16 @@ from typing import Any, BinaryIO
 import msgspec
 
 from mindie_mm.batch.files import replacing
-from mindie_mm.batch.source import MEDIA_MARK, SUFFIXES, suffix_of
+from mindie_mm.batch.source import MEDIA_MARK
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import Kind
+from mindie_mm.media.endings import ending_of, kind_of
 
 STDIN = "-"
 _PIECE_BYTES = 1 << 20
+_MOST_NAMED = 8
+_NAMED = re.compile(r"\.[a-z0-9]{1,8}")
+"""Endings that are named; a file may be called anything, also what a terminal obeys."""
 
 
 def gathered_path(folder: Path, index: int) -> Path:
@@ -27,15 +34,31 @@ def is_gathered(given: str) -> bool:
     return given == STDIN or os.path.isdir(given)  # noqa: PTH112 - what cannot be looked at is no folder, and no error
 
 
-def gather(inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO) -> None:
-    """Writes down those `inputs` that are no files. InputError, StorageError."""
+def gather(inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO) -> Counter[str]:
+    """Writes down those `inputs` that are no files; the endings of what folders have beside media.
+
+    InputError, StorageError.
+    """
+    left_out = Counter[str]()
     for index, given in enumerate(inputs):
         if is_gathered(given):
             with replacing(gathered_path(folder, index)) as unfinished, unfinished.open("wb") as file:
                 if given == STDIN:
                     file.writelines(_pieces(stdin))
                 else:
-                    _list(Path(given), file, template)
+                    left_out += _list(Path(given), file, template)
+    return left_out
+
+
+def told(left_out: Counter[str]) -> str:
+    """Such as "12 files (.txt 7, .dng 3, others 2)": the commonest endings by name."""
+    total = left_out.total()
+    named = Counter({ending: count for ending, count in left_out.items() if _NAMED.fullmatch(ending)})
+    parts = named.most_common(_MOST_NAMED)
+    if others := total - sum(count for _, count in parts):
+        parts.append(("others", others))
+    listed = ", ".join(f"{ending} {count}" for ending, count in parts)
+    return f"{total} file{'' if total == 1 else 's'}" + (f" ({listed})" if listed else "")
 
 
 def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
@@ -53,32 +76,36 @@ def _pieces(stdin: BinaryIO) -> Iterator[bytes]:
         raise InputError(f"standard input cannot be read: {error.strerror}") from None
 
 
-def _list(root: Path, file: BinaryIO, template: str) -> None:
-    """A row a medium, by its name within the folder, in the order of names."""
+def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
+    """A row a medium, by its name within the folder, in the order of names; the endings of what is left out."""
     before, _, after = template.rpartition(MEDIA_MARK)
-    encoder, found = msgspec.json.Encoder(), False
-    for found_path in _media_files(os.fspath(root)):
+    encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
+    for found_path, kind in _media_files(os.fspath(root), left_out):
         # Of a name that is not UTF-8 there is no JSON: as it is written here there is no such file, and its row fails.
         path = os.fsencode(found_path).decode(errors="backslashreplace")
-        items: list[dict[str, Any]] = [{SUFFIXES[suffix_of(path)]: path}]
+        items: list[dict[str, Any]] = [{kind: path}]
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
         file.write(encoder.encode({"id": os.path.relpath(path, root), "inputs": items}) + b"\n")
         found = True
     if not found:
-        raise InputError(f"{root} has no file that ends in {', '.join(SUFFIXES)}")
+        raise InputError(f"{root} has no file whose name ends as a medium's; it has {told(left_out)}")
+    return left_out
 
 
-def _media_files(folder: str) -> Iterator[str]:
+def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
+    """Their paths, in the order of names; counts the endings of all others."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
         raise InputError(f"{folder} cannot be listed: {error.strerror}") from None
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from _media_files(entry.path)
-        elif suffix_of(entry.name) in SUFFIXES and _is_file(entry):
-            yield entry.path
+            yield from _media_files(entry.path, left_out)
+        elif (kind := kind_of(entry.name)) and _is_file(entry):
+            yield entry.path, kind
+        else:
+            left_out[ending_of(entry.name)] += 1
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, SUFFIXES, Files, Record, suffix_of
+from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, Files, Record
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import (
     KINDS,
@@ -26,6 +26,7 @@ from mindie_mm.inputs import (
     refused_fields,
     template_variables,
 )
+from mindie_mm.media.endings import ending_of, kind_of
 from mindie_mm.media.source import located
 
 _PROMPTS = ("inputs", "messages")
@@ -140,9 +141,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
     """Files of one name: a .json with a prompt, whose media may be the others; else these, and a .txt or `template`."""
-    media = [
-        Media(SUFFIXES[suffix], data) for name, data in record.files.items() if (suffix := suffix_of(name)) in SUFFIXES
-    ]
+    media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_decoded(own, f"{record.key}.json"))
@@ -150,7 +149,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if not media:
-        raise MediaError(f"{record.key} has no medium among {sorted({*map(suffix_of, record.files)})}")
+        raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
     before, _, after = (_own_text(record, described) or template or _text_file(record)).rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
@@ -167,7 +166,7 @@ def _own_text(record: Files, described: Mapping[str, Any]) -> str:
 
 def _text_file(record: Files) -> str:
     """What the row's .txt has; InputError for several, none of which is called as the row is."""
-    texts = {name: data for name, data in record.files.items() if suffix_of(name) == ".txt"}
+    texts = {name: data for name, data in record.files.items() if ending_of(name) == ".txt"}
     text = record.own(".txt")
     if text is None and len(texts) > 1:
         raise InputError(f"{record.key} has the texts {sorted(texts)}; one of them must be {record.key}.txt")

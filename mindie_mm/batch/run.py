@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +33,10 @@ def run_batch(
     max_errors: int | None = None,
     show: Show = lambda *_: None,
     ray_address: str | None = None,
-) -> Manifest:
+) -> tuple[Manifest, Counter[str]]:
     """Does what of a run of `settings` into `folder` is not done yet, and writes the manifest.
+
+    Beside the manifest, how many files of the input's folders are no media, by the ending of their names.
 
     `num_workers`: processes here, or actors on the Ray cluster at `ray_address` ("local": one of this machine); None:
     as many as there are cores. `max_errors`: rows that may fail before the run stops; None: any number.
@@ -44,7 +47,7 @@ def run_batch(
         raise InputError(f"{num_workers} workers; it takes at least 1")
     with _locked(folder):
         require_run(folder)
-        gather(settings.inputs, folder, settings.template, sys.stdin.buffer)
+        left_out = gather(settings.inputs, folder, settings.template, sys.stdin.buffer)
         run = Run.of(settings, folder)
         run.begin(folder)
         drop_changed(folder, run)
@@ -64,7 +67,7 @@ def run_batch(
         for left in (path for pattern in _LEFT_BY_ACTORS for path in folder.glob(pattern)):
             left.unlink(missing_ok=True)
         tally.end()
-        return manifest
+        return manifest, left_out
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Kind
+from mindie_mm.media.endings import ending_of
 
 MEDIA_MARK = "{media}"
 """Where a prompt template has the media."""
@@ -31,18 +31,6 @@ _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 _MOST_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
-_NAMED: Mapping[Kind, str] = {
-    "image": ".jpg .jpeg .png .webp .bmp .gif .tif .tiff",
-    "video": ".mp4 .mkv .webm .mov .avi .m4v .wmv .flv .ts",
-    "audio": ".wav .flac .mp3 .m4a .aac .ogg .opus .aiff .wma",
-}
-SUFFIXES: Mapping[str, Kind] = {suffix: kind for kind, suffixes in _NAMED.items() for suffix in suffixes.split()}
-"""What kind of medium a file is, by the end of its name: which files of a folder, or of a tar, are taken."""
-
-
-def suffix_of(name: str) -> str:
-    """The end of a file's name, as `SUFFIXES` has it."""
-    return PurePath(name).suffix.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +147,8 @@ class JSONLines(Source):
             file.seek(start)
             while start < stop:
                 line = file.readline()
+                if not line:  # the file was cut short since its rows were counted
+                    return
                 start += len(line)
                 if not line.isspace():
                     yield _chosen(line, self.columns)
@@ -262,7 +252,7 @@ class Tar(Source):
                     key, files = name, {}
                 file.seek(member.offset_data)
                 data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # so that it fails for its size
-                files[member.name] = _chosen(data, self.columns) if suffix_of(member.name) == ".json" else data
+                files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
         if files:
             yield Files(key, files)
 
@@ -302,12 +292,12 @@ def open_source(path: Path, columns: Sequence[str]) -> Source:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if not is_file:
         raise InputError(f"there is no file {path}")
-    suffix = suffix_of(path.name)
-    if suffix in (".jsonl", ".ndjson"):
+    ending = ending_of(path.name)
+    if ending in (".jsonl", ".ndjson"):
         return JSONLines(path, columns)
-    if suffix in (".parquet", ".pq"):
+    if ending in (".parquet", ".pq"):
         return Table(path, columns)
-    if suffix == ".tar":
+    if ending == ".tar":
         return Tar(path, columns)
     raise InputError(f"{path} is none of .jsonl, .ndjson, .parquet, .pq and .tar, and no folder of media")
 

@@ -104,4 +104,4 @@ def _next(records: Iterator[Record], source: Source) -> Record:
     try:
         return next(records)
     except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow's own are of the first three
-        raise StorageError(f"{source.path} cannot be read any further: {error or 'it ended early'}") from error
+        raise StorageError(f"{source.path} cannot be read any further: {str(error) or 'it ended early'}") from error

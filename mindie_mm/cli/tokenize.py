@@ -59,7 +59,7 @@ def command(
     standard input. A row is a List[Dict], an object with inputs or messages, or one with text and media. Exits with 1
     if a row failed: DIR/errors.jsonl says which, and why.
     """
-    from mindie_mm.batch.gather import STDIN
+    from mindie_mm.batch.gather import STDIN, told
     from mindie_mm.batch.progress import shown
     from mindie_mm.batch.run import run_batch
     from mindie_mm.batch.settings import Settings
@@ -79,10 +79,12 @@ def command(
         **given,
     )
     with shown("json" if json_progress else "auto") as show:
-        manifest = run_batch(
+        manifest, left_out = run_batch(
             made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address
         )
     said = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
+    if left_out:
+        said += f"; left out: {told(left_out)}"
     if manifest.num_errors:
         failed = "1 row" if manifest.num_errors == 1 else f"{manifest.num_errors} rows"
         click.echo(f"{said}; {failed} failed, see {output / 'errors.jsonl'}")

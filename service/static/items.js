@@ -3,10 +3,11 @@
 import { element } from "./dom.js";
 import { bytes } from "./format.js";
 
+// As mindie_mm/media/endings.py has them.
 const BY_ENDING = {
-  image: /\.(jpe?g|png|webp|gif|bmp|tiff?)$/i,
-  video: /\.(mp4|m4v|mov|webm|mkv|avi|wmv|ts|mpe?g|flv)$/i,
-  audio: /\.(wav|w64|flac|mp3|m4a|aac|ogg|oga|opus|aiff?|caf|wma)$/i,
+  image: /\.(jpg|jpeg|jpe|jfif|png|apng|webp|gif|bmp|tif|tiff)$/i,
+  video: /\.(mp4|m4v|mov|qt|3gp|3g2|f4v|mkv|webm|avi|wmv|asf|ts|m2t|m2ts|mts|flv|mpg|mpeg|mpe|m2p|vob)$/i,
+  audio: /\.(wav|flac|mp3|mp2|aac|adts|ogg|oga|opus|m4a|m4b|mka|weba|aiff|aif|aifc|wma|caf|w64)$/i,
 };
 const PART = { image: "image_url", video: "video_url", audio: "audio_url" };
 

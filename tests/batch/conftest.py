@@ -65,7 +65,7 @@ def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureReques
 
 
 def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:
-    return run_batch(settings, folder, num_workers=num_workers, **options)
+    return run_batch(settings, folder, num_workers=num_workers, **options)[0]
 
 
 def made(settings: Settings, folder: Path) -> Manifest:

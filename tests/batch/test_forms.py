@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import tarfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindie_mm.batch import Dataset, Sample
-from mindie_mm.batch.gather import gather, is_gathered
+from mindie_mm.batch.gather import gather, is_gathered, told
+from mindie_mm.batch.settings import Run
 from mindie_mm.batch.source import chunks, open_source
-from mindie_mm.errors import InputError
-from tests.batch.conftest import made, settings, tokenize, written
+from mindie_mm.batch.stage import Stage
+from mindie_mm.errors import InputError, StorageError
+from tests.batch.conftest import content, made, settings, tokenize, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
 
@@ -215,7 +218,7 @@ def test_standard_input_columns_limit_and_template_of_the_command(
     rows = lines(folder, tmp_path).read_text()
     done = tokenize("-", "--output", tmp_path / "stdin", "--limit", 3, "--workers", 1, given=rows, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("; no row failed\n")
+    assert done.stdout.endswith(f" media items in {tmp_path / 'stdin'}; no row failed\n")
     require_equal(Dataset(tmp_path / "stdin"), reference[:3])
     table = [{"image": (folder / name).read_bytes(), "text": "no", "id": 5} for name in NAMES[:2]]
     inputs = (
@@ -378,6 +381,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(chunks([source], 7, None))
 
 
+def test_rows_that_are_gone_since_they_were_counted_end_the_run(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", [{"text": "a", "id": row} for row in range(10)])
+    given = settings(rows)
+    stage = Stage(Run.of(given, tmp_path), tmp_path)
+    counted = [*chunks(given.sources(tmp_path), 7, None)]
+    rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:3]))
+    for chunk, whole in zip(counted, (3, 0), strict=True):
+        steps = stage.run(chunk, {})
+        assert [next(steps).error for _ in range(whole)] == [None] * whole
+        with pytest.raises(StorageError, match=r"rows\.jsonl cannot be read any further: it ended early"):
+            next(steps)
+
+
 def test_files_that_one_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever runs the tests: root's own rights are put aside."""
     (tmp_path / "hidden").mkdir()
@@ -410,6 +426,52 @@ def test_a_link_in_a_folder_that_cannot_be_followed_is_left_out(folder: Path, tm
         (media / name).symlink_to(target)
     made(settings(media), tmp_path / "run")
     assert [(sample.id, sample.error) for sample in Dataset(tmp_path / "run")] == [("0.jpg", None)]
+
+
+def test_program_streams_caf_and_wave64_are_media_of_a_folder_and_of_a_tar(tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    media.mkdir()
+    stream = encode_video(moving_frames(6), fps=25, container="mpeg", codec="mpeg2video")
+    sounds = {name: encode_sound(tone(0.5), 16_000, kind) for name, kind in (("c.caf", "CAF"), ("w.w64", "W64"))}
+    given = {"p.mpg": stream, "v.VOB": stream, "t.m2ts": encode_video(moving_frames(6), container="mpegts"), **sounds}
+    for name, data in given.items():
+        (media / name).write_bytes(data)
+    made(settings(media), tmp_path / "run")
+    listed = Dataset(tmp_path / "run")
+    assert [(sample.id, sample.error, len(sample.spans)) for sample in listed] == [(n, None, 1) for n in sorted(given)]
+    made(settings(packed(tmp_path / "t.tar", [*given.items()])), tmp_path / "of-tar")
+    require_equal(Dataset(tmp_path / "of-tar"), [listed[sorted(given).index(name)] for name in given])
+
+
+def test_what_a_folder_has_beside_media_is_told_and_changes_no_byte(folder: Path, tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    (media / "below").mkdir(parents=True)
+    (media / "0.jpg").write_bytes((folder / "0.jpg").read_bytes())
+    alone = tokenize(media, "--output", tmp_path / "alone", "--workers", 1)
+    for name in ("a.txt", "below/B.TXT", "c.heic", "without", "esc.\x1b[31m", "long.ending of a name"):
+        (media / name).touch()
+    (media / "nowhere.jpg").symlink_to("gone")
+    (media / "tree").symlink_to("below")
+    beside = tokenize(media, "--output", tmp_path / "beside", "--workers", 1)
+    told = "; left out: 8 files (.txt 2, .heic 1, .jpg 1, others 4); no row failed"
+    assert beside.stdout == alone.stdout.replace("; no row failed", told).replace("alone", "beside")
+    assert content(tmp_path / "beside") == content(tmp_path / "alone")
+    again = tokenize(media, "--output", tmp_path / "beside")
+    assert again.stdout == beside.stdout, "a run that goes on tells it, too"
+
+
+def test_endings_beyond_the_eighth_are_others() -> None:
+    assert told(Counter({".one": 1})) == "1 file (.one 1)"
+    many = Counter({f".e{number}": 20 - number for number in range(10)})
+    assert told(many).endswith(".e6 14, .e7 13, others 23)")
+
+
+def test_a_folder_without_media_is_told_by_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    for has in ("0 files$", r"1 file \(\.txt 1\)"):
+        with pytest.raises(InputError, match=f"no file whose name ends as a medium's; it has {has}"):
+            made(settings(tmp_path / "media"), tmp_path / "run")
+        (tmp_path / "media/a.txt").touch()
 
 
 def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:

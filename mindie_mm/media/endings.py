@@ -1,0 +1,55 @@
+"""What kind of medium a file is, by the end of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from mindie_mm.inputs import Kind
+
+ENDINGS: Mapping[Kind, Mapping[str, str]] = {
+    "image": {
+        "JPEG": ".jpg .jpeg .jpe .jfif",
+        "PNG": ".png .apng",
+        "WEBP": ".webp",
+        "GIF": ".gif",
+        "BMP": ".bmp",
+        "TIFF": ".tif .tiff",
+    },
+    "video": {
+        "mov": ".mp4 .m4v .mov .qt .3gp .3g2 .f4v",
+        "matroska": ".mkv .webm",
+        "avi": ".avi",
+        "asf": ".wmv .asf",
+        "mpegts": ".ts .m2t .m2ts .mts",
+        "flv": ".flv",
+        "mpeg": ".mpg .mpeg .mpe .m2p .vob",
+    },
+    "audio": {
+        "wav": ".wav",
+        "flac": ".flac",
+        "mp3": ".mp3 .mp2",
+        "aac": ".aac .adts",
+        "ogg": ".ogg .oga .opus",
+        "mov": ".m4a .m4b",
+        "matroska": ".mka .weba",
+        "aiff": ".aiff .aif .aifc",
+        "asf": ".wma",
+        "caf": ".caf",
+        "w64": ".w64",
+    },
+}
+"""Of each format that is read: `FORMATS` of images, `CONTAINERS` of videos and of sound."""
+_KINDS: Mapping[str, Kind] = {
+    ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()
+}
+
+
+def ending_of(name: str) -> str:
+    """`.jpg` of `a/b.c.JPG`; empty where there is none."""
+    return PurePath(name).suffix.lower()
+
+
+def kind_of(name: str) -> Kind | None:
+    """What a file of that name is taken for, in a folder or a tar; None: no medium."""
+    return _KINDS.get(ending_of(name))

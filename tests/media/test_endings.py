@@ -1,0 +1,51 @@
+"""Which endings are media, held to the formats that are read, and the page's list to that."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mindie_mm.media import audio, image, video
+from mindie_mm.media.endings import ENDINGS, ending_of, kind_of
+
+PAGE = Path(__file__).parents[2] / "service/static/items.js"
+
+
+def of_kind(kind):
+    return [ending for endings in ENDINGS[kind].values() for ending in endings.split()]
+
+
+def test_each_format_that_is_read_has_an_ending_and_no_other_has():
+    read = {"image": image.FORMATS, "video": video.CONTAINERS, "audio": audio.CONTAINERS}
+    assert {kind: {*formats} for kind, formats in ENDINGS.items()} == {kind: {*names} for kind, names in read.items()}
+
+
+def test_pictures_end_as_pillow_says():
+    Image.init()
+    known = {ending for ending, name in Image.registered_extensions().items() if name in image.FORMATS}
+    assert known == {*of_kind("image")}
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_an_ending_is_of_one_kind_in_any_case(kind):
+    for ending in of_kind(kind):
+        assert kind_of(f"a/b.tar{ending.upper()}") == kind
+
+
+@pytest.mark.parametrize("name", ["jpg", ".jpg", "a.jpg/b", "a.jpg.txt", "a.txt", "a."])
+def test_names_of_no_medium(name):
+    assert kind_of(name) is None
+
+
+def test_the_end_of_a_name():
+    assert [ending_of(name) for name in ("a/b.c.JPG", "a.b/c", ".hidden")] == [".jpg", "", ""]
+
+
+def test_the_page_has_the_same():
+    found = re.findall(r"(\w+): /\\\.\(([a-z0-9|]+)\)\$/i", PAGE.read_text())
+    assert {kind: {f".{ending}" for ending in endings.split("|")} for kind, endings in found} == {
+        kind: {*of_kind(kind)} for kind in ENDINGS
+    }
