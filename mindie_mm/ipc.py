@@ -147,8 +147,11 @@ class Child:
 
     @classmethod
     async def start(cls, module: str, *arguments: str) -> Self:
-        """Starts `module` as `spawn` does. OSError if that cannot be done."""
-        process, sock = spawn(module, *arguments)
+        """Starts `module` as `spawn` does. ProcessDied if that cannot be done."""
+        try:
+            process, sock = spawn(module, *arguments)
+        except OSError as error:
+            raise ProcessDied(f"{module} cannot be started: {error.strerror}") from error
         try:
             return cls(process, await open_channel(sock))
         except BaseException:

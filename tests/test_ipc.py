@@ -1,4 +1,5 @@
 import asyncio
+import resource
 import signal
 import socket
 import struct
@@ -103,6 +104,16 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
     with pytest.raises(type(error), match=f"^{error}$"):
         await child.ready(Begun, "it")
     await child.end()
+
+
+async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ProcessDied, match=r"^tests\.starting_worker cannot be started: Too many open files$"):
+            await Child.start("tests.starting_worker", "begins")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):

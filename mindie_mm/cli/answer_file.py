@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,13 +54,21 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def continued(output: Path, origin: Origin) -> Iterator[tuple[BinaryIO, int, int, str | None]]:
-    """The file of answers, to write behind those that it has: how many these are, errors among them, the last one's id.
+def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], None], int, int, str | None]]:
+    """What writes a line behind those of `output`; how many these are, errors among them, the last one's id.
 
-    InputError if they are not of this origin, StorageError.
+    InputError if they are not of this origin, StorageError, also of the writing.
     """
+    with _writing(output):
+        file = output.open("a+b")
+
+    def append(line: bytes) -> None:
+        with _writing(output):
+            file.write(line)
+            file.flush()
+
     try:
-        with output.open("a+b") as file:
+        with _writing(output):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -69,7 +77,20 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[BinaryIO, int, int
                 origin.require(output)
             else:
                 origin.begin(output)
-            yield file, *_begun(file, output)
+            begun = _begun(file, output)
+        yield append, *begun
+    except BaseException:
+        with suppress(OSError):  # it would write again what could not be written
+            file.close()
+        raise
+    with _writing(output):
+        file.close()
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StorageError(f"{output} cannot be written: {error.strerror or error}") from error
 

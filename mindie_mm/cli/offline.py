@@ -71,7 +71,7 @@ async def generate(
         model_digest=model_digest(checkpoint),
         sampling=params,
     )
-    with continued(output, origin) as (file, begun, earlier_errors, last_id):
+    with continued(output, origin) as (append, begun, earlier_errors, last_id):
         if begun > stop:
             raise InputError(f"{output} has {begun} rows; {stop} are asked for")
         if begun and last_id != (own := dataset.record(begun - 1).id):
@@ -86,8 +86,7 @@ async def generate(
             try:
                 async for answer in answers:
                     errors += "error" in answer
-                    file.write(msgspec.json.encode(answer) + b"\n")
-                    file.flush()
+                    append(msgspec.json.encode(answer) + b"\n")
                     done += 1
             except _ENGINE_FAILED as error:
                 raise type(error)(f"{error}. {done} of {stop} rows are answered; the same command goes on") from error

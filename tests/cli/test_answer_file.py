@@ -1,0 +1,50 @@
+"""The file of answers, where writing fails and where something else does."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.cli.answer_file import Origin, continued
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, StorageError
+
+ORIGIN = Origin(run="r", model="", model_digest="m", sampling=SamplingParams())
+LINE = b'{"row":%d,"id":null,"text":"a"}\n'
+
+
+def answer(output: Path, *rows: int) -> list[object]:
+    """Writes lines of those rows; what stood there."""
+    with continued(output, ORIGIN) as (append, *begun):
+        for row in rows:
+            append(LINE % row)
+    return begun
+
+
+def test_what_fails_beside_the_file_is_not_told_as_its_own(tmp_path: Path) -> None:
+    """Such as a fork under a limit of processes."""
+    with pytest.raises(BlockingIOError), continued(tmp_path / "out.jsonl", ORIGIN):
+        raise BlockingIOError(errno.EAGAIN, "no process")
+
+
+def test_a_line_that_is_written_in_part_is_told_and_removed_by_the_next_call(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert answer(output, 0) == [0, 0, None]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (output.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(StorageError, match=r"out\.jsonl cannot be written: File too large"):
+            answer(output, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert output.read_bytes() == LINE % 0 + b'{"row'
+    assert answer(output, 1) == [1, 0, None]
+    assert output.read_bytes() == LINE % 0 + LINE % 1
+
+
+def test_two_calls_do_not_write_one_file(tmp_path: Path) -> None:
+    with continued(tmp_path / "out.jsonl", ORIGIN), pytest.raises(InputError, match="another call writes"):
+        answer(tmp_path / "out.jsonl", 0)
