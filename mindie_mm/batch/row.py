@@ -141,6 +141,8 @@ def _from_object(record: Any, locate: _Locate) -> Row:
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
     """Files of one name: a .json with a prompt, whose media may be the others; else these, and a .txt or `template`."""
+    if record.repeated is not None:  # such as of rows that all have one name
+        raise InputError(f"{record.key} has several files {record.repeated}, one behind another")
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:

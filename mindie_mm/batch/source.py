@@ -40,6 +40,8 @@ class Files:
     key: str
     files: dict[str, bytes]
     """Contents by name, in the tar's order."""
+    repeated: str | None = None
+    """A name that several of them have, of which `files` has the last."""
 
     def own(self, suffix: str) -> bytes | None:
         """The file that is called as the row is: of `3.json` and `3.meta.json` the first."""
@@ -97,6 +99,9 @@ class Source(ABC):
                 file.seek(last * number // pieces)
                 digest.update(file.read(_PIECE_BYTES))
         return digest.hexdigest(16)
+
+    def close(self) -> None:
+        """Lets go of what was opened to read on from; the next chunk opens it again."""
 
     @abstractmethod
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
@@ -163,17 +168,15 @@ class Table(Source):
 
         super().__init__(path, columns)
         try:
-            # In pieces: a group of rows with pictures in it may be larger than the memory.
-            self._file = pq.ParquetFile(path, buffer_size=_PIECE_BYTES, pre_buffer=False)
-            names = self._file.schema_arrow.names
+            with pq.ParquetFile(path) as file:
+                self._metadata, names = file.metadata, file.schema_arrow.names
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
         if missing := set(columns) - set(names):
             raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
         if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
             raise InputError(f"{path} has several columns of the name {twice[0]!r}; rename or drop all but one")
-        metadata = self._file.metadata
-        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
         row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         self._rows_at_once = max(1, min(_MOST_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(1, row_bytes)))
@@ -182,7 +185,7 @@ class Table(Source):
 
     @property
     def size(self) -> int:
-        return int(self._file.metadata.num_rows)
+        return int(self._metadata.num_rows)
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):
@@ -199,15 +202,23 @@ class Table(Source):
             if self._at > start:
                 yield row
 
+    def close(self) -> None:
+        self._at, self._rows = 0, iter(())
+
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
-        groups = list(range(first_group, self._file.metadata.num_row_groups))
-        for batch in self._file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
-            try:
-                rows = batch.to_pylist()
-            except (ValueError, OverflowError):
-                names = batch.schema.names
-                rows = [{name: _cell(row.column(name)[0]) for name in names} for row in _single(batch)]
-            yield from rows
+        import pyarrow.parquet as pq
+
+        groups = list(range(first_group, self._metadata.num_row_groups))
+        # In pieces: a group of rows with pictures in it may be larger than the memory.
+        pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
+        with pq.ParquetFile(self.path, metadata=self._metadata, **pieces) as file:
+            for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
+                try:
+                    rows = batch.to_pylist()
+                except (ValueError, OverflowError):
+                    names = batch.schema.names
+                    rows = [{name: _cell(row.column(name)[0]) for name in names} for row in _single(batch)]
+                yield from rows
 
 
 def _single(batch: Any) -> Iterator[Any]:
@@ -241,20 +252,21 @@ class Tar(Source):
             yield rows, start, stop
 
     def records(self, start: int, stop: int) -> Iterator[Files]:
-        key, files = "", dict[str, bytes]()
+        key, files, repeated = "", dict[str, bytes](), None
         with self.path.open("rb") as file:
             for member in self._members(start):
                 if member.offset >= stop:
                     break
                 if (name := _key(member.name)) != key:
                     if files:
-                        yield Files(key, files)
-                    key, files = name, {}
+                        yield Files(key, files, repeated)
+                    key, files, repeated = name, {}, None
                 file.seek(member.offset_data)
                 data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # so that it fails for its size
+                repeated = member.name if member.name in files else repeated
                 files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
         if files:
-            yield Files(key, files)
+            yield Files(key, files, repeated)
 
     def _members(self, start: int) -> Iterator[tarfile.TarInfo]:
         """The regular files from `start` on, in order."""

@@ -36,6 +36,7 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder)
+        self._last = self._sources[0]
         self._memory = LotMemory()
         self._wire = DiskWire()
         self._tokenizer = Tokenizer.from_pretrained(
@@ -48,6 +49,9 @@ class Stage:
         StorageError if the shards cannot be written. What cannot be tokenised is an error of its row alone.
         """
         source, shards = self._sources[chunk.file], list[ShardInfo]()
+        if self._last is not source:
+            self._last.close()  # so that as many files are open as are read, however many there are
+            self._last = source
         records, folder = source.records(chunk.start, chunk.stop), self._settings.media_folder(chunk.file)
         with ExitStack() as left:
             shard = left.enter_context(self._shard(chunk, chunk.first_row))

@@ -486,3 +486,17 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
 def test_standard_input_is_read_once() -> None:
     with pytest.raises(InputError, match="standard input is named 2 times"):
         settings(Path("-"), Path("-"))
+
+
+def test_of_many_tables_those_alone_are_open_that_are_read(tmp_path: Path) -> None:
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = num_open()
+    tables = [open_source(tabled(tmp_path / f"{n}.parquet", [{"text": "a"}] * 3), ()) for n in range(3)]
+    assert num_open() == before
+    assert next(iter(tables[0].records(0, 1))) == {"text": "a"}
+    assert num_open() == before + 1
+    tables[0].close()
+    assert num_open() == before
+    assert list(tables[0].records(1, 3)) == [{"text": "a"}] * 2

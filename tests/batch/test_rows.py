@@ -150,6 +150,12 @@ def test_files_of_a_tar_that_are_no_row(members: dict[str, bytes], why: str, tmp
         rows_of(packed(tmp_path / "t.tar", [*members.items()]))
 
 
+def test_files_of_a_tar_of_one_name_are_not_lost(tmp_path: Path) -> None:
+    members = [("same.jpg", PICTURE), ("same.txt", b"a"), ("same.jpg", PICTURE), ("same.txt", b"b")]
+    with pytest.raises(InputError, match=r"same has several files same\.txt, one behind another"):
+        rows_of(packed(tmp_path / "t.tar", members))
+
+
 def test_files_of_a_tar_that_begin_with_a_dot_are_no_rows(tmp_path: Path) -> None:
     """As macOS packs them; a folder may begin with one."""
     members = [("._4.jpg", b"x"), ("4.jpg", PICTURE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
