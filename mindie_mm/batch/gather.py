@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from mindie_mm.media.endings import ending_of, kind_of
 
 STDIN = "-"
 _PIECE_BYTES = 1 << 20
+_BLANK = BOM_UTF8 + b" \t\n\r\v\f"
 _MOST_NAMED = 8
 _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 """Endings that are named; a file may be called anything, also what a terminal obeys."""
@@ -34,17 +36,19 @@ def is_gathered(given: str) -> bool:
     return given == STDIN or os.path.isdir(given)  # noqa: PTH112 - what cannot be looked at is no folder, and no error
 
 
-def gather(inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO) -> Counter[str]:
-    """Writes down those `inputs` that are no files; the endings of what folders have beside media.
+def gather(
+    inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
+) -> Counter[str]:
+    """Writes down those `inputs` that are no files, of standard input `limit` rows.
 
-    InputError, StorageError.
+    Gives the endings of what folders have beside media. InputError, StorageError.
     """
     left_out = Counter[str]()
     for index, given in enumerate(inputs):
         if is_gathered(given):
             with replacing(gathered_path(folder, index)) as unfinished, unfinished.open("wb") as file:
                 if given == STDIN:
-                    file.writelines(_pieces(stdin))
+                    file.writelines(_pieces(stdin, limit))
                 else:
                     left_out += _list(Path(given), file, template)
     return left_out
@@ -68,10 +72,15 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
             gathered_path(folder, index).unlink(missing_ok=True)
 
 
-def _pieces(stdin: BinaryIO) -> Iterator[bytes]:
+def _pieces(stdin: BinaryIO, limit: int | None) -> Iterator[bytes]:
+    """Standard input up to its end, or that of its row `limit`: it may have no end, or wait for more."""
+    rows, blank = 0, True
     try:
-        while piece := stdin.read(_PIECE_BYTES):
+        while rows != limit and (piece := stdin.readline(_PIECE_BYTES)):
             yield piece
+            blank = blank and not piece.strip(_BLANK)
+            if piece.endswith(b"\n"):
+                rows, blank = rows + (not blank), True
     except OSError as error:
         raise InputError(f"standard input cannot be read: {error.strerror}") from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pyarrow.compute as pc
+from blake3 import blake3
 
 from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import FORMAT, Run
@@ -89,6 +90,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         with replacing(folder / MANIFEST_FILE) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         return manifest
+
+    @property
+    def digest(self) -> str:
+        """Names the rows as they are: another one once a shard was made anew with other bytes."""
+        return blake3(msgspec.json.encode(self)).hexdigest(16)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -34,7 +34,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: st
             job = decoder.decode(channel.recv())
             for report in _reports(stage, cursor, job):
                 channel.send(encoder.encode(report))
-    except EOFError:
+    except (EOFError, ConnectionError):  # the run has closed it, maybe while a report was under way
         return
     except MindieMMError as error:
         channel.send(encoder.encode(Failure.of(error)))

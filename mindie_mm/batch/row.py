@@ -36,6 +36,9 @@ _MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
 _FLAT = _MEDIA.union(_TEXTS)
 _VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"})
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
+_KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
+_FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
+"""What other formats call a medium's file. A text's row may have any other key, which says something about it."""
 _EXACT = 2**53
 """Above it a float may stand for several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
@@ -99,7 +102,7 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order. Beside any of them,
     `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` are as in a chat's body. A null is as
     good as no key, in whatever depth, because a table has a column for each key of any row; so is a medium of nulls.
-    Paths are those of `folder`.
+    Paths are those of `folder`. Other keys are passed over, unless half of the prompt seems to be among them.
     """
     try:
         if isinstance(record, Files):
@@ -130,6 +133,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
         )
     variables = _variables(record)
     if flat:
+        _require_whole(record, flat)
         return Row(_located(parse_inputs(_flat_items(record)), locate), **variables)
     prompt = record[given[0]]
     if isinstance(prompt, str):
@@ -137,6 +141,22 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     if given[0] == "inputs":
         return Row(_located(parse_inputs(prompt), locate), **variables)
     return Row(messages=[_located_message(message, locate) for message in parse_messages(prompt)], **variables)
+
+
+def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
+    """InputError where what is passed over may be the other half of the prompt, under a name that is not known here."""
+    others = sorted(record.keys() - _KNOWN)
+    chosen = ",".join(key for key in record if key == "id" or key in flat)
+    if others and not any(key in _TEXTS for key in flat):
+        raise InputError(
+            f"the row has media, no text, and {others}, which is passed over: a text is called text; without one "
+            f"--select-columns {chosen} chooses"
+        )
+    if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
+        raise InputError(
+            f"the row has a text, no medium, and {named}, which is passed over: a medium is called image, video or "
+            f"audio; without one --select-columns {chosen} chooses"
+        )
 
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
@@ -152,7 +172,15 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if not media:
         raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
-    before, _, after = (_own_text(record, described) or template or _text_file(record)).rpartition(MEDIA_MARK)
+    text = _own_text(record, described) or template or _text_file(record)
+    if not text and (others := sorted(described.keys() - _KNOWN)):
+        raise InputError(
+            f"{record.key} has media, no text, and {others} in its .json, which is passed over: a text is called text; "
+            "--template gives one, and --select-columns id goes without"
+        )
+    if text.count(MEDIA_MARK) > 1:
+        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; it takes one")
+    before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
 

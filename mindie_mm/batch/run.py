@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mindie_mm.batch.gather import drop_gathered, gather
@@ -47,9 +47,12 @@ def run_batch(
         raise InputError(f"{num_workers} workers; it takes at least 1")
     with _locked(folder):
         require_run(folder)
-        left_out = gather(settings.inputs, folder, settings.template, sys.stdin.buffer)
-        run = Run.of(settings, folder)
-        run.begin(folder)
+        with ExitStack() as refused:
+            refused.callback(drop_gathered, settings.inputs, folder)
+            left_out = gather(settings.inputs, folder, settings.template, sys.stdin.buffer, settings.limit)
+            run = Run.of(settings, folder)
+            run.begin(folder)
+            refused.pop_all()
         drop_changed(folder, run)
         sources = settings.sources(folder)
         tally = Tally(run, folder, sources, max_errors, show)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from itertools import zip_longest
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from blake3 import blake3
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
-from mindie_mm.batch.source import NOT_JSON, Source, open_source
+from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -73,6 +75,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             for value in values:
                 if not _is_utf8(value):
                     raise InputError(f"{name} has {value!r}, which is not UTF-8: the run's file cannot name it")
+        if (marks := self.template.count(MEDIA_MARK)) > 1:
+            raise InputError(f"template has {MEDIA_MARK} {marks} times; the media stand at one place")
         if self.truncate and not self.max_tokens:
             raise InputError("truncate needs max_tokens: nothing else says which rows are too long")
         if self.limit is not None and self.limit < 1:
@@ -110,7 +114,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, settings: Settings, folder: Path) -> Run:
         """Reads what the settings name. InputError and below."""
-        digests = tuple(source.fingerprint() for source in settings.sources(folder))
+        sources = settings.sources(folder)
+        if settings.template and not any(map(_takes_template, settings.inputs, sources)):
+            raise InputError("template is for folders of media and tars; rows of other files have their own texts")
+        for given, source in zip(settings.inputs, sources, strict=True):
+            if isinstance(source, JSONLines):
+                _require_named(source, "standard input" if given == STDIN else given)
+        digests = tuple(source.fingerprint() for source in sources)
         return cls(settings=settings, model_digest=model_digest(settings.checkpoint()), input_digests=digests)
 
     @property
@@ -148,6 +158,28 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         with replacing(file) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
         return True
+
+
+def _takes_template(given: str, source: Source) -> bool:
+    return isinstance(source, Tar) or (is_gathered(given) and given != STDIN)
+
+
+def _require_named(source: JSONLines, name: str) -> None:
+    """InputError for a column that is chosen, and that no line of a file, called `name`, has: a table has none either.
+
+    It may stand there as something else than a key: what is sought is a slip of the pen. Names that JSON may escape
+    are not sought.
+    """
+    try:
+        with source.path.open("rb") as file:
+            if not source.columns or not file.seek(0, os.SEEK_END):
+                return
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                for column in source.columns:
+                    if column.isascii() and column.isidentifier() and content.find(f'"{column}"'.encode()) < 0:
+                        raise InputError(f"{name} has no row with {column!r}, which --select-columns names")
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from None
 
 
 def _is_utf8(path: str) -> bool:

@@ -51,5 +51,6 @@ def main() -> None:
     """A multimodal serving worker: token ids carry references to pixels in shared memory.
 
     Exits with 0 if all is fine, 1 if something failed, 2 if the command, a setting or a permission is to be mended.
+    `tokenize` and `generate` have 3 and 130, too.
     """
     keep_backends_out()

@@ -20,7 +20,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """What decides the answers in a file; it stands beside them."""
 
     run: str
-    """`Run.digest` of the rows."""
+    """`Manifest.digest` of the rows."""
     model: str
     """The directory of the checkpoint that answers: its weights are known by nothing else."""
     model_digest: str

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
 
 
@@ -20,6 +21,7 @@ from mindie_mm.cli.settings import configured
 @click.option("--device", help="auto, or a device that `doctor` lists.")
 @click.option("--dtype", help="auto, float32, bfloat16 or float16.")
 @click.option("--tensor-parallel", type=click.IntRange(1), help="Processes, and devices, that share the weights.")
+@resuming()
 def command(
     folder: Path,
     output: Path,
@@ -36,7 +38,8 @@ def command(
     """Run the model on rows that are tokenised: no preprocessing, the arrays are mapped where they lie.
 
     A line has row, id, text, token_ids and finish_reason, or error, in the order of the rows. A second call goes on
-    behind the last line of OUTPUT; OUTPUT.origin.json tells whether it is the same call. Exits with 1 if a row failed.
+    behind the last line of OUTPUT; OUTPUT.origin.json tells whether it is the same call. Exits with 1 if it is finished
+    and a row failed, with 130 if it was interrupted, and 3 if it is not finished for another reason.
     """
     import asyncio
 
@@ -44,6 +47,8 @@ def command(
     from mindie_mm.cli.offline import generate  # late: it takes seconds to import
     from mindie_mm.engine.sampling_params import SamplingParams
 
+    if output.name == "-":
+        raise click.BadParameter("answers go to a file, behind which a second call goes on", param_hint="--output")
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
     path = model or (Path(settings.model) if settings.model else None)
@@ -54,4 +59,4 @@ def command(
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:
-        raise SystemExit(1)
+        raise SystemExit(ROWS_FAILED)

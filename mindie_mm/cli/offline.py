@@ -66,7 +66,7 @@ async def generate(
     if not other_model:
         run.require_model(checkpoint)
     origin = Origin(
-        run=run.digest,
+        run=dataset.manifest.digest,
         model="" if config.model is None else os.fsencode(config.model.absolute()).decode(errors="backslashreplace"),
         model_digest=model_digest(checkpoint),
         sampling=params,
@@ -89,7 +89,7 @@ async def generate(
                     append(msgspec.json.encode(answer) + b"\n")
                     done += 1
             except _ENGINE_FAILED as error:
-                raise type(error)(f"{error}. {done} of {stop} rows are answered; the same command goes on") from error
+                raise type(error)(f"{error}. {done} of {stop} rows are answered") from error
     return stop, errors
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import MediaCaps, MiB
 
@@ -39,6 +40,7 @@ from mindie_mm.config import MediaCaps, MiB
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="On a Ray cluster, each node into a folder of its own; a local one without an address.")  # fmt: skip
 @settings(MediaCaps, without={"max_decode_bytes"})
+@resuming()
 def command(
     inputs: tuple[str, ...],
     *,
@@ -57,7 +59,8 @@ def command(
 
     INPUT is a .jsonl or .parquet file, a .tar in WebDataset's manner, a folder of media, or - for JSON lines on
     standard input. A row is a List[Dict], an object with inputs or messages, or one with text and media. Exits with 1
-    if a row failed: DIR/errors.jsonl says which, and why.
+    if it is finished and a row failed, which OUTPUT/errors.jsonl has; with 130 if it was interrupted, and 3 if it is
+    not finished for another reason: the same command goes on then.
     """
     from mindie_mm.batch.gather import STDIN, told
     from mindie_mm.batch.progress import shown
@@ -88,7 +91,7 @@ def command(
     if manifest.num_errors:
         failed = "1 row" if manifest.num_errors == 1 else f"{manifest.num_errors} rows"
         click.echo(f"{said}; {failed} failed, see {output / 'errors.jsonl'}")
-        raise SystemExit(1)
+        raise SystemExit(ROWS_FAILED)
     click.echo(f"{said}; no row failed")
 
 

@@ -107,9 +107,10 @@ def test_reading_what_is_damaged(damage: str, folder: Path, tmp_path: Path) -> N
 
 def test_a_pixel_that_changed_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
     flip(folder / ARENA, (folder / ARENA).stat().st_size - 9000)
-    for command in (("inspect", folder, 1), ("generate", "--tokenized", folder, "--output", tmp_path / "out.jsonl")):
+    generate = ("generate", "--tokenized", folder, "--output", tmp_path / "out.jsonl")
+    for command, status in ((("inspect", folder, 1), 1), (generate, 3)):
         shown = invoke(*command)
-        assert shown.exit_code == 1
+        assert shown.exit_code == status
         assert f"{ARENA} is not what the run wrote: its digest is" in shown.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
@@ -158,6 +159,7 @@ def test_a_manifest_that_is_damaged(harm: Callable[[Path], object], folder: Path
     with pytest.raises(CorruptReference, match=r"manifest\.json is damaged"):
         Dataset(folder)
     assert invoke("inspect", folder).exit_code == 1
+    assert invoke("generate", "--tokenized", folder, "--output", folder / "out.jsonl").exit_code == 3
 
 
 def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
@@ -182,10 +184,10 @@ def test_what_cannot_be_written(out: str, whole: Path, tmp_path: Path) -> None:
     shown = invoke("inspect", whole, 1, "--png", tmp_path / out)
     assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)
     shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / out)
-    assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)
+    assert (shown.exit_code, "cannot be written: " in shown.stderr) == (3, True)
 
 
 def test_a_pipe_takes_no_answers(whole: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / "pipe")
-    assert (shown.exit_code, "pipe cannot be written: File or stream is not seekable" in shown.stderr) == (1, True)
+    assert (shown.exit_code, "pipe cannot be written: File or stream is not seekable" in shown.stderr) == (3, True)

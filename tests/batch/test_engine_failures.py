@@ -145,9 +145,9 @@ def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
 
     failing(fail)
     ended = generate(folder, tmp_path / "out.jsonl")
-    assert ended.exit_code == 1
+    assert ended.exit_code == 3
     assert "Error: the step failed: Broken. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered; the same command goes on\n")
+    assert ended.stderr.endswith(" of 6 rows are answered. Once that is mended, the same command goes on\n")
     begun = (tmp_path / "out.jsonl").read_bytes()
     assert whole.startswith(begun)
     assert len(begun.splitlines()) < int(POISON) + 1
@@ -167,9 +167,9 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
     monkeypatch.setattr("mindie_mm.cli.offline._BACK_S", 0.5)
     failing(kill)
     ended = generate(folder, tmp_path / "out.jsonl")
-    assert ended.exit_code == 1
+    assert ended.exit_code == 3
     assert "it is not back after 0.5 s. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered; the same command goes on\n")
+    assert ended.stderr.endswith(" of 6 rows are answered. Once that is mended, the same command goes on\n")
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
 
@@ -199,6 +199,6 @@ def test_the_next_shard_is_asked_before_the_last_one_is_answered(
     data[-9000] ^= 1
     blocks.write_bytes(data)
     ended = generate(damaged, tmp_path / "out.jsonl")
-    assert (ended.exit_code, f"{blocks} is not what the run wrote" in ended.stderr) == (1, True)
+    assert (ended.exit_code, f"{blocks} is not what the run wrote" in ended.stderr) == (3, True)
     assert (tmp_path / "out.jsonl").read_bytes().splitlines() == whole.splitlines()[:4]
     assert (most, mounted) == ([1, 2], [])

@@ -16,12 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset, Sample
-from mindie_mm.batch.gather import gather, is_gathered, told
+from mindie_mm.batch.gather import gather, gathered_path, is_gathered, told
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.source import chunks, open_source
 from mindie_mm.batch.stage import Stage
+from mindie_mm.cli import main
 from mindie_mm.errors import InputError, StorageError
 from tests.batch.conftest import content, made, settings, tokenize, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
@@ -481,6 +483,53 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         gather(["-"], tmp_path, "", stdin)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "taken"),
+    [
+        (b"1\n\n2\n3\n", 2, b"1\n\n2\n"),
+        (b"\xef\xbb\xbf\r\n1\n2\n", 1, b"\xef\xbb\xbf\r\n1\n"),
+        (b"12345678\n2\n", 1, b"12345678\n"),
+        (b" " * 9 + b"1\n2\n", 1, b" " * 9 + b"1\n"),
+        (b"1\n2", 2, b"1\n2"),
+        (b"1\n2", None, b"1\n2"),
+    ],
+)
+def test_standard_input_is_read_no_further_than_its_rows(
+    given: bytes, limit: int | None, taken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no end: here the writer keeps it open."""
+    monkeypatch.setattr("mindie_mm.batch.gather._PIECE_BYTES", 4)
+    ours, theirs = os.pipe()
+    with os.fdopen(ours, "rb") as stdin, os.fdopen(theirs, "wb", buffering=0) as writer:
+        writer.write(given)
+        if limit is None or taken == given:
+            writer.close()
+        gather(["-"], tmp_path, "", stdin, limit)
+    assert gathered_path(tmp_path, 0).read_bytes() == taken
+
+
+def test_a_call_that_is_refused_leaves_no_standard_input_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    made(settings(rows), tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    shown = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run")], input='{"text": "b"}\n')
+    assert (shown.exit_code, "holds another run: " in shown.stderr) == (2, True), shown.output
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+
+
+def test_a_template_without_a_use_is_refused(folder: Path, tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    with pytest.raises(InputError, match="template is for folders of media and tars"):
+        Run.of(settings(rows, template="What?"), tmp_path)
+    tar = packed(tmp_path / "t.tar", [(NAMES[0], b"")])
+    Run.of(settings(rows, tar, template="What?"), tmp_path)
+    with pytest.raises(InputError, match=r"template has \{media\} 2 times; the media stand"):
+        settings(folder, template="Describe {media} now {media}.")
 
 
 def test_standard_input_is_read_once() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -107,6 +110,18 @@ def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
             assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
 
 
+def test_a_data_loader_is_made_as_the_documents_have_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/batch.md").read_text()
+    example = "".join(re.findall(r"(?m)^    (?:from|def|dataset|loader|    return) .*\n", page))
+    (tmp_path / "run").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(example).replace("num_workers=2", "num_workers=0"), names)
+    assert [sample.row for batch in names["loader"] for sample in batch] == [0, 1, 3, 4, 5, 6, 7]
+
+
 def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
     folder: Path, linked: Path, tmp_path: Path
 ) -> None:
@@ -165,12 +180,32 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
         (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has other answers: run was "),
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
+        (["--tokenized", str(folder), *arguments, "--output", "-"], "answers go to a file"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0, it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
         assert (refused.exit_code, differing in refused.stderr) == (2, True), refused.stderr
     assert output.read_bytes() == before
     assert copy.read_text() == "a line without an end"
+
+
+def test_answers_of_rows_that_were_made_anew_want_another_file(tmp_path: Path) -> None:
+    """But not those of rows that came out the same."""
+    rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}, {"image": "late.png", "text": "What?"}])
+    failed, well = made(settings(rows, shard_rows=1), tmp_path / "run").shards[::-1]
+    arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--max-tokens", "4", "--output"]
+    first = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl"), "--limit", "1"])
+    assert first.exit_code == 0, first.output
+    before = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "run" / well.table).unlink()
+    made(settings(rows, shard_rows=1), tmp_path / "run")
+    assert CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl"), "--limit", "1"]).exit_code == 0
+    (tmp_path / "late.png").write_bytes(encoded(photograph(size=(60, 40)), "PNG"))
+    (tmp_path / "run" / failed.table).unlink()
+    made(settings(rows, shard_rows=1), tmp_path / "run")
+    refused = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl")])
+    assert (refused.exit_code, "out.jsonl has other answers: run was " in refused.stderr) == (2, True), refused.output
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> None:

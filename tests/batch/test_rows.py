@@ -19,6 +19,7 @@ import pytest
 import mindie_mm
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.row import Row, parse, row_id
+from mindie_mm.batch.settings import Run
 from mindie_mm.batch.source import open_source
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import PROMPT_FIELDS, Media, MediaOptions, Message, Text
@@ -142,6 +143,7 @@ def test_the_json_and_the_text_that_are_called_as_the_row_is(tmp_path: Path) -> 
         ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
         ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
         ({"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE}, r"1 has the texts \['1.a.txt', '1.b.txt'\]; one of"),
+        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of 1 has {media} 2 times; it takes one"),
         ({"1.meta.json": b'{"text": "a"}'}, r"1 has no medium among \['.json'\]"),
     ],
 )
@@ -335,6 +337,61 @@ def test_a_medium_of_nulls_is_none(row: dict[str, Any], same: dict[str, Any]) ->
 def test_an_empty_medium_is_no_null(row: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"is empty|exactly one of|must be a dict"):
         parse(row, Path(), "")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image chooses"),
+        ({"images": ["0.jpg"], "texts": [{"user": "q"}]}, r"media, no text, and \['texts'\], which is passed over"),
+        ({"video": "0.mp4", "question": "q", "answers": []}, r"media, no text, and \['answers', 'question'\]"),
+        ({"file_name": "0.jpg", "text": "q"}, r"a text, no medium, and \['file_name'\].* text chooses"),
+        ({"prompt": "q", "image_path": "0.jpg", "source": "web"}, r"no medium, and \['image_path'\].* prompt chooses"),
+    ],
+)
+def test_half_a_prompt_fails_unless_it_is_chosen(row: dict[str, Any], why: str, tmp_path: Path) -> None:
+    for record in (row, json.dumps(row).encode()):
+        with pytest.raises(InputError, match=why):
+            parse(record, Path("/"), "")
+    own = {key: value for key, value in row.items() if key in ("image", "images", "video", "text", "prompt")}
+    rows = written(tmp_path / "rows.jsonl", [row])
+    (chosen,) = open_source(rows, tuple(own)).records(0, rows.stat().st_size)
+    assert parse(chosen, Path("/"), "") == parsed(own)
+
+
+def test_what_a_row_has_beside_a_whole_prompt_is_passed_over() -> None:
+    whole: Sequence[dict[str, Any]] = (
+        {"text": "q", "source": "web"},
+        {"image": "0.jpg", "text": "q", "question": "no", "file_name": "0.jpg"},
+        {"messages": MESSAGES, "answer": "a"},
+        {"image": "0.jpg", "question": None, "id": 3, "add_generation_prompt": True},
+    )
+    for row in whole:
+        kept = {key: value for key, value in row.items() if key in ("image", "text", "messages")}
+        assert replace(parsed(row), template_kwargs=None) == parsed(kept)
+
+
+def test_a_tars_json_that_has_the_text_under_another_name(tmp_path: Path) -> None:
+    path = packed_json(tmp_path / "c.tar", "1", {"caption": "a cat", "width": 4})
+    with pytest.raises(InputError, match=r"1 has media, no text, and \['caption', 'width'\] in its \.json"):
+        rows_of(path)
+    (record,) = open_source(path, ()).records(0, path.stat().st_size)
+    assert parse(record, tmp_path, "What?") == Row([Media("image", PICTURE), Text("What?")])
+    ((_, row),) = rows_of(packed_json(tmp_path / "t.tar", "1", {"width": 4}, ("1.txt", b"a cat")))
+    assert row == Row([Media("image", PICTURE), Text("a cat")])
+    (chosen,) = open_source(path, ("id",)).records(0, path.stat().st_size)
+    assert parse(chosen, tmp_path, "") == Row([Media("image", PICTURE)])
+
+
+def test_a_chosen_name_that_no_line_has_is_refused(tmp_path: Path) -> None:
+    """As one that a table has not."""
+    rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
+    written(tmp_path / "none.jsonl", [])
+    for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):
+        with pytest.raises(InputError, match=f"rows.jsonl has no row with '{wrong}', which --select-columns names"):
+            made(settings(rows, columns=columns), tmp_path / "refused")
+    for path in (rows, tmp_path / "none.jsonl"):
+        Run.of(settings(path, columns=("text", "image")), tmp_path)
 
 
 def test_columns_are_chosen_of_every_object(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -17,10 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 from mindie_mm import ipc
-from mindie_mm.batch import Dataset
+from mindie_mm.batch import Dataset, process
+from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.manifest import Manifest
 from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
+from mindie_mm.cli.resuming import resuming
 from mindie_mm.errors import InputError, ProcessDied, StorageError
 from mindie_mm.nn.splice import ITEM, MediaShape, read_media
 from mindie_mm.shm import release
@@ -100,12 +103,11 @@ def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, row
     done = tokenize(
         lines, "--output", tmp_path / "run", "--shard-rows", 7, "--workers", 1, "--on-error", given, "--json-progress"
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (3, "")
     *_, progress, error = done.stderr.splitlines()
     count = 1 if given == "stop" else 2
-    assert re.fullmatch(
-        rf"Error: row {row}: MediaError: .* \(rows that failed: {count}, the limit is {count - 1}\)", error
-    )
+    said = rf"\(rows that failed: {count}, the limit is {count - 1}\)\. Once that is mended, the same command goes on"
+    assert re.fullmatch(rf"Error: row {row}: MediaError: .* {said}", error)
     shown = json.loads(progress)
     assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
     assert not list((tmp_path / "run").glob("*.partial"))
@@ -232,7 +234,7 @@ def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
     disk.mkdir()
     steps = (
         'mount -t tmpfs -o size=600k tmpfs "$1" || exit 99',
-        '"$2" tokenize "$3" --output "$4" --shard-rows 7 --workers 1; [ $? = 1 ] || exit 98',
+        '"$2" tokenize "$3" --output "$4" --shard-rows 7 --workers 1; [ $? = 3 ] || exit 98',
         'mount -o remount,size=100m "$1" && "$2" tokenize "$3" --output "$4" --shard-rows 7 --workers 1',
         'mkdir "$5" && cp "$4"/* "$5"',
     )
@@ -241,6 +243,7 @@ def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
     done = subprocess.run(["unshare", "--mount", *script], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
+    assert done.stderr.count("Once that is mended, the same command goes on") == 1
     made(settings(lines), tmp_path / "whole")
     assert content(tmp_path / "copy") == content(tmp_path / "whole")
 
@@ -262,7 +265,7 @@ def runs(process):
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_to_all_while_a_worker_starts(sent, status, tmp_path):
     rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     command = [CLI, "tokenize", rows, "--output", tmp_path / "run", "--workers", "1"]
@@ -292,7 +295,8 @@ def test_an_interrupt_while_standard_input_is_awaited(tmp_path):
             assert process.poll() is None
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        assert b"Aborted!" in process.communicate(timeout=2)[1]
+        assert process.communicate(timeout=2)[1].endswith(b"Interrupted: the same command goes on\n")
+        assert process.returncode == 130
     finally:
         process.kill()
         process.wait()
@@ -310,7 +314,7 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
         with fifo.open("wb"):  # opens when the worker has begun to read it
             began = time.monotonic()
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) != 0
+            assert process.wait(10) == 130
             assert time.monotonic() - began < 2
     finally:
         process.kill()
@@ -318,6 +322,21 @@ def test_an_interrupt_ends_it_within_two_seconds(tmp_path):
     fifo.unlink()
     fifo.write_bytes(encoded(photograph(size=(80, 60))))
     assert made(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
+
+
+def test_a_run_that_closes_its_channel_while_a_worker_sends_ends_it_quietly(tmp_path):
+    made = settings(written(tmp_path / "rows.jsonl", [{"text": "a"}]))
+    Run.of(made, tmp_path).begin(tmp_path)
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with RowCursor.create() as cursor, ipc.ChildChannel(theirs.detach()) as channel:
+        process.main(channel, None, str(tmp_path), cursor.path)
+
+
+def test_a_mistake_of_our_own_is_no_row_that_failed(capsys):
+    with pytest.raises(SystemExit) as ended, resuming():
+        raise ZeroDivisionError
+    assert (ended.value.code, "ZeroDivisionError" in capsys.readouterr().err) == (3, True)
 
 
 class Starting(threading.Thread):
