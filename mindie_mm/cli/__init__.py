@@ -7,6 +7,10 @@ tools for shared memory start at once.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -36,6 +40,13 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "serve":
+            context.with_resource(_ending_at_once())
+        return super().resolve_command(context, args)
+
     def invoke(self, context: click.Context) -> Any:
         """Shows our own errors as one line, without a trace."""
         try:
@@ -43,6 +54,21 @@ class _Commands(click.Group):
         except MindieMMError as error:
             mistake = isinstance(error, InputError | SharedMemoryError)
             raise (_Mistake if mistake else click.ClickException)(str(error)) from error
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """SIGTERM and SIGINT end this process with status 0, until others handle them: for as long as it holds nothing.
+
+    The kernel drops signals that process 1 of a container has no handler for, and `serve` imports for a second or more.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: os._exit(0)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

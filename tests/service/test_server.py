@@ -232,6 +232,37 @@ def test_stopped_while_it_loads(settings: dict[str, object], tmp_path: Path, num
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("logged", [False, True], ids=["reading settings", "importing"])
+def test_stopped_before_it_loads(tmp_path: Path, number: signal.Signals, logged: bool) -> None:
+    """Handlers stand before what takes long: process 1 of a container gets no signal that it has none for."""
+    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", f"--spool={tmp_path / 'spool'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stderr is not None
+            first = process.stderr.readline() if logged else b""
+            deadline = time.monotonic() + 60
+            while not handles(process.pid, signal.SIGTERM):
+                assert not logged, "the first record is from behind it"
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            process.send_signal(number)
+            said, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (0, b""), first + errors
+    assert b"loading" not in errors
+    assert logged or errors == b""
+    assert not (tmp_path / "spool").exists()
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return bool(int(found[1], 16) >> (number - 1) & 1)
+
+
 def metrics(service: RunningService) -> dict[tuple[str, str], float]:
     """Values by name and process."""
     text = httpx2.get(f"{service.url}/metrics").text
