@@ -37,7 +37,8 @@ class EngineConfig:
     dtype: str = "auto"
     """auto (float32 on the CPU, else the checkpoint's own), float32, bfloat16 or float16."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    """Most tokens of prompt and output together, of an encoder-decoder of each; None: the checkpoint's own."""
+    """Most tokens of prompt and output together, of an encoder-decoder of each; the start fails if the KV cache does
+    not hold them. None: the checkpoint's own, or fewer if it does not hold those."""
     max_num_seqs: Count = 64
     """Most requests in one step."""
     max_num_batched_tokens: Count = 2048

@@ -11,7 +11,7 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.block_pool import BlockPool
-from mindie_mm.engine.memory_profile import block_size, context_length, useful_blocks
+from mindie_mm.engine.memory_profile import block_size, fitting_context, useful_blocks
 from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.prefix import share
 from mindie_mm.engine.ranks import ALONE, Ranks
@@ -33,11 +33,12 @@ class Engine(BaseEngine):
         """`kv_cache_bytes` is the room for the KV cache where the configuration leaves it open."""
         super().__init__(model, config, ranks)
         self._model = model
-        self._max_model_len = context_length(model.spec, config)
         size = block_size(model.spec, config)
         held = (config.kv_cache_bytes or kv_cache_bytes) // (model.spec.kv_token_bytes * size)
         blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
-        self._capacity_tokens = blocks.num_blocks * blocks.block_size
+        self._capacity_tokens = blocks.num_blocks * size
+        num_bytes = self._capacity_tokens * model.spec.kv_token_bytes
+        self._max_model_len = fitting_context(model, config, num_bytes, self._capacity_tokens, ranks)
         self._blocks = blocks
         self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching
@@ -49,7 +50,7 @@ class Engine(BaseEngine):
         spec = self._model.spec
         return Ready(
             vocab_size=spec.vocab_size,
-            max_model_len=min(self._max_model_len, self._capacity_tokens),
+            max_model_len=self._max_model_len,
             device=str(spec.device),
             kv_cache_tokens=self._capacity_tokens,
             kv_cache_bytes=self._capacity_tokens * spec.kv_token_bytes,
@@ -59,7 +60,7 @@ class Engine(BaseEngine):
     def _sequence(self, message: Add) -> Sequence:
         params = message.params.check(self._model.spec.vocab_size)
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
-        left_tokens = min(self._max_model_len, self._capacity_tokens) - len(ids)
+        left_tokens = self._max_model_len - len(ids)
         if left_tokens < max(params.max_tokens or 1, 1) or len(ids) == 0:
             said = (
                 f"{len(ids)} prompt tokens and {params.max_tokens or 1} to generate do not fit; a prompt has at least 1"

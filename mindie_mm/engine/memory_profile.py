@@ -92,6 +92,7 @@ def kv_cache_bytes(
         asked = min(config.kv_cache_bytes, useful)
         if asked + taken + config.encoder_cache_bytes > free:
             raise DeviceError(f"kv_cache_bytes of {_mib(asked)} does not fit: {says}. Lower it, or one of the others")
+        _log.info("%s; the KV cache takes %s, by kv_cache_bytes", says, _mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
     # Of one layer, a decode step gathers what the sequences hold, padded to twice as much at most.
@@ -102,6 +103,29 @@ def kv_cache_bytes(
         "%s; of a share of %g %s are left, the KV cache takes %s", says, share, _mib(left), _mib(min(left, useful))
     )
     return min(left, useful)
+
+
+def fitting_context(
+    model: Model | Seq2SeqModel, config: EngineConfig, num_bytes: int, num_tokens: int, ranks: Ranks = ALONE
+) -> int:
+    """Most tokens of one sequence beside a KV cache of `num_bytes` for `num_tokens`, of each rank; the log says both.
+
+    A context that does not fit is cut, with a warning; DeviceError where max_model_len asks for it, or nothing fits.
+    """
+    wanted = context_length(model.spec, config)
+    fitting = min(wanted, num_tokens)
+    needed = useful_bytes(model, config) // config.max_num_seqs
+    says = (
+        f"a context of {wanted} tokens takes {needed} bytes of KV cache, which has {num_bytes}, for {num_tokens} tokens"
+    )
+    advice = _ADVICE if config.kv_cache_bytes is None else "Raise kv_cache_bytes, or lower max_model_len"
+    if fitting < wanted and (config.max_model_len is not None or not fitting):
+        raise DeviceError(f"{says}. {advice}")
+    if ranks.number == 0:  # the others come to the same
+        if fitting < wanted:
+            _log.warning("%s: requests that need more are refused. %s", says, advice)
+        _log.info("the KV cache has %d bytes, for %d tokens; the context is %d tokens", num_bytes, num_tokens, fitting)
+    return fitting
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.memory_profile import context_length, useful_bytes
+from mindie_mm.engine.memory_profile import context_length, fitting_context, useful_bytes
 from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sequence import Sequence
@@ -78,6 +78,11 @@ class Seq2SeqScheduler(BaseScheduler):
     def _let_go(self, sequence: Sequence) -> None:
         self._used -= self.num_bytes(sequence.num_prompt, sequence.max_tokens)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that the bytes hold beside an answer of one."""
+        return (self.kv_bytes - self._output_token_bytes) // self._prompt_token_bytes
+
     def longest_output(self, num_prompt: int) -> int:
         """Most tokens of an answer that the bytes hold beside a prompt; below 1 where the prompt is too long."""
         return (self.kv_bytes - num_prompt * self._prompt_token_bytes) // self._output_token_bytes
@@ -94,6 +99,8 @@ class Seq2SeqEngine(BaseEngine):
         self._model = model
         self._max_len = context_length(model.spec, config)
         kv_bytes = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
+        # As long a prompt as an answer: where these do not fit, either may still be longer, beside less of the other.
+        fitting_context(model, config, kv_bytes, kv_bytes // (model.prompt_token_bytes + model.spec.kv_token_bytes))
         self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, kv_bytes)
         self._decodings: dict[Sequence, Decoding] = {}
 
@@ -101,8 +108,8 @@ class Seq2SeqEngine(BaseEngine):
     def ready(self) -> Ready:
         return Ready(
             vocab_size=self._spec.vocab_size,
-            max_model_len=self._max_len,
-            max_output_len=self._max_len,
+            max_model_len=min(self._max_len, self._scheduler.longest_prompt),
+            max_output_len=min(self._max_len, self._scheduler.longest_output(1)),
             device=str(self._spec.device),
             kv_cache_tokens=self._scheduler.kv_bytes // self._model.prompt_token_bytes,
             kv_cache_bytes=self._scheduler.kv_bytes,

@@ -10,10 +10,12 @@ import psutil
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig, GiB, MiB
+from mindie_mm.config import EngineConfig, GiB, MiB, WorkerConfig
 from mindie_mm.device import host_memory
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.llm import LLM
 from mindie_mm.engine.memory_profile import _WorstCase, block_size, kv_cache_bytes, useful_blocks
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
@@ -116,6 +118,55 @@ def test_an_explicit_size_is_taken_and_the_worst_case_tried_all_the_same(small_p
         DeviceError, match=r"kv_cache_bytes of 4000 MiB does not fit: 4096 MiB of cpu are free .* 256 MiB"
     ):
         room(small_pictures, kv_cache_bytes=4000 * MiB)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])
+def test_a_context_that_the_cache_does_not_hold_is_refused_where_asked_for_and_else_cut(
+    random_checkpoint, caplog, asked
+):
+    """The cache has nine blocks of 16 tokens and a bit."""
+    caplog.set_level("INFO")
+    model = load_model(random_checkpoint, device="cpu")
+    size, own = model.spec.kv_token_bytes, model.spec.max_model_len
+
+    def engine(num_tokens, **settings):
+        settings |= {"kv_block_size": 16, "max_num_seqs": 4}
+        if asked:
+            return Engine(model, EngineConfig(kv_cache_bytes=num_tokens * size, **settings))
+        return Engine(model, EngineConfig(**settings), num_tokens * size)
+
+    advice = "Raise kv_cache_bytes, or lower max_model_len" if asked else "Raise memory_share, lower .* max_model_len"
+    said = rf"a context of 145 tokens takes {160 * size} bytes of KV cache, which has {144 * size}, for 144 tokens"
+    with pytest.raises(DeviceError, match=rf"^{said}. {advice}"):
+        engine(159, max_model_len=145)
+    assert not caplog.records
+    assert engine(159, max_model_len=144).ready.max_model_len == 144
+    assert engine(160, max_model_len=145).ready.max_model_len == 145
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert f"the KV cache has {160 * size} bytes, for 160 tokens; the context is 145 tokens" in caplog.text
+    caplog.clear()
+    assert engine(159).ready.max_model_len == 144
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert f"a context of {own} tokens takes {own * size} bytes of KV cache, which has {144 * size}" in caplog.text
+    assert "for 144 tokens; the context is 144 tokens" in caplog.text
+    assert engine(2 * own, max_model_len=2 * own).ready.max_model_len == own, "the checkpoint's own is not refused"
+
+
+def test_the_library_refuses_it_too(random_checkpoint):
+    engine = EngineConfig(device="cpu", max_model_len=512, kv_cache_bytes=10_000)
+    with pytest.raises(DeviceError, match="a context of 512 tokens takes"):
+        LLM(random_checkpoint, WorkerConfig(engine=engine))
+
+
+def test_the_log_says_what_there_is(small_pictures, caplog):
+    caplog.set_level("INFO")
+    room(small_pictures, kv_cache_bytes=5 * MiB)
+    assert "4096 MiB of cpu are free beside the weights" in caplog.text
+    assert "the KV cache takes 5 MiB, by kv_cache_bytes" in caplog.text
+    caplog.clear()
+    room(small_pictures, max_num_seqs=1)
+    assert "4096 MiB of cpu are free beside the weights" in caplog.text
+    assert "of a share of 0.5" in caplog.text
 
 
 def test_too_little_memory_is_told_with_figures_and_settings(small_pictures):

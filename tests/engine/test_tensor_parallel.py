@@ -367,3 +367,19 @@ async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_chec
     async with asyncio.timeout(200):
         with pytest.raises(DeviceError, match="fails on cpu: no more"):
             await AsyncEngine.start(random_checkpoint, settings)
+
+
+async def test_a_cache_that_is_too_small_is_told_once_and_refused_on_both(random_checkpoint, model, capfd):
+    num_bytes = 5 * 16 * model.spec.kv_token_bytes // 2  # of each rank, which has half of the heads
+    small = dataclasses.replace(TWO, kv_block_size=16, kv_cache_bytes=num_bytes)
+    engine = await AsyncEngine.start(random_checkpoint, small)
+    try:
+        assert engine.info.max_model_len == 80
+    finally:
+        await engine.close()
+    told = capfd.readouterr().err
+    assert told.count(f"the KV cache has {num_bytes} bytes, for 80 tokens; the context is 80 tokens") == 1
+    assert told.count("requests that need more are refused") == 1
+    async with asyncio.timeout(200):
+        with pytest.raises(DeviceError, match="a context of 81 tokens takes"):
+            await AsyncEngine.start(random_checkpoint, dataclasses.replace(small, max_model_len=81))
