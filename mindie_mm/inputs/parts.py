@@ -61,6 +61,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
 
 def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     require_dict(part, where)
+    nulls = sorted(str(key) for key, value in part.items() if value is None)
     part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
@@ -70,6 +71,7 @@ def _parse_part(part: Mapping[str, Any], where: str) -> Item:
         keys = [key for key in part if key in _BARE_SOURCES]
     if len(keys) != 1:
         found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
+        found += f", and null in {nulls}" if nulls else ""
         raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
     key = keys[0]
     if key in _TEXTS:
