@@ -10,7 +10,8 @@ from secrets import randbits
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -36,8 +37,7 @@ class InferParameters(Settings):
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
         **dict.fromkeys(("grammar", "ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
-        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (None, 0, 0.0)),
-        **dict.fromkeys(("min_tokens", "top_n_tokens"), (None, 0)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_n_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),
     }
 
@@ -77,6 +77,15 @@ class InputsBody(Body):
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
     chat_template: bool | None = None
     """None: true. False: the items of a list follow one another with no template around them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_parameters(cls, given: Any) -> Any:
+        """They would be ignored beside `parameters`, and the answer be another."""
+        for name in InferParameters.model_fields if isinstance(given, dict) else ():
+            if given.get(name) is not None:
+                raise PydanticCustomError("misplaced", "{name} must stand in parameters", {"name": name})
+        return given
 
     def request(self) -> TokenizeRequest:
         """What there is to tokenise; InputError where it is empty."""

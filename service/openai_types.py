@@ -53,8 +53,18 @@ NOT_SERVED: NotServed = {
     "modalities": (*OFF, ["text"]),
     "skip_special_tokens": (None, True),
     "web_search_options": (None,),  # OpenAI searches with empty ones, too
+    # SGLang's
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim"), OFF),
+    **dict.fromkeys(("custom_logit_processor", "lora_path"), OFF),
+    # text-generation-webui's; those that only say how another one works are ignored
+    **dict.fromkeys(("preset", "grammar_string", "custom_token_bans", "ban_eos_token", "dynamic_temperature"), OFF),
+    **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), (None, 0)),
+    **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), (None, 0)),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "tfs"), (None, 1)),
 }
-"""Of vLLM's and OpenAI's fields, those of all requests."""
+"""Of others' fields, those of all requests."""
+_MINDIES: NotServed = {"max_new_tokens": (None,), "do_sample": (None, True), "typical_p": (None, 1)}
+"""MindIE's parameters that OpenAI's forms do not take; MindIE ignores the last, text-generation-webui does not."""
 
 
 class _Closed(Fields, extra="forbid"):
@@ -189,7 +199,7 @@ class GenerationBody(Body, Settings):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    not_served: ClassVar[NotServed] = {**NOT_SERVED, "add_special_tokens": OFF, "echo": OFF}
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, **_MINDIES, "add_special_tokens": OFF, "echo": OFF}
 
     messages: Array[dict[str, Any]]
     """Chat messages, checked by mindie_mm.inputs."""
@@ -206,7 +216,7 @@ class ChatBody(GenerationBody):
     """Handed to the chat template, where it has them; the answer is text as the model writes it."""
     tool_choice: Any = None
     reasoning_effort: str | None = None
-    """Handed to the chat template, where it has one."""
+    """Handed to the chat template, where it has one; "none" is taken in any case."""
 
     def sampling_params(self) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -230,6 +240,7 @@ class CompletionBody(GenerationBody):
 
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
+        **_MINDIES,
         **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
         "add_special_tokens": (None, True),
     }

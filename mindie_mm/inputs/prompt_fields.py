@@ -41,7 +41,10 @@ def template_variables(
 def refused_fields(given: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """Which of `fields` are `given` with none of the values that stand there."""
     return [
-        name
-        for name, value in given.items()
-        if name in fields and not any(type(value) is type(one) and value == one for one in fields[name])
+        name for name, value in given.items() if name in fields and not any(_same(value, one) for one in fields[name])
     ]
+
+
+def _same(value: Any, one: Any) -> bool:
+    """Whether JSON writes them alike: 1 is 1.0, and no true."""
+    return (type(value) is type(one) or {type(value), type(one)} == {int, float}) and bool(value == one)

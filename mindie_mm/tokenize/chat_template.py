@@ -98,7 +98,7 @@ class ChatTemplate:
 
     def _check_placed(self, given: Mapping[str, Any]) -> None:
         for name in self._placeless:
-            if given.get(name):
+            if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
                 raise InputError(f"not served: the model's chat template has no place for {name}")
 
     def _loses(self, tried: Sequence[Message]) -> bool:

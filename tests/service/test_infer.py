@@ -99,6 +99,16 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
     assert ask(**harmless, **ignored).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
+def test_parameters_stand_in_their_place(http: Any, path: str) -> None:
+    for field in ({"max_new_tokens": 3}, {"do_sample": True}, {"stop": "x"}):
+        answer = http.post(path, json={"inputs": "What colour"} | field)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == f"body: {min(field)} must stand in parameters"
+    nulls = {"inputs": "What colour", "max_new_tokens": None, "parameters": {"max_new_tokens": 2}}
+    assert http.post(path, json=nulls).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

@@ -46,6 +46,8 @@ def test_a_template_without() -> None:
         for given in ({"tools": TOOLS}, {"reasoning_effort": "low"}):
             with pytest.raises(InputError, match=f"not served: .* has no place for {min(given)}"):
                 answer(tokenizer, request(**given))
+        none = answer(tokenizer, request(reasoning_effort="none"))
+        assert none.ids.tolist() == answer(tokenizer, request()).ids.tolist()
         called = TokenizeRequest(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL]}])
         with pytest.raises(InputError, match=r"not served: .* has no place for tool_calls"):
             answer(tokenizer, called)
