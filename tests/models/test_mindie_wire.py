@@ -133,16 +133,16 @@ class Reference:
 
     def ids(self, prompt, images, videos):
         """int64 [T], one placeholder a feature."""
-        images = [torch.from_numpy(image).permute(2, 0, 1) for image in images] or None
-        videos = [torch.from_numpy(video).permute(0, 3, 1, 2) for video in videos] or None
+        images = [torch.tensor(image).permute(2, 0, 1) for image in images] or None
+        videos = [torch.tensor(video).permute(0, 3, 1, 2) for video in videos] or None
         return self.joint(text=[prompt], images=images, videos=videos, return_tensors="np")["input_ids"][0]
 
     def patches(self, kind, pixels):
         """Patches and grid of an image or a video: as bytes, and normalised."""
         if kind == "image":
-            process, given, name = self.image, {"images": [torch.from_numpy(pixels).permute(2, 0, 1)]}, "pixel_values"
+            process, given, name = self.image, {"images": [torch.tensor(pixels).permute(2, 0, 1)]}, "pixel_values"
         else:
-            given = {"videos": [torch.from_numpy(pixels).permute(0, 3, 1, 2)], "cap_pixels_per_frame": False}
+            given = {"videos": [torch.tensor(pixels).permute(0, 3, 1, 2)], "cap_pixels_per_frame": False}
             process, name = self.video, "pixel_values_videos"
         raw = process(**given, do_rescale=False, do_normalize=False, return_tensors="pt")
         normalised = process(**given, return_tensors="pt")[name]
