@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from itertools import zip_longest
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ MAX_SHARD_BYTES = 2**40
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
 """What may be there before the run's file is: its lock, gathered input, what came from another node."""
+_PIECE_BYTES = 1 << 20
 _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
@@ -170,14 +169,17 @@ def _require_named(source: JSONLines, name: str) -> None:
     It may stand there as something else than a key: what is sought is a slip of the pen. Names that JSON may escape
     are not sought.
     """
+    missing = {
+        f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()
+    }
+    longest, content = max(map(len, missing), default=0), b""
     try:
         with source.path.open("rb") as file:
-            if not source.columns or not file.seek(0, os.SEEK_END):
-                return
-            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                for column in source.columns:
-                    if column.isascii() and column.isidentifier() and content.find(f'"{column}"'.encode()) < 0:
-                        raise InputError(f"{name} has no row with {column!r}, which --select-columns names")
+            while missing and (piece := file.read(_PIECE_BYTES)):
+                content = content[-longest:] + piece  # a name may lie across two pieces
+                missing = {key: column for key, column in missing.items() if key not in content}
+            if missing and content:
+                raise InputError(f"{name} has no row with {min(missing.values())!r}, which --select-columns names")
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from None
 
