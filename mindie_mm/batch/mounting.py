@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
-from mindie_mm.batch.shard import ShardRow, arena_path
-from mindie_mm.shm import Arena, mount
+from mindie_mm.batch.shard import ShardRow
+from mindie_mm.shm import Arena
 from mindie_mm.tokenize.prompt import Prompt, put_words
 
 
@@ -20,16 +19,6 @@ def reserved() -> Iterator[int]:
     """
     with Arena.create(1) as arena:
         yield arena.number
-
-
-@contextmanager
-def mounted(folder: Path, first_row: int) -> Iterator[int]:
-    """Mounts the shard of a run that begins with `first_row` in this process; the number for `renumbered`.
-
-    SegmentMissing, SharedMemoryError.
-    """
-    with reserved() as number, mount(arena_path(folder, first_row), number):
-        yield number
 
 
 def renumbered(row: ShardRow, number: int) -> Prompt:

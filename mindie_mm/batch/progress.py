@@ -15,7 +15,7 @@ import msgspec
 LOG_INTERVAL_S = 30.0
 JSON_INTERVAL_S = 1.0
 
-Style = Literal["auto", "json", "none"]
+Style = Literal["auto", "json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,6 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
 
     `interval_s` is another time between two of them.
     """
-    if style == "none":
-        yield lambda *_: None
-        return
     if style == "auto" and out.isatty():
         with _bar() as drawn:
             yield drawn

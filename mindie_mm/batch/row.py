@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from mindie_mm.batch.placed import has_places, with_media
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, Files, Record
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import (
@@ -99,7 +100,8 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     """The row of a record of a file in `folder`; `template` is for records that are files. InputError and below.
 
     A record is a `List[Dict]`, or an object with `inputs` (such a list) or `messages`, or with `text` (or `prompt`),
-    `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order. Beside any of them,
+    `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order; beside `messages` they
+    go where parts such as `{"type": "image"}` keep a place. Beside any of them,
     `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` are as in a chat's body. A null is as
     good as no key, in whatever depth, because a table has a column for each key of any row; so is a medium of nulls.
     Paths are those of `folder`. Other keys are passed over, unless half of the prompt seems to be among them.
@@ -126,6 +128,11 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     flat = [key for key in record if key in _FLAT]
     if not (flat or given):
         raise InputError(f"the row has {sorted(record)}; it takes inputs, messages, or text and media")
+    prompt: Any = record[given[0]] if given else None
+    if isinstance(prompt, str):
+        prompt = _decoded(prompt, f"the row's {given[0]}")
+    if given == ["messages"] and _MEDIA.issuperset(flat) and has_places(prompt):
+        prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
             f"the row has {given + flat}; it takes inputs, messages, or text and media, of which prompt is another "
@@ -135,9 +142,6 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     if flat:
         _require_whole(record, flat)
         return Row(_located(parse_inputs(_flat_items(record)), locate), **variables)
-    prompt = record[given[0]]
-    if isinstance(prompt, str):
-        prompt = _decoded(prompt, f"the row's {given[0]}")
     if given[0] == "inputs":
         return Row(_located(parse_inputs(prompt), locate), **variables)
     return Row(messages=[_located_message(message, locate) for message in parse_messages(prompt)], **variables)

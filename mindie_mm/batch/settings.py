@@ -140,11 +140,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
                 f"that tokenising reads is {found}, not {self.model_digest}"
             )
 
-    def begin(self, folder: Path) -> bool:
-        """Writes the run's file into `folder`; False if the same run was begun there.
-
-        InputError if another one was, with what differs.
-        """
+    def begin(self, folder: Path) -> None:
+        """Writes the run's file into `folder`, unless it is there; InputError with what differs for another run's."""
         file = folder / RUN_FILE
         if file.is_file():
             try:
@@ -153,10 +150,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"{file} is not a run of this version: {error}") from None
             if differing := _differences(earlier, self):
                 raise InputError(f"{folder} holds another run: {'; '.join(differing)}. Name another folder")
-            return False
+            return
         with replacing(file) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-        return True
 
 
 def _takes_template(given: str, source: Source) -> bool:

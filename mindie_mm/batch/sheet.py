@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-_GAP = 8
+_SIDE, _GAP = 256, 8
 _GROUND = (255, 255, 255)
 
 
-def contact_sheet(pictures: Sequence[NDArray[np.uint8]], side: int = 256, columns: int | None = None) -> Image.Image:
-    """RGB, the pictures uint8 [height, width, 3] in rows, each within `side` pixels; about as wide as high."""
-    columns = columns or math.ceil(math.sqrt(len(pictures)))
+def contact_sheet(pictures: Sequence[NDArray[np.uint8]]) -> Image.Image:
+    """RGB, the pictures uint8 [height, width, 3] in rows, each within `_SIDE` pixels; about as wide as high."""
+    columns = math.ceil(math.sqrt(len(pictures)))
     rows = math.ceil(len(pictures) / columns)
-    sheet = Image.new("RGB", (_GAP + columns * (side + _GAP), _GAP + rows * (side + _GAP)), _GROUND)
+    sheet = Image.new("RGB", (_GAP + columns * (_SIDE + _GAP), _GAP + rows * (_SIDE + _GAP)), _GROUND)
     for index, picture in enumerate(pictures):
         row, column = divmod(index, columns)
         image = Image.fromarray(np.ascontiguousarray(picture))
-        image.thumbnail((side, side))
-        left, top = (_GAP + place * (side + _GAP) for place in (column, row))
-        sheet.paste(image, (left + (side - image.width) // 2, top + (side - image.height) // 2))
+        image.thumbnail((_SIDE, _SIDE))
+        left, top = (_GAP + place * (_SIDE + _GAP) for place in (column, row))
+        sheet.paste(image, (left + (_SIDE - image.width) // 2, top + (_SIDE - image.height) // 2))
     return sheet

@@ -20,6 +20,7 @@ from mindie_mm.batch.source import Chunk
 from mindie_mm.batch.tally import Tally
 from mindie_mm.errors import ProcessDied, StorageError
 from mindie_mm.ipc import Child, Failure
+from mindie_mm.tasks import gather
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +42,11 @@ class Workers:
     async def run(self, num_workers: int | None) -> None:
         """Until all is done, with so many processes; None: one a core. ProcessDied, StorageError, TooManyErrors."""
         try:
-            async with asyncio.TaskGroup() as workers:
-                for _ in range(num_workers or len(os.sched_getaffinity(0))):
-                    workers.create_task(self._worker(self._chunks))
+            await gather([self._worker(self._chunks) for _ in range(num_workers or len(os.sched_getaffinity(0)))])
             # Alone, so that what another worker took cannot be what ends it again.
             while self._set_aside:
                 again, self._set_aside = self._set_aside, []
                 await self._worker(chain(again, self._chunks), alone=True)
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             for left in self._folder.glob("shard-*.partial"):  # of workers, which have all ended
                 left.unlink(missing_ok=True)

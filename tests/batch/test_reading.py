@@ -20,13 +20,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.mounting import mounted, renumbered
-from mindie_mm.batch.shard import read_table
+from mindie_mm.batch.mounting import renumbered, reserved
+from mindie_mm.batch.shard import arena_path, read_table
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint import EMBEDDED
-from mindie_mm.shm import release
+from mindie_mm.shm import mount, release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
 from tests.batch.conftest import CLI, made, settings, written
@@ -127,7 +127,12 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
 ) -> None:
     model, dataset = load_model(None, device="cpu"), Dataset(folder)
     record = dataset.record(1)
-    with mounted(folder, 0) as first, mounted(linked, 0) as second:
+    with (
+        reserved() as first,
+        mount(arena_path(folder, 0), first),
+        reserved() as second,
+        mount(arena_path(linked, 0), second),
+    ):
         assert first != second
         one, other = (renumbered(record, number).ids for number in (first, second))
         assert one.tolist() != other.tolist()
@@ -235,6 +240,17 @@ def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> Non
         assert done.exit_code == 0, done.stderr
         answers.append((tmp_path / name).read_text())
     assert answers[0] == answers[1]
+
+
+def test_generate_asks_the_rows_own_checkpoint_whatever_the_environment_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(settings(written(tmp_path / "rows.jsonl", [{"text": "Hello!"}])), tmp_path / "run")
+    monkeypatch.setenv("MINDIE_MM_MODEL", str(tmp_path / "none"))
+    monkeypatch.setenv("MINDIE_MM_FAMILY", "llava")
+    arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--output", str(tmp_path / "out.jsonl")]
+    done = CliRunner().invoke(main, [*arguments, "--max-tokens", "2"])
+    assert done.exit_code == 0, done.stderr
 
 
 def test_inspect_shows_the_run_and_the_pictures_of_a_row(

@@ -1,0 +1,51 @@
+"""Media of a row's own columns, in the places that its chat keeps for them, as TRL's rows have them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import KINDS, Kind
+
+_PLACE = frozenset({"type", "index"})
+"""Keys of a place; exports number the media in the order of the chat, so that the number says nothing more."""
+
+
+def has_places(messages: Any) -> bool:
+    """Whether a chat has parts such as `{"type": "image"}`."""
+    return isinstance(messages, list) and any(map(_kind_of_place, chain.from_iterable(map(_parts_of, messages))))
+
+
+def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """`messages` with `columns`, items of one key each, in their places, in order. InputError unless numbers agree."""
+    media: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
+    for item in columns:
+        media[next(kind for kind in KINDS if any(kind in key for key in item))].append(item)
+    places = Counter(filter(None, map(_kind_of_place, chain.from_iterable(map(_parts_of, messages)))))
+    for kind, items in media.items():
+        if places[kind] != len(items):
+            raise InputError(f"the row's chat has {places[kind]} places for {kind}, the row {len(items)} to put there")
+    left = {kind: iter(items) for kind, items in media.items()}
+
+    def filled(part: Any) -> Any:
+        kind = _kind_of_place(part)
+        return {"type": kind, **next(left[kind])} if kind else part
+
+    return [
+        {**message, "content": list(map(filled, parts))} if (parts := _parts_of(message)) else message
+        for message in messages
+    ]
+
+
+def _parts_of(message: Any) -> list[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, list) else []
+
+
+def _kind_of_place(part: Any) -> Kind | None:
+    if not isinstance(part, Mapping) or any(value is not None for key, value in part.items() if key not in _PLACE):
+        return None
+    return next((kind for kind in KINDS if part.get("type") == kind), None)

@@ -1,0 +1,98 @@
+"""A row's media beside its chat: in order, into the places that the chat keeps, as TRL's rows have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.row import Row, parse
+from mindie_mm.errors import InputError
+from tests.batch.conftest import made, settings
+from tests.media_samples import encoded, photograph
+
+PICTURES = [encoded(photograph(size=(60, 40))), encoded(photograph(size=(40, 60)))]
+SAID = {"type": "text", "text": "and"}
+
+
+def asked(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts]}]
+
+
+def parsed(row: dict[str, Any]) -> Row:
+    return parse(json.dumps(row).encode(), Path("/data"), "")
+
+
+@pytest.mark.parametrize(
+    ("places", "columns", "filled"),
+    [
+        ([{"type": "image"}], {"images": ["a.png"]}, [{"image": "a.png"}]),
+        ([{"type": "image"}], {"image": "a.png"}, [{"image": "a.png"}]),
+        (
+            [{"type": "image"}, SAID, {"type": "image", "index": 1, "text": None}],
+            {"images": ["a.png", "b.png"]},
+            [{"image": "a.png"}, SAID, {"image": "b.png"}],
+        ),
+        (
+            [{"type": "audio"}, {"type": "video"}, {"type": "image"}],
+            {"images": ["a.png"], "videos": [["1.png", "2.png"]], "audios": ["c.wav"]},
+            [{"audio": "c.wav"}, {"video": ["1.png", "2.png"]}, {"image": "a.png"}],
+        ),
+        (
+            [{"image": "own.png"}, {"type": "image"}],
+            {"image_url": "a.png"},
+            [{"image": "own.png"}, {"image_url": "a.png"}],
+        ),
+    ],
+)
+def test_media_go_where_the_chat_keeps_a_place(places: Any, columns: Any, filled: Any) -> None:
+    expected = parsed({"messages": asked(*filled)})
+    assert parsed({"messages": asked(*places), **columns}) == expected
+    assert parsed({"messages": json.dumps(asked(*places)), **columns}) == expected
+
+
+@pytest.mark.parametrize(
+    ("places", "columns", "why"),
+    [
+        ([{"type": "image"}], {"images": ["a.png", "b.png"]}, "1 places for image, the row 2 to put there"),
+        ([{"type": "image"}] * 2, {"image": "a.png"}, "2 places for image, the row 1 to put there"),
+        ([{"type": "image"}], {}, "1 places for image, the row 0 to put there"),
+        ([{"type": "image"}], {"images": ["a.png"], "video": "b.mp4"}, "0 places for video, the row 1"),
+        ([SAID], {"images": ["a.png"]}, "--select-columns chooses"),
+        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "--select-columns chooses"),
+        ([{"type": "image", "url": None}, {"type": "image", "min_pixels": 9}], {"image": "a.png"}, "exactly one of"),
+        (["image"], {"images": ["a.png"]}, "--select-columns chooses"),
+    ],
+)
+def test_a_place_and_a_medium_each(places: Any, columns: Any, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        parsed({"messages": asked(*places), **columns})
+
+
+def test_a_table_as_datasets_writes_it(tmp_path: Path) -> None:
+    """Each part has every part's keys, and a picture is its bytes beside a path."""
+    places = [
+        {"type": "image", "text": None, "index": 0},
+        {"type": "text", "text": "and", "index": None},
+        {"type": "image", "text": None, "index": 1},
+    ]
+    for number, picture in enumerate(PICTURES):
+        (tmp_path / f"{number}.png").write_bytes(picture)
+    images = [{"bytes": picture, "path": None} for picture in PICTURES]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Two.", "index": None}]}
+    messages = [{"role": "user", "content": places}, answer]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages, "images": images}]), tmp_path / "rows.parquet")
+    plain = [*asked({"image": "0.png"}, SAID, {"image": "1.png"}), {"role": "assistant", "content": "Two."}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": plain}))
+    for form in ("parquet", "jsonl"):
+        made(settings(tmp_path / f"rows.{form}"), tmp_path / form)
+    found, expected = (Dataset(tmp_path / form)[0] for form in ("parquet", "jsonl"))
+    assert (found.error, expected.error, len(found.arrays)) == (None, None, 2)
+    assert found.ids is not None
+    assert expected.ids is not None
+    assert found.ids.tolist() == expected.ids.tolist()
