@@ -18,11 +18,11 @@ def names() -> list[str]:
 
 def table() -> str:
     """One row a family."""
-    rows = ["| family | `model_type` | media | proven equal to |", "|---|---|---|---|"]
+    rows = ["| family | `model_type` | published, such as | media | proven equal to |", "|---|---|---|---|---|"]
     for name in names():
         family = family_named(name)
         types = ", ".join(f"`{one}`" for one in family.model_types)
-        rows.append(f"| `{name}` | {types} | {', '.join(family.kinds)} | {family.reference} |")
+        rows.append(f"| `{name}` | {types} | {family.published} | {', '.join(family.kinds)} | {family.reference} |")
     return "\n".join(rows) + "\n"
 
 

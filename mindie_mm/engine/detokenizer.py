@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 
 from tokenizers import Tokenizer
@@ -119,12 +118,7 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
     if file.is_file():
         if not shown_tokens:
             return Tokenizer.from_file(str(file))
-        described = checkpoint.json("tokenizer.json")
-        added = [
-            {**token, "special": token["special"] and token["content"] not in shown_tokens}
-            for token in described["added_tokens"]
-        ]
-        return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
+        return checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in shown_tokens)
     # Late: only checkpoints without a tokenizer.json pay for torch, and for the conversion.
     from mindie_mm.models import family_of
 

@@ -116,6 +116,7 @@ class Blip2(PretrainedFamily):
     """BLIP-2 (Li et al., 2023, arXiv 2301.12597), over transformers' own modules."""
 
     model_types = ("blip-2",)
+    published = "Salesforce/blip2-opt-2.7b"
     kinds = ("image",)
     processor = Blip2Processor
     module_name = "Blip2ForConditionalGeneration"

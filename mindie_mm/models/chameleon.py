@@ -127,6 +127,7 @@ class Chameleon(PretrainedFamily):
     """Chameleon (Meta, 2024, arXiv 2405.09818) over transformers' own modules."""
 
     model_types = ("chameleon",)
+    published = "facebook/chameleon-7b"
     kinds = ("image",)
     processor = ChameleonProcessor
     module_name = "ChameleonForConditionalGeneration"

@@ -126,6 +126,7 @@ class DeepseekVL(PretrainedFamily):
     """DeepSeek-VL 1.3B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
     model_types = ("deepseek_vl",)
+    published = "deepseek-community/deepseek-vl-1.3b-chat"
     kinds = ("image",)
     processor = DeepseekVLProcessor
     module_name = "DeepseekVLForConditionalGeneration"

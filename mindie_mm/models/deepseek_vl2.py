@@ -5,7 +5,6 @@ Source: arXiv 2412.10302 and the code that came with the checkpoints, whose ids,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import check_settings
+from mindie_mm.media.tiles import CanvasSize, best_canvas
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.experts import MLP, Experts, join_experts
@@ -91,11 +91,12 @@ class DeepseekVL2Processor(Processor):
         self.feature_width: int = checkpoint.config["language_config"]["hidden_size"]
         self.size = 384
         self.side: int = -(-(self.size // settings.get("patch_size", 14)) // 2)
-        self.resolutions = [(width, height) for width, height in settings["candidate_resolutions"]]
-        for resolution in self.resolutions:
-            if any(side % self.size for side in resolution):
+        self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
+        for height, width in self.canvases:
+            if height % self.size or width % self.size:
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: a candidate resolution is {resolution}, no multiples of {self.size} pixels"
+                    f"{checkpoint.path}: a candidate resolution is {(width, height)}, "
+                    f"no multiples of {self.size} pixels"
                 )
         token = checkpoint.token_id(settings.get("image_token", "<image>"))
         self._bos = checkpoint.config["language_config"].get("bos_token_id", 0)
@@ -114,12 +115,12 @@ class DeepseekVL2Processor(Processor):
 
     def max_tokens(self, kind: Kind) -> int:
         self.placeholder(kind)
-        return max(self.num_features(*self._tiles(resolution)) for resolution in self.resolutions)
+        return max(self.num_features(*self._tiles(canvas)) for canvas in self.canvases)
 
     def worst_case(self, kind: Kind) -> Data:
         self.placeholder(kind)
-        width, height = max(self.resolutions, key=lambda resolution: self.num_features(*self._tiles(resolution)))
-        return np.zeros((height, width, 3), np.uint8)
+        canvas = max(self.canvases, key=lambda canvas: self.num_features(*self._tiles(canvas)))
+        return np.zeros((*canvas, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         self.placeholder(media.kind)
@@ -129,15 +130,15 @@ class DeepseekVL2Processor(Processor):
                 f"{image.width}x{image.height} pixels: one side is more than {2 * size} times the other"
             )
         tiled = counts["image"] <= _MOST_TILED_IMAGES
-        resolution = best_resolution(image.width, image.height, self.resolutions) if tiled else (size, size)
-        across, down = self._tiles(resolution)
+        canvas = best_canvas(image.height, image.width, self.canvases) if tiled else (size, size)
+        across, down = self._tiles(canvas)
         colour = tuple(int(mean * 255) for mean in self.mean)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             picture = Image.fromarray(image.decode())
             tiles = arrays[_TILES]
             tiles[0] = np.asarray(ImageOps.pad(picture, (size, size), color=colour))
-            local = np.asarray(ImageOps.pad(picture, resolution, color=colour))
+            local = np.asarray(ImageOps.pad(picture, canvas[::-1], color=colour))
             cut = local.reshape(down, size, across, size, 3).transpose(0, 2, 1, 3, 4)
             tiles[1:].reshape(cut.shape)[...] = cut
 
@@ -149,19 +150,9 @@ class DeepseekVL2Processor(Processor):
             grid=(across, down),
         )
 
-    def _tiles(self, resolution: tuple[int, int]) -> tuple[int, int]:
-        return resolution[0] // self.size, resolution[1] // self.size
-
-
-def best_resolution(width: int, height: int, resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The one in which most of the picture's pixels are left, of equals that with the least empty space."""
-
-    def fit(resolution: tuple[int, int]) -> tuple[int, int]:
-        scale = min(resolution[0] / width, resolution[1] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - resolution[0] * resolution[1]
-
-    return max(resolutions, key=fit)
+    def _tiles(self, canvas: CanvasSize) -> tuple[int, int]:
+        """How many across, and down."""
+        return canvas[1] // self.size, canvas[0] // self.size
 
 
 class _TowerBlock(nn.Module):
@@ -407,6 +398,7 @@ class DeepseekVL2(Family):
     """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302), its layers written here."""
 
     model_types = ("deepseek_vl_v2",)
+    published = "deepseek-ai/deepseek-vl2-tiny"
     kinds = ("image",)
     reference = "the code that came with DeepSeek-VL2 (golden data)"
     processor = DeepseekVL2Processor
@@ -440,26 +432,16 @@ class DeepseekVL2(Family):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
 
-        if not (described := checkpoint.json("tokenizer.json")):
+        if not checkpoint.json("tokenizer.json"):
             return super().tokenizer(checkpoint)
-        added = [
-            {**token, "special": token["special"] and token["content"] not in _TAGS}
-            for token in described.get("added_tokens", ())
-        ]
-        settings = checkpoint.json("tokenizer_config.json")
-        names = {
-            name: value["content"] if isinstance(value, Mapping) else value
-            for name in ("bos_token", "eos_token", "pad_token")
-            if (value := settings.get(name)) is not None
-        }
+        names = ("bos_token", "eos_token", "pad_token")
         return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(json.dumps({**described, "added_tokens": added})),
-            model_max_length=settings.get("model_max_length", 4096),
+            tokenizer_object=checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in _TAGS),
+            model_max_length=checkpoint.json("tokenizer_config.json").get("model_max_length", 4096),
             clean_up_tokenization_spaces=False,
-            **names,
+            **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
         )
 
 

@@ -71,6 +71,7 @@ class DeepseekVLHybrid(PretrainedFamily):
     """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
     model_types = ("deepseek_vl_hybrid",)
+    published = "deepseek-community/deepseek-vl-7b-chat"
     kinds = ("image",)
     processor = DeepseekVLHybridProcessor
     module_name = "DeepseekVLHybridForConditionalGeneration"

@@ -6,7 +6,6 @@ prompts and answers are tokens of their own, <loc_0> to <loc_999>; to make boxes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -141,6 +140,7 @@ class Florence2(PretrainedFamily):
     """Florence-2 (Xiao et al., 2023, arXiv 2311.06242) over transformers' own modules."""
 
     model_types = ("florence2",)
+    published = "florence-community/Florence-2-base"
     kinds = ("image",)
     processor = Florence2Processor
     module_name = "Florence2ForConditionalGeneration"
@@ -154,19 +154,16 @@ class Florence2(PretrainedFamily):
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         """Places and the marks of tasks are text, in prompts and answers, though tokenizer.json calls them special."""
-        from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
 
-        if not (described := checkpoint.json("tokenizer.json")):
+        if not checkpoint.json("tokenizer.json"):
             return super().tokenizer(checkpoint)
         names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
         named = {name: token for name in names if (token := checkpoint.special_token(name)) is not None}
         image = checkpoint.config.get("image_token_id")
-        added = [
-            {**token, "special": token["id"] == image or (token["special"] and token["content"] in named.values())}
-            for token in described["added_tokens"]
-        ]
-        backend = Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
+        backend = checkpoint.tokenizer(
+            lambda token: token["id"] == image or (token["special"] and token["content"] in named.values())
+        )
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
 
 

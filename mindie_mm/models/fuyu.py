@@ -171,6 +171,7 @@ class Fuyu(PretrainedFamily):
     """Fuyu (Adept, 2023) over transformers' own modules."""
 
     model_types = ("fuyu",)
+    published = "adept/fuyu-8b"
     kinds = ("image",)
     processor = FuyuProcessor
     module_name = "FuyuForCausalLM"

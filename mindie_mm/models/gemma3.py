@@ -191,6 +191,7 @@ class Gemma3(PretrainedFamily):
     """Gemma 3 (Gemma Team, 2025, arXiv 2503.19786) over transformers' own modules."""
 
     model_types = ("gemma3",)
+    published = "google/gemma-3-4b-it"
     kinds = ("image",)
     processor = Gemma3Processor
     module_name = "Gemma3ForConditionalGeneration"

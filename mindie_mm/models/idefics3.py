@@ -212,6 +212,7 @@ class Idefics3(PretrainedFamily):
     """Idefics3 (Laurençon et al., 2024, arXiv 2408.12637) over transformers' own modules."""
 
     model_types = ("idefics3",)
+    published = "HuggingFaceM4/Idefics3-8B-Llama3"
     kinds = ("image",)
     processor = Idefics3Processor
     module_name = "Idefics3ForConditionalGeneration"

@@ -199,6 +199,7 @@ class InternVL(PretrainedFamily):
     """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479), in transformers' own format, over its modules."""
 
     model_types = ("internvl",)
+    published = "OpenGVLab/InternVL3-1B-hf"
     kinds = ("image", "video")
     processor = InternVLProcessor
     module_name = "InternVLForConditionalGeneration"

@@ -128,6 +128,7 @@ class Llava(PretrainedFamily):
     """LLaVA 1.5 (Liu et al., 2023, arXiv 2310.03744) over transformers' own modules."""
 
     model_types = ("llava",)
+    published = "llava-hf/llava-1.5-7b-hf"
     kinds = ("image",)
     processor = LlavaProcessor
     module_name = "LlavaForConditionalGeneration"

@@ -131,6 +131,7 @@ class LlavaNext(PretrainedFamily):
     """LLaVA-NeXT, also LLaVA 1.6 (Liu et al., 2024), over transformers' own modules."""
 
     model_types = ("llava_next",)
+    published = "llava-hf/llava-v1.6-mistral-7b-hf"
     kinds = ("image",)
     processor = LlavaNextProcessor
     module_name = "LlavaNextForConditionalGeneration"

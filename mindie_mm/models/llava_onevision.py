@@ -198,6 +198,7 @@ class LlavaOnevision(PretrainedFamily):
     """LLaVA-OneVision (Li et al., 2024, arXiv 2408.03326) over transformers' own modules."""
 
     model_types = ("llava_onevision",)
+    published = "llava-hf/llava-onevision-qwen2-7b-ov-hf"
     kinds = ("image", "video")
     processor = LlavaOnevisionProcessor
     module_name = "LlavaOnevisionForConditionalGeneration"

@@ -471,6 +471,7 @@ class Molmo(Family):
     """Molmo (Deitke et al., 2024, arXiv 2409.17146), written here; 7B-D's style and 7B-O's."""
 
     model_types = ("molmo",)
+    published = "allenai/Molmo-7B-D-0924"
     kinds = ("image",)
     reference = "golden data of the original implementation"
     processor = MolmoProcessor

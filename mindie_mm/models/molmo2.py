@@ -363,6 +363,7 @@ class Molmo2(PretrainedFamily):
     """Molmo 2 (Allen Institute for AI, 2025) over transformers' own modules."""
 
     model_types = ("molmo2",)
+    published = "allenai/Molmo2-8B"
     kinds = ("image", "video")
     processor = Molmo2Processor
     module_name = "Molmo2ForConditionalGeneration"

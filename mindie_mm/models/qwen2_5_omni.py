@@ -19,19 +19,17 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings
 from mindie_mm.media.video import Video
-from mindie_mm.models.qwen2_5_vl import window_places
+from mindie_mm.models.qwen2_5_vl import PICOSECONDS, window_places
 from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pretrained import load_pretrained
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
 
-_PICOSECONDS = 10**12
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 _THINKER = "thinker_config"
@@ -85,7 +83,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         rate = options.fps or _DEFAULT_FPS
         if options.sample_fps is not None:
             rate = len(indices) / video.num_frames * options.sample_fps
-        return (*patches, round(self.video.temporal_patch_size / rate * _PICOSECONDS))
+        return (*patches, round(self.video.temporal_patch_size / rate * PICOSECONDS))
 
 
 class Qwen25OmniModel(Qwen2VLModel):
@@ -95,17 +93,15 @@ class Qwen25OmniModel(Qwen2VLModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25OmniProcessor) -> None:
         super().__init__(module, spec, processor)
-        self._positions_per_second: int = module.config.position_id_per_seconds
+        self.time_scale = module.config.position_id_per_seconds
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         """Sound goes on by one a token, as text does."""
-        spans, seconds = [], []
-        for item in items:
-            if item.shape.kind != "audio":
-                t, h, w, *interval = item.shape.grid
-                spans.append((item.start, item.stop, (t, h // self._merge, w // self._merge)))
-                seconds.append(interval[0] / _PICOSECONDS if interval else 1.0)
-        return mrope_positions(length, spans, seconds, self._positions_per_second)
+        return super().positions(length, [item for item in items if item.shape.kind != "audio"])
+
+    def interval(self, shape: MediaShape) -> float:
+        """In seconds."""
+        return shape.grid[3] / PICOSECONDS if shape.kind == "video" else 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         sounds = [item for item in items if item.shape.kind == "audio"]
@@ -140,6 +136,7 @@ class Qwen25Omni(PretrainedFamily):
     """Qwen2.5-Omni's thinker (Xu et al., 2025, arXiv 2503.20215) over transformers' own modules."""
 
     model_types = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+    published = "Qwen/Qwen2.5-Omni-7B"
     kinds = ("image", "video", "audio")
     processor = Qwen25OmniProcessor
     module_name = "Qwen2_5OmniThinkerForConditionalGeneration"

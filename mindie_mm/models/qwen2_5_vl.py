@@ -18,13 +18,13 @@ from mindie_mm.inputs import Kind, MediaOptions
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.family import PretrainedFamily
-from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.mrope import mrope_positions
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _UNSTATED_FPS = 24.0
-_PICOSECONDS = 10**12
+PICOSECONDS = 10**12
+"""In a second."""
 
 
 class Qwen25VLProcessor(Qwen2VLProcessor):
@@ -56,22 +56,14 @@ class Qwen25VLModel(Qwen2VLModel):
             return shape
         return replace(shape, grid=(*shape.grid, _picoseconds(view["second_per_grid_t"].item())))
 
-    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        merge = self._merge
-        spans = []
-        for item in items:
-            t, h, w = item.shape.grid[:3]
-            spans.append((item.start, item.stop, (t, h // merge, w // merge)))
-        return mrope_positions(length, spans, [self._interval(item.shape) for item in items])
+    def interval(self, shape: MediaShape) -> float:
+        """In positions; rounded as the reference does it, in float32."""
+        if shape.kind != "video":
+            return 1.0
+        return float(np.float32(shape.grid[3] / PICOSECONDS) * self._tokens_per_second)
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         return super().places(grids) | window_places(self.module.model.visual, grids, self.spec.device)
-
-    def _interval(self, shape: MediaShape) -> float:
-        """Positions from one time of the grid to the next; rounded as the reference does it, in float32."""
-        if shape.kind != "video":
-            return 1.0
-        return float(np.float32(shape.grid[3] / _PICOSECONDS) * self._tokens_per_second)
 
 
 def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
@@ -89,6 +81,7 @@ class Qwen25VL(PretrainedFamily):
     """Qwen2.5-VL (Bai et al., 2025, arXiv 2502.13923) over transformers' own modules."""
 
     model_types = ("qwen2_5_vl",)
+    published = "Qwen/Qwen2.5-VL-7B-Instruct"
     kinds = ("image", "video")
     processor = Qwen25VLProcessor
     module_name = "Qwen2_5_VLForConditionalGeneration"
@@ -96,4 +89,4 @@ class Qwen25VL(PretrainedFamily):
 
 
 def _picoseconds(seconds: float) -> int:
-    return round(seconds * _PICOSECONDS)
+    return round(seconds * PICOSECONDS)

@@ -150,6 +150,7 @@ class Qwen2Audio(PretrainedFamily):
     """Qwen2-Audio (Chu et al., 2024, arXiv 2407.10759) over transformers' own modules."""
 
     model_types = ("qwen2_audio",)
+    published = "Qwen/Qwen2-Audio-7B-Instruct"
     kinds = ("audio",)
     processor = Qwen2AudioProcessor
     module_name = "Qwen2AudioForConditionalGeneration"

@@ -371,6 +371,8 @@ class Qwen2VLModel(PretrainedModel):
 
     vision_parts = ("model.visual",)
     projector_parts: ClassVar[tuple[str, ...]] = ("model.visual.merger",)
+    time_scale: float = 1.0
+    """Positions that one of what `interval` counts comes to."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -394,11 +396,15 @@ class Qwen2VLModel(PretrainedModel):
         return super().describe_segments(view)
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        merge = self._merge
-        return mrope_positions(
-            length,
-            [(item.start, item.stop, (t, h // merge, w // merge)) for item in items for t, h, w in [item.shape.grid]],
-        )
+        spans = []
+        for item in items:
+            t, h, w = item.shape.grid[:3]
+            spans.append((item.start, item.stop, (t, h // self._merge, w // self._merge)))
+        return mrope_positions(length, spans, [self.interval(item.shape) for item in items], self.time_scale)
+
+    def interval(self, shape: MediaShape) -> float:
+        """From one time of the medium's grid to the next."""
+        return 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: Tensor = self.run_visual(items).pooler_output
@@ -429,6 +435,7 @@ class Qwen2VL(PretrainedFamily):
     """Qwen2-VL (Wang et al., 2024, arXiv 2409.12191) over transformers' own modules."""
 
     model_types = ("qwen2_vl",)
+    published = "Qwen/Qwen2-VL-2B-Instruct"
     kinds = ("image", "video")
     processor = Qwen2VLProcessor
     module_name = "Qwen2VLForConditionalGeneration"

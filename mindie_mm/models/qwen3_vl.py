@@ -214,6 +214,7 @@ class Qwen3VL(PretrainedFamily):
     """Qwen3-VL (Bai et al., 2025, arXiv 2511.21631) over transformers' own modules."""
 
     model_types = ("qwen3_vl",)
+    published = "Qwen/Qwen3-VL-4B-Instruct"
     kinds = ("image", "video")
     processor = Qwen3VLProcessor
     module_name = "Qwen3VLForConditionalGeneration"

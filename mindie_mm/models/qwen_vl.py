@@ -344,6 +344,7 @@ class QwenVL(Family):
     """Qwen-VL (Bai et al., 2023, arXiv 2308.12966), its layers written here."""
 
     model_types = ("qwen",)
+    published = "Qwen/Qwen-VL-Chat"
     kinds = ("image",)
     reference = "the code that comes with Qwen-VL-Chat (golden data)"
     processor = QwenVLProcessor

@@ -170,6 +170,7 @@ class SmolVLM(PretrainedFamily):
     """SmolVLM and SmolVLM2 (Marafioti et al., 2025, arXiv 2504.05299) over transformers' own modules."""
 
     model_types = ("smolvlm",)
+    published = "HuggingFaceTB/SmolVLM2-2.2B-Instruct"
     kinds = ("image", "video")
     processor = SmolVLMProcessor
     module_name = "SmolVLMForConditionalGeneration"

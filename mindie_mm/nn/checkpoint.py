@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
 """The checkpoint that comes with the package."""
+
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+"""owner/name, as repositories of a hub are called; a relative path may look like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,13 @@ class Checkpoint:
         root = Path(path) if path is not None else EMBEDDED
         file = root / "config.json"
         if not file.is_file():
-            raise UnsupportedCheckpoint(f"{root} is no checkpoint directory: it has no config.json")
+            said = f"{root} is no checkpoint directory: it has no config.json"
+            if _REPOSITORY.fullmatch(str(root)) and not root.exists():
+                said += (
+                    ". Names of Hugging Face's hub are not taken; if it is one, fetch its files and name their folder: "
+                    f"hf download {root} --local-dir {root.name}"
+                )
+            raise UnsupportedCheckpoint(said)
         return cls(root, _read(file))
 
     def json(self, name: str) -> dict[str, Any]:
@@ -66,6 +79,14 @@ class Checkpoint:
             if added["content"] == token:
                 return int(added["id"])
         raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
+
+    def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
+        """tokenizer.json, which there is, with those of its added tokens special whose entries `is_special` takes."""
+        from tokenizers import Tokenizer  # late: most who read a checkpoint make none
+
+        described = self.json("tokenizer.json")
+        added = [{**token, "special": is_special(token)} for token in described.get("added_tokens", ())]
+        return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
 
     def special_token(self, name: str) -> str | None:
         """The spelling of what tokenizer_config.json calls `name`, such as sep_token; None where it has none."""

@@ -178,6 +178,8 @@ class Family(ABC):
 
     model_types: ClassVar[tuple[str, ...]]
     """`model_type`s of config.json that this family serves."""
+    published: ClassVar[str] = ""
+    """A repository of huggingface.co that is laid out as the family reads it; others of its name may not be."""
     kinds: ClassVar[tuple[Kind, ...]]
     """Media that it takes."""
     reference: ClassVar[str]

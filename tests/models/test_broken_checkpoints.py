@@ -121,6 +121,16 @@ def test_configurations_that_cannot_be_read(copy, content, said):
         Tokenizer.from_pretrained(copy)
 
 
+def test_a_name_on_a_hub_is_told_how_it_becomes_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/empty").mkdir(parents=True)
+    with pytest.raises(UnsupportedCheckpoint, match=r"hf download Qwen/Qwen2-VL-2B --local-dir Qwen2-VL-2B$"):
+        Checkpoint.open("Qwen/Qwen2-VL-2B")
+    for path in ("models/empty", "../Qwen/Qwen2-VL-2B", "/Qwen/Qwen2-VL-2B", "Qwen2-VL-2B", "a/b/c"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"it has no config\.json$"):
+            Checkpoint.open(path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_cannot_be_read(copy, name):
     (copy / name).write_text("{")

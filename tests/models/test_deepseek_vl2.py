@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.media.tiles import best_canvas
 from mindie_mm.models import family_named, load_model
-from mindie_mm.models.deepseek_vl2 import best_resolution
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.experts import Experts, Gate
 from tests.models.contract import FamilyContract, picture
@@ -219,7 +219,7 @@ class TestResolution:
         ],
     )
     def test_the_most_pixels_are_kept(self, size, expected):
-        assert best_resolution(*size, self.LISTED) == expected
+        assert best_canvas(*size, self.LISTED) == expected
 
 
 class TestGroups:
