@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import best_stream, check_codec, frames_of, open_container
+from mindie_mm.media.container import best_stream, check_codec, frames_of, open_container, reading
 from mindie_mm.media.image import Data
 
 CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf", "caf", "w64")
@@ -51,17 +51,13 @@ class EncodedAudio:
     def open(cls, data: bytes) -> EncodedAudio:
         """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded."""
         limits = caps()
-        try:
-            with open_container(data, CONTAINERS, limits.max_video_pixels) as container:
-                stream = best_stream(container, "audio")
-                check_codec(stream.codec_context, "the file's sound")
-                rate, num_channels = stream.rate or 0, stream.channels or 0
-                durations = [container.duration and container.duration / av.time_base]
-                durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError, OSError):
-            raise MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})") from None
+        unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
+        with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
+            stream = best_stream(container, "audio")
+            check_codec(stream.codec_context, "the file's sound")
+            rate, num_channels = stream.rate or 0, stream.channels or 0
+            durations = [container.duration and container.duration / av.time_base]
+            durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
         if not 1 <= num_channels <= MAX_CHANNELS:
             raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
@@ -76,7 +72,7 @@ class EncodedAudio:
         """
         pieces: list[Samples] = []
         num_samples, own_rate = 0, self.rate
-        try:
+        with reading(lambda: MediaError(f"the sound is broken: {num_samples} samples can be decoded")):
             for frame in self._frames():
                 if not pieces:
                     own_rate = _check_rate(frame.sample_rate)
@@ -88,10 +84,6 @@ class EncodedAudio:
                     raise LimitExceeded(f"the clip has more than {self.max_source_samples} samples, the limit")
                 if num_samples >= _num_source_samples(max_samples, own_rate, rate):
                     break
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError, OSError):
-            raise MediaError(f"the sound is broken: {num_samples} samples can be decoded") from None
         if not num_samples:
             raise MediaError("the clip has no samples")
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 import av
@@ -70,6 +70,17 @@ class _Source(io.BytesIO):
         if self.is_late:
             raise LimitExceeded(f"to find out what the container holds takes more than {OPEN_S} s, the limit")
         self.until = math.inf
+
+
+@contextmanager
+def reading(failure: Callable[[], MediaError]) -> Iterator[None]:
+    """Raises `failure()` for what PyAV raises of a broken container; to be out of memory says nothing of one."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except (av.FFmpegError, ValueError, OSError):
+        raise failure() from None
 
 
 def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> InputContainer:

@@ -22,7 +22,15 @@ from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.media import seek
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import best_stream, check_codec, coded_pixels, frames_of, open_container, packets_of
+from mindie_mm.media.container import (
+    best_stream,
+    check_codec,
+    coded_pixels,
+    frames_of,
+    open_container,
+    packets_of,
+    reading,
+)
 from mindie_mm.media.image import Data, Frames, Pixels, open_image
 from mindie_mm.media.sample_tables import may_be_turned
 from mindie_mm.media.seek import Keyframes, begins_anew
@@ -61,27 +69,22 @@ class EncodedVideo:
         """Reads the container of `data`; decodes one frame, of what is turned. MediaError, LimitExceeded."""
         limits = caps()
         max_pixels, max_frames = limits.max_video_pixels, limits.max_video_frames
-        try:
-            with open_container(data, CONTAINERS, max_pixels) as container:
-                stream = best_stream(container, "video")
-                check_codec(stream.codec_context, "the video")
-                height, width, stated = stream.height, stream.width, stream.frames
-                _check_size(height, width, max_pixels)
-                is_avi = container.format.name == "avi"
-                packets = packets_of(container, stream, len(data))
-                walk = _walk(packets, stream.codec_context, max_frames, max_pixels)
-                # Fewer packets than the container states may be all: edits leave some out of FFmpeg's index, and AVI
-                # repeats a frame by an empty chunk.
-                is_cut = walk.packets < stated and (
-                    (is_avi and int.from_bytes(data[4:8], "little") + 8 > len(data))
-                    or walk.packets < sum(entry.size > 0 for entry in islice(stream.index_entries, max_frames + 1))
-                )
-                rate = _rate(stream, walk, container.format.name)
-                can_seek = container.format.name in seek.CONTAINERS
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError, OSError):
-            raise _unreadable(data) from None
+        with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
+            stream = best_stream(container, "video")
+            check_codec(stream.codec_context, "the video")
+            height, width, stated = stream.height, stream.width, stream.frames
+            _check_size(height, width, max_pixels)
+            is_avi = container.format.name == "avi"
+            packets = packets_of(container, stream, len(data))
+            walk = _walk(packets, stream.codec_context, max_frames, max_pixels)
+            # Fewer packets than the container states may be all: edits leave some out of FFmpeg's index, and AVI
+            # repeats a frame by an empty chunk.
+            is_cut = walk.packets < stated and (
+                (is_avi and int.from_bytes(data[4:8], "little") + 8 > len(data))
+                or walk.packets < sum(entry.size > 0 for entry in islice(stream.index_entries, max_frames + 1))
+            )
+            rate = _rate(stream, walk, container.format.name)
+            can_seek = container.format.name in seek.CONTAINERS
         if walk.packets > max_frames:
             _check_length(max(stated, walk.packets), None, limits)
         if is_cut:
@@ -108,8 +111,12 @@ class EncodedVideo:
         lies far between them stays undecoded where the file is one that can be sought in.
         """
         taken = 0
+
+        def broken() -> MediaError:
+            return MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
+
         scaler = VideoReformatter()  # one for all frames: to set it up takes longer than to scale a small frame
-        try:
+        with reading(broken):
             for frame in self._sought(indices):
                 yield self._upright(frame, scaler)
                 taken += 1
@@ -123,11 +130,7 @@ class EncodedVideo:
                         taken += 1
                     if taken == len(indices):
                         return
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError, OSError):
-            raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded") from None
-        raise MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
+        raise broken()
 
     def _sought(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
         """Frames of `indices` up to the first that seeking does not find; none where it would spare nothing."""
@@ -281,15 +284,10 @@ def _turns(data: bytes, max_pixels: int) -> int:
     """Quarter turns, counter-clockwise, that make the frames of `data` upright, as torchcodec. MediaError."""
     if not may_be_turned(data):
         return 0
-    try:
-        with open_container(data, CONTAINERS, max_pixels) as container:
-            for frame in frames_of(container, _stream_to_decode(container, max_pixels), len(data)):
-                # A matrix of zeros has no angle, and FFmpeg's number for it is none.
-                return round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 180 else 0
-    except MemoryError:
-        raise
-    except (av.FFmpegError, ValueError, OSError):
-        raise _unreadable(data) from None
+    with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
+        for frame in frames_of(container, _stream_to_decode(container, max_pixels), len(data)):
+            # A matrix of zeros has no angle, and FFmpeg's number for it is none.
+            return round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 180 else 0
     return 0
 
 
