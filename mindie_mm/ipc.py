@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from types import TracebackType
 from typing import Self, TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -57,9 +58,24 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
         return error_named(self.name, self.message)
 
 
+_sockets: WeakSet[socket.socket] = WeakSet()
+"""Both ends of every channel, as far as this process has them open."""
+
+
+def _close_in_child() -> None:
+    """A forked process that kept one open would hide the death of whoever has it."""
+    for sock in list(_sockets):
+        if sock.fileno() >= 0:
+            os.close(sock.detach())  # uvloop's are held open against `close`
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts `module.main(channel, lifeline, *arguments)` in a process, and returns it with our end of the channel."""
     ours, theirs = socket.socketpair()
+    _sockets.update((ours, theirs))
     with theirs:
         log_settings = msgspec.json.encode(logs.current()).decode()
         command = [

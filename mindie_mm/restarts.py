@@ -19,7 +19,7 @@ RESTART_WAIT_S = 120.0
 
 @contextmanager
 def logged(what: str) -> Iterator[None]:
-    """One failure, whatever it is, does not end the keeping of a process: its requests would wait for ever."""
+    """One failure, whatever it is, does not end what goes on for as long as the service does."""
     try:
         yield
     except Exception:  # noqa: BLE001 - whatever it is

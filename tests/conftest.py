@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import shutil
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from mindie_mm import ipc
 from mindie_mm.device import open_device
 from mindie_mm.errors import DeviceError
 from mindie_mm.shm import survey
@@ -45,6 +49,23 @@ def device(request: pytest.FixtureRequest) -> str:
             raise
         pytest.skip(str(error))
     return name
+
+
+@pytest.fixture
+def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess.Popen[bytes]]:
+    """The workers that a test starts, each as if it hung in a driver: nothing but SIGKILL ends it, and soon."""
+    workers: asyncio.Queue[subprocess.Popen[bytes]] = asyncio.Queue()
+    spawn = ipc.spawn
+
+    def stopped(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        process, ours = spawn(module, *arguments)
+        process.send_signal(signal.SIGSTOP)
+        workers.put_nowait(process)
+        return process, ours
+
+    monkeypatch.setattr(ipc, "spawn", stopped)
+    monkeypatch.setattr(ipc, "PATIENCE_S", 0.2)
+    return workers
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

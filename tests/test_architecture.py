@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "faults", "environment"},
+    {"errors", "faults", "environment", "tasks"},
     {"limits"},
     {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},

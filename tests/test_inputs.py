@@ -16,6 +16,7 @@ from mindie_mm.inputs import (
     parse_messages,
     with_paths,
 )
+from mindie_mm.inputs.messages import MAX_ARGUMENT_VALUES
 from tests.media_samples import photograph
 
 
@@ -70,6 +71,16 @@ def test_with_other_sources_they_mean_the_same():
     assert parse_inputs(with_paths([video], iter([[Path("/a"), Path("/b")]]))) == [video]
     messages = [Message("user", tuple(items), {"name": "n"}), Message("assistant", None), Message("tool", "y")]
     assert parse_messages(messages_with_paths(messages, repeat(Path("/a")))) == messages
+
+
+def test_values_in_arguments_of_tool_calls_are_counted_before_they_are_made():
+    """Commas that JSON's own escapes hide from whoever counts a body's values."""
+    call = {"function": {"name": "add", "arguments": f'{{"a": [{"1," * (MAX_ARGUMENT_VALUES // 2)}1]}}'}}
+    half = {"role": "assistant", "tool_calls": [call]}
+    assert len(parse_messages([half])[0].extra["tool_calls"][0]["function"]["arguments"]["a"]) > 10**5
+    for messages in ([half, half], [{"role": "assistant", "tool_calls": [call, call]}]):
+        with pytest.raises(LimitExceeded, match=f"more than {MAX_ARGUMENT_VALUES} JSON values, the limit"):
+            parse_messages(messages)
 
 
 def test_arguments_of_a_tool_call_are_an_object():

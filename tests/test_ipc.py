@@ -1,15 +1,20 @@
 import asyncio
+import os
 import resource
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
 
+from mindie_mm import ipc
 from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError, ProcessDied
 from mindie_mm.ipc import Channel, Child, ChildChannel, Failure, open_channel
 from tests.starting_worker import Begun
@@ -114,6 +119,43 @@ async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
             await Child.start("tests.starting_worker", "begins")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[], None]]:
+    """Copies this process; the copy does nothing until the test is over."""
+    children: list[int] = []
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            signal.pause()
+            os._exit(0)
+        children.append(child)
+
+    yield fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+async def test_a_forked_process_hides_no_end_from_a_worker(forked, tmp_path):
+    child = await Child.start("tests.busy_worker", str(tmp_path / "made"))
+    assert await child.channel.recv() == b"made"
+    forked()
+    await child.end()
+    assert child.status == 0, "by itself, not by a signal"
+
+
+async def test_a_process_forked_as_a_worker_starts_hides_no_end_of_it(forked, monkeypatch):
+    def starting(*arguments, **options):
+        forked()
+        return subprocess.Popen(*arguments, **options)
+
+    monkeypatch.setattr(ipc, "subprocess", SimpleNamespace(Popen=starting))
+    child = await Child.start("tests.starting_worker", "ends")
+    with pytest.raises(ProcessDied):
+        async with asyncio.timeout(60):
+            await child.ready(Begun, "it")
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):

@@ -159,8 +159,12 @@ class _Copy(subprocess.Popen[bytes]):
     def _execute_child(self, command: list[str], *_: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, but none of a worker's
+            kept = os.dup(self._descriptor)  # ipc closes its own in every fork
             self.pid = os.fork()
-        if not self.pid:
+        if self.pid:
+            os.close(kept)
+        else:
+            os.dup2(kept, self._descriptor)
             _end(partial(self._run, command))
         self._child_created = True
 

@@ -112,6 +112,11 @@ class BaseEngine(ABC):
             raise InputError("this model takes no JSON schema")
         return self.grammars.constraint(schema)
 
+    def must_compile(self, message: Add) -> bool:
+        """Whether adding it takes as long as several steps."""
+        schema = message.params.json_schema
+        return schema is not None and self.grammars is not None and schema not in self.grammars
+
     def abort(self, message: Abort) -> None:
         """Forgets a request, if it is still here."""
         if sequence := self._sequences.get(message.request_id):

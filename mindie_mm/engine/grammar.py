@@ -14,7 +14,8 @@ from mindie_mm.errors import InputError
 # A mask takes 0.4 ms mostly and 3 ms at worst, which is what the fuel bounds. Nothing here bounds compiling.
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000, max_grammar_size=50_000, step_lexer_fuel=50_000)
 _MAX_SAID = 300
-_KEPT = 8
+KEPT = 16
+"""Schemas that stay compiled: the last ones. One that takes long to compile takes 7 MiB, too."""
 # As json.dumps writes; with free whitespace a small model may write nothing else.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -52,11 +53,15 @@ class Grammars:
         """Reads the vocabulary: a second for 150,000 tokens."""
         self._unfit = ""
         self._compiled: dict[str, LLMatcher] = {}
-        """The last `_KEPT` schemas', the latest at the end: a request's choices come one after another."""
+        """The last `KEPT` schemas', the latest at the end."""
         try:
             self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
         except ValueError as error:
             self._unfit = f"this checkpoint's tokenizer takes no JSON schema: {error}"
+
+    def __contains__(self, schema: str) -> bool:
+        """Whether it is compiled already."""
+        return schema in self._compiled
 
     def constraint(self, schema: str) -> Constraint:
         """For an output that fits `schema`; InputError where it is none, or cannot be enforced with these tokens.
@@ -66,7 +71,7 @@ class Grammars:
         if self._unfit:
             raise InputError(self._unfit)
         self._compiled[schema] = matcher = self._compiled.pop(schema, None) or self._matcher(schema)
-        if len(self._compiled) > _KEPT:
+        if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
         return Constraint(matcher.deep_copy())
 

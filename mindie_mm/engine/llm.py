@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import uuid
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
+
+_CLOSED = "the LLM is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,11 @@ class LLM:
         except BaseException:
             self._loop.close()
             raise
-        self.close = weakref.finalize(self, _close, self._loop, self._worker)
-        """Ends the worker, which then takes no input (InputError); calling it again does nothing."""
+        self.close = weakref.finalize(self, self._loop.close, self._worker.close)
+        """Ends the worker: what other threads wait for, and what comes later, is an InputError. Idempotent.
+
+        A process forked from this one has no part in it: there this does nothing, and input is an InputError.
+        """
 
     def generate(
         self,
@@ -154,7 +160,9 @@ class LLM:
                 finally:
                     running -= 1
 
-        return await asyncio.gather(*(one(request) for request in requests))
+        async with asyncio.TaskGroup() as group:
+            outputs = [group.create_task(one(request)) for request in requests]
+        return [output.result() for output in outputs]
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
         answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex))
@@ -175,37 +183,73 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mindie_mm", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. An interrupt cancels it, and is raised again once it has cleaned up.
 
-        InputError once the loop is closed.
+        InputError once the loop is closed, which cancels what runs, and in a forked process, which has no such thread.
         """
-        if self._loop.is_closed():
-            work.close()
-            raise InputError("the LLM is closed")
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(lambda _: ended.set())
+            task = self._loop.create_task(work)
+            tasks.append(task)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: ended.set())
 
-        self._loop.call_soon_threadsafe(begin)
+        if self._forked:
+            work.close()
+            raise InputError(f"the LLM is that of process {self._pid}, which this one was forked from")
+        if not self._call(begin):
+            work.close()
+            raise InputError(_CLOSED)
         try:
             ended.wait()
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task is born on that thread
+            self._call(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task is born on that thread
             ended.wait()
             raise
+        if tasks[0].cancelled():
+            raise InputError(_CLOSED)
         return tasks[0].result()
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancels what runs, does `last`, and ends the thread, also if this is interrupted. Nothing if forked."""
+        if self._forked:
+            return
+        with self._lock:  # what was called before has begun before the end does
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         self._thread.join()
         self._loop.close()
+        ending.result()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _call(self, function: Callable[[], object]) -> bool:
+        """Has it called on the loop's thread, unless that ends: whether it is."""
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(function)
+            return not self._closed
+
+    async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if last is not None:
+            await last()
 
 
 def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
@@ -214,8 +258,3 @@ def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
     if not isinstance(one, list):
         raise InputError(f"inputs[{index}] is a {type(one).__name__}, it must be a list of dicts or a text")
     return TokenizeRequest(items=one, chat=chat_template)
-
-
-def _close(loop: _Loop, worker: Worker) -> None:
-    loop.run(worker.close())
-    loop.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,8 +27,13 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.placement import Placement
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import collect, mount
+from mindie_mm.shm.mapped import drop_removed
 
 _log = logging.getLogger(__name__)
+
+REST_S = 0.5
+"""How long an engine at rest waits for a message before it looks for arenas that were removed. While it maps one, its
+pages are not free, and a tokenizer in place of a dead one may find no room for its own."""
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
@@ -60,22 +66,28 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     mounts: dict[int, ExitStack] = {}
     while True:
         failures: list[Progress] = []
-        for message in ranks.same(list[bytes], lambda: _received(channel, wait=not engine.has_work())):
+        messages = ranks.same(list[bytes], lambda: received(channel, engine, decoder))
+        for message in messages:
             failures += _take(decoder.decode(message), engine, mounts)
-        if failures or not engine.has_work():
+        if failures or (messages and not engine.has_work()):
             send(Stepped(failures, engine.stats))
         if engine.has_work():
             stepped = engine.step()
             faults.point("before-reply")
             send(stepped)
             faults.point("after-reply")
+        if drop_removed(cleanups=True):
+            gc.collect()  # a request that failed may still hold its media, in a cycle of the error and its frames
 
 
-def _received(channel: ChildChannel, *, wait: bool) -> list[bytes]:
-    """The messages that are there; at rest it waits for one."""
+def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack.Decoder[ToEngine]) -> list[bytes]:
+    """The messages that are there, or up to the first that delays the next step; at rest it waits REST_S for one."""
     messages: list[bytes] = []
-    while channel.poll(None if wait and not messages else 0):
+    while channel.poll(0 if messages or engine.has_work() else REST_S):
         messages.append(channel.recv())
+        message = decoder.decode(messages[-1])
+        if isinstance(message, Add) and engine.must_compile(message):
+            break
     return messages
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from mindie_mm.engine.detokenizer import load_tokenizer
-from mindie_mm.engine.grammar import Grammars
+from mindie_mm.engine.grammar import KEPT, Grammars
 from mindie_mm.errors import InputError, ProcessDied
 from mindie_mm.ipc import Child, ChildChannel, Lifeline
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -28,7 +28,6 @@ _REST = 4
 _WALL_S = 10.0
 """The same by the clock, for what takes no processor time."""
 _REPLY_S = 60.0
-_KNOWN = 256
 
 
 class SchemaCheck:
@@ -42,7 +41,11 @@ class SchemaCheck:
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
         self._known: dict[str, str] = {}
-        """What is wrong with the last schemas, empty where nothing is."""
+        """What is wrong with the last `KEPT` schemas, empty where nothing is; the latest at the end.
+
+        As many as the engine keeps compiled, in the order in which it takes them: what it has to compile again is
+        tried again, with its rest.
+        """
 
     async def check(self, schema: str) -> None:
         """InputError for what is no schema, cannot be enforced, is too large, or takes too long. ProcessDied."""
@@ -57,6 +60,9 @@ class SchemaCheck:
                         await asyncio.wait({self._asking})  # whose caller was cancelled: its answer is read, at least
                     self._asking = asyncio.create_task(self._ask(schema))
                     said = await asyncio.shield(self._asking)
+        self._known[schema] = self._known.pop(schema, said)
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
         if said:
             raise InputError(said)
 
@@ -84,8 +90,6 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            if len(self._known) >= _KNOWN:
-                del self._known[next(iter(self._known))]
             self._known[schema] = said
             return said
         raise ProcessDied(f"the process that checks JSON schemas {'is closed' if self._closed else 'died twice'}")

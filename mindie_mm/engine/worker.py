@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -27,6 +27,8 @@ from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+
+Part = TypeVar("Part", TokenizerStage, AsyncEngine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +115,24 @@ class Worker:
         """
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
-        starting = (
-            asyncio.create_task(_start_tokenizers(config, path, in_process=in_process)),
-            asyncio.create_task(AsyncEngine.start(path, config.engine, config.family)),
-        )
+
+        async def started(start: Coroutine[Any, Any, Part]) -> Part:
+            part = await start
+            parts.push_async_callback(part.close)
+            return part
+
         try:
-            tokenizers, engine = await asyncio.gather(*starting)
-        except BaseException:
-            for task in starting:
-                task.cancel()
-            for part in await asyncio.gather(*starting, return_exceptions=True):
-                if not isinstance(part, BaseException):
-                    await part.close()
-            raise
-        shown = tokenizers.shown_tokens
-        return cls(config, tokenizers, engine, load_tokenizer(checkpoint, config.family, shown))
+            async with AsyncExitStack() as parts:
+                async with asyncio.TaskGroup() as group:
+                    stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
+                    engine = group.create_task(started(AsyncEngine.start(path, config.engine, config.family)))
+                tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
+                worker = cls(config, stage.result(), engine.result(), tokenizer)
+                parts.pop_all()
+                return worker
+        except BaseExceptionGroup as failures:
+            failure = failures.exceptions[0]
+        raise failure
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str

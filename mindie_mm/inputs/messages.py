@@ -7,18 +7,28 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
 from mindie_mm.inputs.items import ROLES, Message, media_of_messages
 from mindie_mm.inputs.parts import add_frames, parse_parts
+
+MAX_ARGUMENT_VALUES = 2**18
+"""Most values in the arguments of all calls of a chat: brackets, braces and commas are counted, in texts too.
+
+They are JSON inside a string, where a comma may be spelled so that whoever counts a request's values does not see it.
+"""
+_BETWEEN_VALUES = ",[{"
 
 
 def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit."""
     require_list(messages, "messages")
     parsed: list[Message] = []
-    num_frames = 0
+    num_frames = num_values = 0
     for index, message in enumerate(messages):
+        num_values += _num_argument_values(message)
+        if num_values > MAX_ARGUMENT_VALUES:
+            raise LimitExceeded(f"the arguments of calls hold more than {MAX_ARGUMENT_VALUES} JSON values, the limit")
         parsed.append(_parse_message(message, f"messages[{index}]"))
         num_frames = add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
     return parsed
@@ -42,6 +52,15 @@ def _parse_message(message: Mapping[str, Any], where: str) -> Message:
     if "tool_calls" in extra:
         extra["tool_calls"] = _parse_tool_calls(extra["tool_calls"], f"{where}.tool_calls")
     return Message(role, content, extra)
+
+
+def _num_argument_values(message: Any) -> int:
+    """Of a message that may have any form."""
+    if not isinstance(message, Mapping) or not isinstance(calls := message.get("tool_calls"), (list, tuple)):
+        return 0
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    texts = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+    return sum(text.count(mark) for text in texts if isinstance(text, str) for mark in _BETWEEN_VALUES)
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from mindie_mm.shm.arena_file import ArenaFile
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.inventory import Inventory
+from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.path_file import record
 from mindie_mm.shm.spec import ArraySpec
 from mindie_mm.shm.stats import FULL, WAITS
@@ -165,6 +166,7 @@ class Arena:
             self._file.close()
             self._inventory.close()
             self._line.wake()
+        drop_removed()  # blocks that were freed or read in this process were so through a mapping of their own
 
     def __enter__(self) -> Self:
         return self

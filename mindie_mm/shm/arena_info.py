@@ -156,6 +156,7 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
     try:
         header = ArenaHeader.read(descriptor, status)
         blocks = tuple(_blocks(descriptor, header, described=described))
+        stats = ArenaStats.read(descriptor)
     except SegmentMissing:
         return ArenaInfo(number, str(path), None, alive, 0.0, status.st_size, 0, 0, (), None)
     return ArenaInfo(
@@ -168,7 +169,7 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
         capacity_bytes=header.capacity_bytes,
         used_bytes=sum(block.num_bytes for block in blocks),
         blocks=blocks,
-        stats=ArenaStats.read(descriptor),
+        stats=stats,
     )
 
 

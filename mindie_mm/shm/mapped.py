@@ -92,9 +92,10 @@ class MappedArena:
     def writable_pages(self) -> mmap.mmap | None:
         """The whole file mapped again, as drivers ask it of memory that they pin; None for one on disk, or no room.
 
-        It is for reading all the same: blocks are their owner's to write.
+        It is for reading all the same: blocks are their owner's to write. None, too, once the file is removed: nobody
+        would take the registration back, for whoever looks for removed arenas may have given this one up before.
         """
-        if self._on_disk:
+        if self._on_disk or not self.is_intact():
             return None
         try:
             return mmap.mmap(self._descriptor, self._file_bytes)
@@ -219,7 +220,7 @@ class ArenaCache:
         mapped = self._arenas.get(arena)
         if mapped is not None and mapped.is_intact():
             return mapped
-        self._drop_removed(cleanups=True)
+        self.drop_removed(cleanups=True)
         with self._lock:
             mapped = self._arenas.get(arena)
             if mapped is None:
@@ -231,7 +232,7 @@ class ArenaCache:
 
         `reserved`: the arena of that number in /dev/shm is there to keep it for this file.
         """
-        self._drop_removed(cleanups=True)
+        self.drop_removed(cleanups=True)
         with self._lock:
             if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
                 raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
@@ -244,15 +245,16 @@ class ArenaCache:
                 del self._arenas[number]
         mapped.close()
 
-    def drop_removed(self) -> None:
-        """Gives up the arenas whose files are gone, so that their pages can go too.
+    def drop_removed(self, *, cleanups: bool = False) -> bool:
+        """Gives up the arenas whose files are gone, so that their pages can go too; False if there were none.
 
-        Those that a device reads are left to whoever reads: any thread may call this, also that of a process's end.
+        Any thread may call this, also that of a process's end, or whatever runs as garbage is collected; but then what
+        another thread looks up is left to the next who calls. Those that a device reads are left to the thread that
+        reads, which says `cleanups`.
         """
-        self._drop_removed(cleanups=False)
-
-    def _drop_removed(self, *, cleanups: bool) -> None:
-        with self._lock:
+        if not self._lock.acquire(blocking=cleanups):  # this very thread may have it
+            return False
+        try:
             gone = {
                 number: mapped
                 for number, mapped in self._arenas.items()
@@ -260,8 +262,11 @@ class ArenaCache:
             }
             for number in gone:
                 del self._arenas[number]
+        finally:
+            self._lock.release()
         for mapped in gone.values():  # outside of the lock: a device may be waited for
             mapped.close()
+        return bool(gone)
 
     def renew_lock(self) -> None:
         """For a forked child: whichever thread held the lock, it is not there to release it."""

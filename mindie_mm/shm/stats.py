@@ -7,6 +7,8 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
+from mindie_mm.errors import SegmentMissing
+
 STATS_OFFSET = 512
 """Place of the words in the arena's first page."""
 
@@ -38,5 +40,8 @@ class ArenaStats:
 
     @classmethod
     def read(cls, descriptor: int) -> Self:
-        """The numbers of the arena behind an open file of at least a page."""
-        return cls(*_WORDS.unpack(os.pread(descriptor, STATS_BYTES, STATS_OFFSET)))
+        """The numbers of the arena behind an open file; SegmentMissing if it was cut short."""
+        words = os.pread(descriptor, STATS_BYTES, STATS_OFFSET)
+        if len(words) < STATS_BYTES:
+            raise SegmentMissing(f"the arena's file ends before byte {STATS_OFFSET + STATS_BYTES}, where its counts do")
+        return cls(*_WORDS.unpack(words))

@@ -15,6 +15,7 @@ from mindie_mm.errors import ProcessDied
 from mindie_mm.ipc import Child
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.shm import collect, free
+from mindie_mm.tasks import gather
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
@@ -114,15 +115,12 @@ class TokenizerPool:
         Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
         """
         pool = cls(model_path, config)
-        starts = [asyncio.create_task(pool._start_process()) for _ in range(config.num_tokenizers)]
         try:
-            for start in starts:
-                await start
+            processes = await gather([pool._start_process() for _ in range(config.num_tokenizers)])
         except BaseException:
-            await asyncio.gather(*starts, return_exceptions=True)
             await pool.close()
             raise
-        for process in list(pool._processes):
+        for process in processes:
             pool._starters.append(starter := Starter("a tokenizer process"))
             pool._keepers.append(asyncio.create_task(pool._keep(process, starter)))
         return pool

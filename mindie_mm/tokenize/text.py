@@ -5,6 +5,9 @@ template, or a media item, puts there are meant. One that a caller's text spells
 texts would join to, is text, and is escaped before (`spelling.py`). The string is cut at its control tokens, which now
 are the meant ones, and what lies between is restored and encoded with their recognition off. A prompt that spells out
 none, which is nearly every one, is encoded whole, exactly as transformers does it.
+
+What a template writes itself is trusted: one that writes the first characters of a control token directly before a
+caller's word, such as "<" before a key of a tool, lets that word complete the token.
 """
 
 from __future__ import annotations
@@ -109,6 +112,10 @@ class TextEncoder:
     def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
         """The same of messages, and of what else their template puts into the prompt."""
         self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
+
+    def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
+        """The same of what a template made of all that: of numbers, too, and of what it writes several times."""
+        self._check_size([rendered.text], max_tokens)
 
     def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):

@@ -180,6 +180,8 @@ class Tokenizer:
             self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
         planned = self._plan(media_of_messages(messages))
         rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
+        if options.max_prompt_tokens:
+            self._text.check_rendered(rendered, options.max_prompt_tokens)
         return self._prompt(self._encode(rendered, planned), planned, path_file, options)
 
     def prompt_from_turn(

@@ -31,9 +31,8 @@ class Wire(ABC):
     needs_path_file: ClassVar[bool] = True
     """Whether what it stores is to be freed by a path file."""
 
-    @abstractmethod
     def check(self, plan: Plan, kind: Kind) -> None:
-        """LimitExceeded for an item that has too few slots for its words."""
+        """LimitExceeded for an item that has too few slots for its words; here a single one will do."""
 
     @abstractmethod
     def store(
@@ -60,9 +59,6 @@ class NativeWire(Wire):
         """
         self._arena, self._is_own = arena, arena is None
         self._preprocessed = preprocessed or Preprocessed()
-
-    def check(self, plan: Plan, kind: Kind) -> None:
-        """A single slot will do."""
 
     def store(
         self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
@@ -106,9 +102,6 @@ class DiskWire(Wire):
         """Where the next items go. It is whoever set it that closes it."""
         self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
         """Digest and arrays of each item, in order; for whoever reads it to empty."""
-
-    def check(self, plan: Plan, kind: Kind) -> None:
-        """A single slot will do."""
 
     def store(
         self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack

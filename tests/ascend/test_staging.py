@@ -54,12 +54,20 @@ def staged(releases: bool = False) -> dict:
             error = str(stale)
     finally:
         owner.communicate()
-    del views, late, brought
+    del late, brought
     drop_removed()  # from whatever thread: what a device reads is left alone
     kept = simulator().sim_calls(b"aclrtHostUnregister")
     with suppress(SegmentMissing):
         attach(refs[0])  # here it is given up
-    found = {"values": [sorted(set(one)) for one in values], "read": read, "error": error, "lines": lines, "kept": kept}
+    after = sorted(set(staging.to_device(views[1], "a", device).cpu().flatten().tolist()))
+    found = {
+        "values": [sorted(set(one)) for one in values],
+        "read": read,
+        "error": error,
+        "lines": lines,
+        "kept": kept,
+        "after": after,
+    }
     torch.accelerator.synchronize()
     return found
 
@@ -90,6 +98,7 @@ def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
     assert found["values"] == [[1], [2]]
     assert not found["lines"]
     assert not found["kept"]
+    assert found["after"] == [2], "what was attached before is read on, by one copy more"
     # Bytes that are read when they are another content's come with an error, as they are settled before the check.
     assert found["read"] == [9]
     assert "freed" in found["error"] or "generation" in found["error"]

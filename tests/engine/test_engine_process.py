@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,9 +17,14 @@ from mindie_mm.errors import (
     CorruptReference,
     InputError,
     ProcessDied,
+    StaleReference,
     TokenOutOfRange,
     UnsupportedCheckpoint,
 )
+from mindie_mm.shm import arenas_of, free, release
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import picture
+from tests.removed_arenas import removed_arenas
 
 PROMPT = np.arange(10, 40, dtype=np.int64)
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -103,6 +109,32 @@ async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, 
     with pytest.raises(error, match=words):
         await tokens(engine, "wrong", ids.astype(np.int64), params)
     assert len(await neighbour) == 16
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["answered", "failed over its second picture"])
+async def test_an_engine_at_rest_lets_go_of_an_arena_that_is_removed(engine, random_checkpoint, tmp_path, lost):
+    """While it maps one, there may be no room for the arena of a tokenizer in a dead one's place."""
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        ids = tokenizer.tokenize([{"image": picture(60, 90)}, {"image": picture(90, 60)}], tmp_path / "path").numpy()
+        (arena,) = arenas_of([os.getpid()])
+        for block in arena.blocks[:lost]:
+            free(arena.ref(block))
+        with pytest.raises(StaleReference) if lost else nullcontext():
+            await tokens(engine, "pictures", ids)
+        release(tmp_path / "path")
+    assert removed_arenas([engine.pid]) == set()
+    assert len(await tokens(engine, "next")) == 16
+
+
+async def test_what_runs_keeps_the_pages_of_a_removed_arena_until_it_ends(engine, random_checkpoint, tmp_path):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        ids = tokenizer.tokenize([{"image": picture(60, 90)}], tmp_path / "path").numpy()
+        stream = engine.generate("runs", ids, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+        await anext(stream)
+        release(tmp_path / "path")
+    *_, last = [progress async for progress in stream]
+    assert (last.finish_reason, last.error) == ("length", None)
+    assert removed_arenas([engine.pid]) == set()
 
 
 async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint, device):

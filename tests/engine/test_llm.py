@@ -1,17 +1,23 @@
 """The line in plain scripts."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.config import EngineConfig, WorkerConfig
+from mindie_mm.engine import worker as worker_module
+from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, WorldError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -157,6 +163,60 @@ def test_a_closed_one_takes_nothing(random_checkpoint):
         with pytest.raises(InputError, match="the LLM is closed"):
             use()
     llm.close()
+
+
+def test_closing_ends_what_other_threads_wait_for(random_checkpoint):
+    """More inputs than the engine takes at a time: they do not fail one after another behind its end."""
+    config = WorkerConfig(engine=EngineConfig(max_num_seqs=2))
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    with LLM(random_checkpoint, config) as llm, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(llm.generate, ["Hello"] * 20, long, on_error="return")
+        while not llm._worker.engine.stats.num_running:
+            assert not waiting.done()
+            time.sleep(0.01)
+        llm.close()
+        with pytest.raises(InputError, match="the LLM is closed"):
+            waiting.result(timeout=10)
+
+
+def test_a_forked_process_has_no_part_in_it(llm):
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            with pytest.raises(InputError, match=f"process {os.getppid()}, which this one was forked from"):
+                llm.generate(["Hello"], GREEDY)
+            llm.close()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert llm.generate(["Hello"], GREEDY)[0].text
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_a_start_that_is_cancelled_leaves_no_process(random_checkpoint, stopped_workers, in_process):
+    """However long they take to end."""
+    config, num_workers = WorkerConfig(model=random_checkpoint, num_tokenizers=1), 1 if in_process else 2
+    starting = asyncio.create_task(Worker.start(config, in_process=in_process))
+    workers = [await stopped_workers.get() for _ in range(num_workers)]
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert [worker.returncode for worker in workers] == [-signal.SIGKILL] * num_workers
+
+
+async def test_a_start_that_fails_in_the_end_leaves_no_process(random_checkpoint, monkeypatch):
+    def fail(*_):
+        raise OSError("Too many open files")
+
+    children = psutil.Process().children()
+    monkeypatch.setattr(worker_module, "load_tokenizer", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        await Worker.start(WorkerConfig(model=random_checkpoint), in_process=True)
+    assert psutil.Process().children() == children
 
 
 SCRIPT = """

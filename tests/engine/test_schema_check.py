@@ -5,16 +5,27 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import psutil
 import pytest
 
 from mindie_mm.engine import schema_check
+from mindie_mm.engine.base import BaseEngine
+from mindie_mm.engine.detokenizer import load_tokenizer
+from mindie_mm.engine.grammar import KEPT, Grammars
+from mindie_mm.engine.messages import Add, ToEngine
+from mindie_mm.engine.process import received
+from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.schema_check import MAX_SCHEMA_BYTES, SchemaCheck
 from mindie_mm.errors import InputError, ProcessDied
+from mindie_mm.ipc import ChildChannel
 from mindie_mm.nn.checkpoint import Checkpoint
 
 LONG = '{{"type": "integer", "multipleOf": {}}}'
@@ -91,6 +102,48 @@ async def test_schemas_made_to_hurt_are_bounded(check: SchemaCheck, schema: dict
     with contextlib.suppress(InputError):
         await check.check(json.dumps(schema))
     assert processor_s() - before < 0.25
+
+
+async def test_what_the_engine_has_to_compile_again_is_tried_again(
+    check: SchemaCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its rest, so that whoever asks for one after the other delays no step more than once in a while."""
+    tried: list[str] = []
+    ask = check._ask
+
+    async def asking(schema: str) -> str:
+        tried.append(schema)
+        return await ask(schema)
+
+    monkeypatch.setattr(check, "_ask", asking)
+    first, second, *others = [json.dumps({"const": i}) for i in range(KEPT + 1)]
+    for schema in (first, second, *others[:-1], first, others[-1]):
+        await check.check(schema)
+    assert tried == [first, second, *others]
+    await check.check(first)  # it was asked for in between
+    await check.check(second)  # since it, others were, as many as stay compiled
+    assert tried == [first, second, *others, second]
+
+
+def test_a_step_comes_between_two_that_are_compiled() -> None:
+    """In the engine's process: the messages up to the first schema that is not compiled yet are taken at once."""
+    grammars = Grammars(load_tokenizer(Checkpoint.open(None)), [0])
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder[ToEngine](ToEngine)
+    schemas = ["{}", None, '{"const": 1}', '{"const": 1}', '{"const": 2}', "{}"]
+    sent = [Add(str(i), b"", SamplingParams(json_schema=schema)) for i, schema in enumerate(schemas)]
+    taken: list[int] = []
+    mine, theirs = socket.socketpair()
+    engine = cast("BaseEngine", SimpleNamespace(grammars=grammars, has_work=lambda: True))
+    engine.must_compile = partial(BaseEngine.must_compile, engine)  # type: ignore[method-assign]
+    with ChildChannel(theirs.detach()) as channel, ChildChannel(mine.detach()) as parent:
+        for add in sent:
+            parent.send(encoder.encode(add))
+        while messages := received(channel, engine, decoder):
+            taken.append(len(messages))
+            for message in messages:
+                if schema := decoder.decode(message).params.json_schema:  # type: ignore[union-attr]
+                    grammars.constraint(schema)
+    assert taken == [1, 2, 2, 1]
 
 
 async def test_a_large_one_is_not_looked_at(check: SchemaCheck) -> None:

@@ -38,6 +38,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.shared_model import NUM_TOKENS
 from tests.models.contract import picture, run
+from tests.removed_arenas import removed_arenas
 
 pytestmark = pytest.mark.timeout(300)  # three processes start, on as many cores as there are
 
@@ -101,6 +102,14 @@ async def test_all_at_once_are_what_one_process_makes_of_them(engine, model, pro
     again = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
     assert again == found, "from the encoder's and the prefix cache"
     assert engine.stats.prefix_cache_hits > 0
+
+
+async def test_every_rank_lets_go_of_an_arena_that_is_removed(engine, random_checkpoint, tmp_path):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        ids = tokenizer.tokenize(PROMPTS["two"], tmp_path / "path").numpy()
+        await tokens(engine, "pictures", ids)
+        release(tmp_path / "path")
+    assert removed_arenas([process.pid for process in everything(engine)]) == set()
 
 
 async def test_seeds_given_and_drawn(engine):

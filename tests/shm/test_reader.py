@@ -14,6 +14,7 @@ import pytest
 from mindie_mm.errors import CorruptReference, SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free
 from mindie_mm.shm.layout import PAGE
+from tests.removed_arenas import removed_arenas
 
 SPECS = {"x": ArraySpec((300, 588), "uint8"), "grid": ArraySpec((2, 3), "int64")}
 
@@ -126,6 +127,27 @@ def test_a_removed_arena_is_missing_and_its_readers_keep_their_pages() -> None:
     with pytest.raises(SegmentMissing, match=f"mindie_mm-{ref.arena:04x}"):
         attach(ref)
     free(ref)
+
+
+def test_the_owners_own_process_lets_go_of_an_arena_that_it_closes() -> None:
+    with Arena.create(1 << 20) as arena:
+        ref, expected = publish(arena)
+        view = attach(ref)
+        assert arena.path.name in Path("/proc/self/maps").read_text()
+    assert checksum(view) == expected
+    assert arena.path.name in Path("/proc/self/maps").read_text()
+    del view
+    assert removed_arenas([os.getpid()]) == set()
+
+
+def test_pages_of_a_removed_arena_are_not_mapped_once_more_for_a_device(arena: Arena) -> None:
+    ref, _ = publish(arena)
+    place = attach(ref).file_offset("x")
+    assert place is not None
+    mapped, _ = place
+    assert mapped.writable_pages() is not None
+    arena.close()
+    assert mapped.writable_pages() is None
 
 
 def test_an_arena_that_never_was_is_missing() -> None:

@@ -13,6 +13,7 @@ from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
 from mindie_mm.shm.layout import block_name
 from mindie_mm.shm.reclaim import collect_path_file, totals
+from mindie_mm.shm.stats import STATS_OFFSET, ArenaStats
 
 SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
 
@@ -34,6 +35,14 @@ def own(start):
     process = start(OWN)
     path, name_word, shape_word = process.hear().split()
     return process, Path(path), Ref.from_words(int(name_word), int(shape_word))
+
+
+def test_counts_of_a_file_that_was_cut_short_are_missing(tmp_path: Path) -> None:
+    """Another program may cut an arena while it is described."""
+    cut = tmp_path / "cut"
+    cut.write_bytes(bytes(STATS_OFFSET + 8))
+    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="ends before byte 568"):
+        ArenaStats.read(file.fileno())
 
 
 def test_survey_tells_all_of_an_arena(arena: Arena, path_file: Path) -> None:

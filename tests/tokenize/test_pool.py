@@ -220,3 +220,14 @@ async def test_what_keeps_a_process_from_starting_is_raised(checkpoint_path, tmp
         await TokenizerPool.start(tmp_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     with pytest.raises((SharedMemoryError, InputError)):
         await TokenizerPool.start(checkpoint_path, WorkerConfig(arena_bytes=2**50))
+
+
+async def test_one_that_does_not_start_ends_the_others_that_are_starting(checkpoint_path, stopped_workers):
+    config = WorkerConfig(num_tokenizers=2, arena_bytes=ARENA_BYTES)
+    starting = asyncio.create_task(TokenizerPool.start(checkpoint_path, config))
+    workers = [await stopped_workers.get() for _ in range(2)]
+    workers[0].kill()
+    with pytest.raises(ProcessDied, match="before it was ready"):
+        async with asyncio.timeout(30):
+            await starting
+    assert [worker.returncode for worker in workers] == [-signal.SIGKILL] * 2

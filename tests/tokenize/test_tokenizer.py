@@ -1,4 +1,6 @@
 import base64
+import json
+import shutil
 import subprocess
 import sys
 from io import BytesIO
@@ -9,8 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+import mindie_mm
 from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError, TokenOutOfRange
-from mindie_mm.inputs import parse_inputs
+from mindie_mm.inputs import parse_inputs, parse_messages
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
@@ -242,6 +245,23 @@ def test_a_long_prompt_is_refused_before_anything_is_preprocessed(tokenizer, are
         tokenizer.prompt_from_items(items, spool / "shm_name.txt", PromptOptions(20))
     assert not (spool / "shm_name.txt").exists()
     assert arena.num_blocks == 0
+
+
+def test_what_a_template_makes_is_no_longer_than_what_is_encoded(tmp_path):
+    """Numbers are no text until a template writes them."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", folder)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{{ tools|tojson }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
+    messages = parse_messages([{"role": "user", "content": "hello"}])
+    with Tokenizer.from_pretrained(folder) as tokenizer:
+        few, many = ([{"n": [10**17] * times}] for times in (10, 20_000))
+        prompt = tokenizer.prompt_from_messages(messages, None, True, {"tools": few}, PromptOptions(4096))
+        assert len(prompt) > 100
+        for options in (PromptOptions(4096), PromptOptions(4096, truncate=True)):
+            with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d{6} characters; with a limit of 4096"):
+                tokenizer.prompt_from_messages(messages, None, True, {"tools": many}, options)
 
 
 def test_a_long_prompt_is_truncated_by_option(tokenizer, arena, spool):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mindie_mm.errors import SharedMemoryError
-from service.tasks import gather, in_thread
+from mindie_mm.tasks import gather, in_thread
 
 
 async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> None:

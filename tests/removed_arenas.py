@@ -1,0 +1,20 @@
+"""Who still maps arenas that are removed: what their pages take of /dev/shm is free only when nobody does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+
+def removed_arenas(pids: Collection[int], wait_s: float = 15.0) -> set[str]:
+    """Removed arenas that the processes map, once they map none, or after `wait_s` seconds."""
+    deadline = time.monotonic() + wait_s
+    while (found := _mapped(pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # no event says that another process has let go
+    return found
+
+
+def _mapped(pids: Collection[int]) -> set[str]:
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {name for line in lines for name in line.split(None, 5)[5:] if "mindie_mm-" in name and "(deleted)" in name}
