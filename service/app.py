@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +17,7 @@ from mindie_mm.config import ServiceConfig, require_media_dir
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import SharedMemoryError
+from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
 from service.access import OPEN_PATHS, Access, OwnHost, is_loopback
@@ -27,13 +30,15 @@ from service.state import Service
 from service.token_text import TokenTexts
 from service.tracing import Tracer
 
+_CACHED = "models--"
+
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
     """The application; worker and tracer stay the caller's, who starts and closes them.
 
     The folders that it needs are there: `require_folders`.
     """
-    model_name = config.served_model_name or (worker.config.model.name if worker.config.model else "tiny")
+    model_name = config.served_model_name or checkpoint_name(worker.config.model or EMBEDDED)
     metrics = Metrics(model_name)
     metrics.watch(lambda: worker.engine.stats)
     metrics.watch_processes(worker)
@@ -101,6 +106,15 @@ def require_folders(config: ServiceConfig) -> None:
     except OSError as error:
         raise SharedMemoryError(f"spool {spool} cannot be written: {error.strerror}") from error
     require_media_dir(config)
+
+
+def checkpoint_name(checkpoint: Path) -> str:
+    """The name of a checkpoint's folder, or of a link to it; `owner/name` of one in Hugging Face's cache."""
+    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the name of a link is its user's choice
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith(_CACHED):
+        return repository.removeprefix(_CACHED).replace("--", "/")  # which no repository has in its name
+    return folder.name
 
 
 def _describe(app: FastAPI, *, keys: bool) -> None:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from mindie_mm.engine.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.inputs import OFF, refused_fields
 
 INT32_MAX = 2**31 - 1
@@ -32,6 +32,7 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 
 T = TypeVar("T")
 
@@ -57,6 +58,9 @@ Stop = Annotated[
     AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given)),
 ]
 """Stop strings, or one; read as a tuple."""
+
+Templated = Annotated[bool, must_be("true or false: no template but the checkpoint's is served")]
+"""Whether `inputs` are one user turn through the chat template, or follow one another as they are."""
 
 NotServed = Mapping[str, tuple[Any, ...]]
 """Others' fields that would make another answer than the one that comes without them, and the values of each that would

@@ -31,7 +31,7 @@ _ROLE = {"role": "assistant", "content": ""}
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answers a chat, with images and videos in it; streamed on request."""
     call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
-    return await incoming.answered(_Chat(call, body, int(time.time())), stream=body.stream)
+    return incoming.answered(_Chat(call, body, int(time.time())), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)

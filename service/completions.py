@@ -29,7 +29,7 @@ router = APIRouter()
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Continues texts or token ids; streamed on request."""
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, prompt_alone=body.max_tokens == 0)
-    return await incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
+    return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -21,10 +21,22 @@ MAX_HEADERS = 256
 """Most header lines of a head; so too trailers."""
 MAX_PIPELINED = 64
 """Most requests that wait for the answer to an earlier one of their connection; further ones get none."""
+MAX_SMALL_CHUNKS = 4096
+"""Most chunks of a body beyond one for each SMALL_CHUNK_BYTES of it: each costs as much as some thousand bytes."""
+SMALL_CHUNK_BYTES = 16
+MAX_AHEAD_BYTES = 2**16
+"""Most that is kept of what comes behind those; the connection of a longer one ends with the answer that is due."""
 LINGER_S = 2.0
-"""How long a connection that ends with a refusal goes on reading, so that the client reads it before a reset."""
-MAX_DROPPED_BYTES = 2**20
-"""Most that it reads then."""
+"""How long a connection goes on reading behind a refusal, or the rest of a body that was answered before it came.
+
+So the client reads the answer before a reset; and where the body ends in time, the connection can be used again.
+"""
+MAX_DROPPED_BYTES = 2**26
+"""Most that it reads then: many clients read no answer before they have sent a whole request."""
+CHUNK_BYTES = 1024
+"""What each chunk counts for beside its bytes."""
+
+_TOO_MANY_BYTES = (431, f"the request's head is longer than the limit of {MAX_HEAD_BYTES} bytes")
 
 
 @dataclass(slots=True)
@@ -44,6 +56,9 @@ class Connection(HttpToolsProtocol):
     A head that is too long is answered with 431, what is not HTTP with 400; then the connection ends. Where requests
     before it wait for their answers, it ends behind the last of these instead. A wish to upgrade is ignored (RFC 9110,
     7.8). An answer of unknown length to a client of HTTP/1.0 has no chunks: it ends with the connection.
+    Of a body that is answered before it is whole little more is read, and not for long; then the connection ends.
+    What comes while a request waits for the answer to an earlier one is read, though not parsed: reading alone tells
+    that the client leaves.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -51,28 +66,42 @@ class Connection(HttpToolsProtocol):
     """None within a body and between requests."""
     _in_body: bool = False
     """From a head's end to its request's."""
-    _too_long: LimitExceeded | None = None
+    _num_body_bytes: int = 0
+    _num_chunks: int = 0
+    _too_long: tuple[int, str] | None = None
+    """The status and message that a head, or a body of small chunks, is refused with."""
     _refused: bool = False
     """Nothing further is parsed."""
     _num_dropped_bytes: int = 0
+    _running: RequestResponseCycle | None = None
+    """Of the request that is being answered, or was last; uvicorn's `cycle` is the one whose head came last."""
+    _ahead: bytes = b""
+    """What came while requests waited for the answer to an earlier one."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self._in_answered_body:
             self._num_dropped_bytes += len(data)
             if self._num_dropped_bytes > MAX_DROPPED_BYTES:
                 self.transport.close()
+                return
+        if self._refused:
+            return
+        if self.pipeline:
+            self._keep(data)
             return
         lines = self._lines
         self._parse(data)
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn paused it
         if lines is not None and lines is self._lines and not self._refused:
             lines.num_read_bytes += len(data)
             if lines.num_read_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, str(_too_many_bytes()))
-        # Any byte ends uvicorn's pause, also of a body whose request was answered before it came: it begins anew.
+                self._refuse(*_TOO_MANY_BYTES)
+        # Any byte ends uvicorn's pause, also the last of a body that was answered before it came: it begins anew.
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._waiting is None and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -84,7 +113,8 @@ class Connection(HttpToolsProtocol):
             raise LimitExceeded(f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one")
         super().on_message_begin()
         self._lines = _Lines()
-        self._await_head()
+        if self.cycle is None or self.cycle.response_complete:  # else it may be we who do not read on
+            self._await_head()
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -103,6 +133,7 @@ class Connection(HttpToolsProtocol):
         self._head_is_here()
         self._lines = None
         self._in_body = True
+        self._num_body_bytes = self._num_chunks = 0
         super().on_headers_complete()
         if self.scope["http_version"] != "1.1":
             _send_no_chunks(self.cycle)
@@ -110,28 +141,55 @@ class Connection(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """Before a chunk's bytes, or before the trailers, which nothing else announces."""
         self._lines = _Lines()
+        self._num_chunks += 1
+        self._num_dropped_bytes += CHUNK_BYTES
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._num_body_bytes // SMALL_CHUNK_BYTES:
+            self._raise(
+                413,
+                f"the request's body comes in chunks of less than {SMALL_CHUNK_BYTES} bytes, and in more of them than "
+                f"the limit of {MAX_SMALL_CHUNKS}",
+            )
 
     def on_body(self, body: bytes) -> None:
         self._lines = None
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        if self._in_answered_body:
+            self._head_is_here()  # the next one may be waited for, as behind any answer
         self._lines = None
         self._in_body = False
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._in_answered_body:
+            self._unset_keepalive_if_required()
+            self._linger()
+        elif self.cycle.response_complete and self._lines is not None:
+            self._await_head()
+        elif not self.pipeline and self._ahead:
+            data, self._ahead = self._ahead, b""
+            self.data_received(data)
+
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls where the parser fails, be it that one of the above raised."""
         if self._too_long is not None:
-            self._refuse(431, str(self._too_long))
+            self._refuse(*self._too_long)
         else:
             self._refuse(400, "the request is not valid HTTP")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
         self._unset_keepalive_if_required()  # where the client reset it, uvicorn leaves this, which holds what it has
+        if self._running is not None and not self._running.response_complete:  # uvicorn tells the last one alone
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def drain(self) -> None:
@@ -142,6 +200,27 @@ class Connection(HttpToolsProtocol):
         if self.cycle is None or (self.cycle.response_complete and self._lines is not None):
             return
         self.shutdown()
+
+    @property
+    def _in_answered_body(self) -> bool:
+        """Whether the rest of a body comes that nobody reads any more."""
+        return self._in_body and self.cycle.response_complete
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _keep(self, data: bytes) -> None:
+        """Until the requests that wait are being answered."""
+        if len(self._ahead) + len(data) <= MAX_AHEAD_BYTES:
+            self._ahead += data
+            return
+        assert self._running is not None, "a request waits for none"
+        self._refused = True
+        self._num_dropped_bytes = 0
+        self._ahead = b""
+        self.pipeline.clear()
+        self._running.keep_alive = False
 
     def _parse(self, data: bytes) -> None:
         """As uvicorn's, but that a request which asks for an upgrade is parsed again without it.
@@ -170,21 +249,25 @@ class Connection(HttpToolsProtocol):
         return b"".join((first, *headers, b"\r\n"))
 
     def _count(self, num_bytes: int, num_headers: int = 0) -> None:
-        """Counts what was parsed; LimitExceeded, which ends the parsing, above the limits."""
+        """Counts what was parsed of a head or of trailers, which may not exceed the limits."""
         lines = self._lines
         assert lines is not None, "the parser gives a line where there is none"
         lines.num_parsed_bytes += num_bytes
         lines.num_headers += num_headers
         if lines.num_headers > MAX_HEADERS:
-            self._too_long = LimitExceeded(f"the request's head has more than the limit of {MAX_HEADERS} headers")
-        elif lines.num_parsed_bytes > MAX_HEAD_BYTES:
-            self._too_long = _too_many_bytes()
-        if self._too_long is not None:
-            raise self._too_long
+            self._raise(431, f"the request's head has more than the limit of {MAX_HEADERS} headers")
+        if lines.num_parsed_bytes > MAX_HEAD_BYTES:
+            self._raise(*_TOO_MANY_BYTES)
+
+    def _raise(self, status: int, message: str) -> NoReturn:
+        """LimitExceeded, which ends the parsing; `send_400_response` refuses what was parsed."""
+        self._too_long = status, message
+        raise LimitExceeded(message)
 
     def _refuse(self, status: int, message: str) -> None:
         """Ends the connection, with the refusal where one can be sent."""
         self._refused = True
+        self._num_dropped_bytes = 0
         self._head_is_here()
         cycle = self.cycle
         waiting = cycle is not None and not cycle.response_complete
@@ -202,6 +285,10 @@ class Connection(HttpToolsProtocol):
         lines = [b"%s: %s\r\n" % header for header in headers]
         self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", bytes(answer.body))))
         self.transport.write_eof()
+        self._linger()
+
+    def _linger(self) -> None:
+        self._num_dropped_bytes = 0
         self._waiting = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:
@@ -212,10 +299,6 @@ class Connection(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-
-
-def _too_many_bytes() -> LimitExceeded:
-    return LimitExceeded(f"the request's head is longer than the limit of {MAX_HEAD_BYTES} bytes")
 
 
 def _send_no_chunks(cycle: RequestResponseCycle) -> None:

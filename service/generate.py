@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -39,6 +39,8 @@ class GenerateParameters(InferParameters):
 class GenerateBody(InputsBody):
     """POST /generate and /generate_stream."""
 
+    of_parameters: ClassVar[Collection[str]] = GenerateParameters.model_fields
+
     parameters: GenerateParameters | None = None
 
 
@@ -46,7 +48,7 @@ class GenerateBody(InputsBody):
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos, in one piece."""
     generation = _generation(body, incoming)
-    return await incoming.answered(generation, timeout_s=generation.parameters.timeout)
+    return incoming.answered(generation, timeout_s=generation.parameters.timeout)
 
 
 @router.post("/generate_stream", response_class=Response, responses=STREAMED)
@@ -55,7 +57,7 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
         raise InputError("decoder_input_details is true, which a stream does not take")
-    return await incoming.answered(generation, stream=True, last=b"", timeout_s=generation.parameters.timeout)
+    return incoming.answered(generation, stream=True, last=b"", timeout_s=generation.parameters.timeout)
 
 
 def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:

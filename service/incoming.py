@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.responses import Response
-from starlette.types import Receive
 
+from service.admitted import WholeAnswer
 from service.body import Settings
 from service.call import Call
 from service.choices import Clock
-from service.json_response import JSONResponse
 from service.sse import DONE, EventStream
 from service.state import Service, ServiceDep
 
@@ -41,7 +40,6 @@ class Incoming:
     service: Service
     id: str
     clock: Clock
-    receive: Receive
 
     def call(
         self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1, prompt_alone: bool = False
@@ -51,19 +49,18 @@ class Incoming:
         params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)
         return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), prompt_alone)
 
-    async def answered(
+    def answered(
         self, form: Form, *, stream: bool | None = False, last: bytes = DONE, timeout_s: float | None = None
     ) -> Response:
-        """The answer of `form`, in events with `last` behind them, or whole. Errors as `Admission.admit`."""
+        """The answer of `form`, in events with `last` behind them, or whole."""
         admission = self.service.admission
         if stream:
             return EventStream(form.events, admission, last, timeout_s)
-        async with admission.admit(self.receive, timeout_s):
-            return JSONResponse(await form.answer())
+        return WholeAnswer(form.answer, admission, timeout_s)
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
-    return Incoming(service, request.state.request_id, Clock(request.state.arrived), request.receive)
+    return Incoming(service, request.state.request_id, Clock(request.state.arrived))
 
 
 IncomingDep = Annotated[Incoming, Depends(_incoming)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from secrets import randbits
@@ -19,7 +19,19 @@ from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.messages import TokenizeRequest
-from service.body import INT32_MAX, Array, Body, MaxTokens, NotServed, RepetitionPenalty, Settings, Stop, TopP
+from service.body import (
+    INT32_MAX,
+    Array,
+    Body,
+    CacheSalt,
+    MaxTokens,
+    NotServed,
+    RepetitionPenalty,
+    Settings,
+    Stop,
+    Templated,
+    TopP,
+)
 from service.call import Call
 from service.incoming import Form, IncomingDep
 from service.openai_types import NOT_SERVED
@@ -39,6 +51,7 @@ class InferParameters(Settings):
         **dict.fromkeys(("grammar", "ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_n_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's; max_new_tokens is meant
     }
 
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -50,6 +63,8 @@ class InferParameters(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
+    cache_salt: CacheSalt | None = None
+    """As in chat completions."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
     """Seconds."""
@@ -73,16 +88,23 @@ class InferParameters(Settings):
 class InputsBody(Body):
     """What MindIE's forms share."""
 
+    # Here chat_template is a switch.
+    not_served: ClassVar[NotServed] = {
+        name: off for name, off in InferParameters.not_served.items() if name != "chat_template"
+    }
+    of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
+    """Names that stand in `parameters` alone."""
+
     inputs: str | Array[dict[str, Any]]
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
-    chat_template: bool | None = None
+    chat_template: Templated | None = None
     """None: true. False: the items of a list follow one another with no template around them."""
 
     @model_validator(mode="before")
     @classmethod
     def _require_parameters(cls, given: Any) -> Any:
         """They would be ignored beside `parameters`, and the answer be another."""
-        for name in InferParameters.model_fields if isinstance(given, dict) else ():
+        for name in cls.of_parameters if isinstance(given, dict) else ():
             if given.get(name) is not None:
                 raise PydanticCustomError("misplaced", "{name} must stand in parameters", {"name": name})
         return given
@@ -108,7 +130,7 @@ async def infer(body: InferBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos; streamed on request."""
     parameters = body.parameters or InferParameters()
     inference = _Infer(incoming.call(body.model, parameters), body, parameters)
-    return await incoming.answered(inference, stream=body.stream, last=b"", timeout_s=parameters.timeout)
+    return incoming.answered(inference, stream=body.stream, last=b"", timeout_s=parameters.timeout)
 
 
 @dataclass(frozen=True, slots=True)

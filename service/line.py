@@ -27,13 +27,13 @@ from mindie_mm.inputs import (
     with_paths,
 )
 from mindie_mm.shm import request_directory
+from mindie_mm.tasks import gather
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 from service import tracing
 from service.choices import Clock
 from service.spending import room_to_spool
 from service.state import Service
-from service.tasks import gather
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
 """The media of a request, and what makes it one whose media are files."""

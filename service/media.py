@@ -23,9 +23,9 @@ from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch import fetch
 from mindie_mm.media.threads import Threads
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.tasks import gather, in_thread
 from service.formats import HEAD_BYTES, extension, is_base64_media
 from service.spending import NO_FILES, ItemSpending, Spending
-from service.tasks import gather, in_thread
 
 _MAX_PATH = 4096
 _KERNELS = ("/proc", "/sys")

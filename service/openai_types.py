@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.sampling_params import MAX_SALT_CHARACTERS, SamplingParams
+from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF, PROMPT_FIELDS, template_variables
 from service.body import (
     INT32_MAX,
     Array,
     Body,
+    CacheSalt,
     Fields,
     Logprobs,
     MaxTokens,
@@ -68,12 +70,16 @@ _MINDIES: NotServed = {"max_new_tokens": (None,), "do_sample": (None, True), "ty
 
 
 class _Closed(Fields, extra="forbid"):
-    """Fields beside which there are no others; one that is null is none."""
+    """Fields beside which there are no others, the first of which is told; one that is null is none."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        told = {field.alias or name for name, field in cls.model_fields.items()}
+        told |= {*islice((name for name, one in given.items() if one is not None and name not in told), 1)}
+        return {name: given[name] for name in told if given.get(name) is not None}
 
 
 class NamedSchema(_Closed):
@@ -151,7 +157,7 @@ class GenerationBody(Body, Settings):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(fail_fast=True)] | None = None
     """By token id, written as a string."""
     # FastAPI describes limits as floats, and 2**63 - 1 is none.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -159,7 +165,7 @@ class GenerationBody(Body, Settings):
     stop_token_ids: Annotated[Array[int], AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    cache_salt: CacheSalt | None = None
     """Caches are shared with requests of the same one alone; None: with all that have none."""
     user: str | None = None
     """Ignored."""

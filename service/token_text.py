@@ -30,7 +30,7 @@ _BEFORE = "a"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
-_INLINE_MEDIA = re.compile(r"(data:[^,\s]*;base64,)[A-Za-z0-9+/=_-]+")
+_INLINE_MEDIA = re.compile(r"(data:[^,\s]{0,256};base64,)[A-Za-z0-9+/=_-]+")
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:

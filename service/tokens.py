@@ -11,9 +11,9 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
-from service.body import Array, Body, NotServed
+from service.admitted import WholeAnswer
+from service.body import Array, Body, CacheSalt, NotServed, Templated
 from service.incoming import IncomingDep
-from service.json_response import JSONResponse
 from service.line import prompt_of_ids, prompts
 from service.openai_types import NOT_SERVED
 from service.state import ServiceDep
@@ -24,11 +24,14 @@ router = APIRouter()
 class TokenizeBody(Body):
     """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
 
-    not_served: ClassVar[NotServed] = NOT_SERVED
+    # chat_template is a switch of `inputs`, as in /infer.
+    not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
 
     prompt: str | None = None
     messages: Array[dict[str, Any]] | None = None
     inputs: Array[dict[str, Any]] | None = None
+    chat_template: Templated | None = None
+    """Of `inputs` alone. None: true."""
     add_generation_prompt: bool | None = None
     """None: true."""
     add_special_tokens: bool | None = None
@@ -38,6 +41,7 @@ class TokenizeBody(Body):
     """As in a chat completion, and so are `tool_choice` and `reasoning_effort`."""
     tool_choice: Any = None
     reasoning_effort: str | None = None
+    cache_salt: CacheSalt | None = None
     return_token_strs: bool | None = None
 
 
@@ -54,33 +58,38 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
+    if body.chat_template is not None and body.inputs is None:
+        raise InputError(f"chat_template is {body.chat_template}, which needs inputs")
     if body.add_special_tokens not in (None, body.prompt is not None):
         raise InputError(f"add_special_tokens is {body.add_special_tokens}; it is not served")
     wanted = TokenizeRequest(
         text=body.prompt,
         messages=body.messages,
         items=body.inputs,
+        chat=body.chat_template is not False,
         add_generation_prompt=body.add_generation_prompt is not False,
         chat_template_kwargs=template_variables(
             body.chat_template_kwargs, body.tools, body.tool_choice, body.reasoning_effort
         ),
-        options=PromptOptions(service.worker.engine.info.max_model_len),
+        options=PromptOptions(service.worker.engine.info.max_model_len, cache_salt=body.cache_salt or ""),
     )
-    async with service.admission.admit(incoming.receive), prompts(service, [wanted], incoming.clock) as (source,):
-        ids: list[int] = source.prompt.plain_ids.tolist()
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.worker.engine.info.max_model_len,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [service.tokens.text(token) for token in ids]
-    return JSONResponse(answer)
+
+    async def answer() -> dict[str, Any]:
+        async with prompts(service, [wanted], incoming.clock) as (source,):
+            ids: list[int] = source.prompt.plain_ids.tolist()
+        found = {"count": len(ids), "max_model_len": service.worker.engine.info.max_model_len, "tokens": ids}
+        return found | ({"token_strs": [*map(service.tokens.text, ids)]} if body.return_token_strs else {})
+
+    return WholeAnswer(answer, service.admission)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
     """The text of token ids, special tokens spelled out."""
     service.check_model(body.model)
-    ids: list[int] = prompt_of_ids(service, body.tokens).ids.tolist()
-    return JSONResponse({"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def answer() -> dict[str, Any]:
+        ids: list[int] = prompt_of_ids(service, body.tokens).ids.tolist()
+        return {"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)}
+
+    return WholeAnswer(answer, service.admission)

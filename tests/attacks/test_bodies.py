@@ -11,6 +11,7 @@ from tests.attacks.conftest import Attacked
 
 MOST = ServiceConfig().max_request_values
 MANY = MOST - 64
+NAMES = {f"a{index}": 1 for index in range(MANY)}
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
@@ -38,6 +39,9 @@ def test_more_values_than_a_request_has(attacked: Attacked, path: str, values: s
         ("/v1/chat/completions", HELLO | {"stop": [1] * MANY}),
         ("/v1/chat/completions", HELLO | {"stop_token_ids": ["a"] * MANY}),
         ("/v1/chat/completions", HELLO | {"tools": [1] * MANY}),
+        ("/v1/chat/completions", HELLO | {"logit_bias": dict.fromkeys(map(str, range(MANY)), "")}),
+        ("/v1/chat/completions", HELLO | {"response_format": {"type": "text"} | NAMES}),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": NAMES}}),
         ("/tokenize", {"inputs": [1] * MANY}),
         ("/detokenize", {"tokens": ["a"] * MANY}),
     ],

@@ -26,11 +26,15 @@ WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the request's body; at /early before it comes, at /late some time after it.
 
-    At /lines with its headers' names, at /stream with the body twice, and no length.
+    At /lines with its headers' names, at /stream with the body twice, and no length; at /left when the client left.
     """
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
     if scope["path"] == "/late":
         await asyncio.sleep(TIMEOUT_S)
+    if scope["path"] == "/left":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
     if scope["path"] == "/lines":
         content = b",".join(name for name, _ in scope["headers"])
     if scope["path"] == "/stream":
@@ -80,17 +84,87 @@ async def test_the_second_head_is_waited_for_no_longer(address: tuple[str, int])
     writer.close()
 
 
-async def test_what_comes_of_a_body_after_its_answer_holds_no_connection(address: tuple[str, int]) -> None:
-    """Nor is it cut off while it comes: only a pause is too long."""
+EARLY = WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length: %d")
+
+
+async def test_a_body_behind_its_answer_is_read_and_the_connection_goes_on(address: tuple[str, int]) -> None:
+    """However it comes, and with a whole new measure each time."""
+    reader, writer = await asyncio.open_connection(*address)
+    long = b"h" * (connection.MAX_DROPPED_BYTES * 2 // 3)
+    chunks = b"1\r\nh\r\n" * 100
+    early_chunks = CHUNKED.replace(b"POST /", b"POST /early")
+    pieces = [(EARLY % 4, [b"h"] * 4), (early_chunks, [chunks, b"0\r\n", b"\r\n"]), *[(EARLY % len(long), [long])] * 2]
+    async with asyncio.timeout(20):
+        for head, body in pieces:
+            writer.write(head)
+            assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
+            for piece in body:
+                await asyncio.sleep(0.1)
+                writer.write(piece)
+        await writer.drain()
+        with pytest.raises(TimeoutError):  # LINGER_S holds for bodies alone, PAUSE_S begins with the last byte
+            await asyncio.wait_for(reader.read(1), 0.6 * PAUSE_S)
+        writer.write(WHOLE + b"hi")
+        assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
+        assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("piece", [b"", b"h"])
+async def test_a_body_that_does_not_end_behind_its_answer_holds_no_connection(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, piece: bytes
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.5)
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(0.9 * PAUSE_S):
+        writer.write(EARLY % 100)
+        assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
+        ended = asyncio.create_task(lost(reader))
+        while not ended.done():
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        assert await ended == b""
+    writer.close()
+
+
+async def test_a_body_without_end_behind_its_answer(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(0.9 * connection.LINGER_S):
+        writer.write(EARLY % 2**40)
+        assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
+        ended = asyncio.create_task(lost(reader))
+        num_bytes = await written(writer, b"h" * 2**14, ended)
+        assert await ended == b""
+    assert num_bytes > connection.MAX_DROPPED_BYTES
+    writer.close()
+
+
+async def test_small_chunks_without_end(address: tuple[str, int]) -> None:
+    """Behind an answer they end the connection, in a body that is read they are refused."""
+    chunk = b"1\r\nh\r\n"
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(20):
-        writer.write(WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length: 9"))
+        writer.write(CHUNKED.replace(b"POST /", b"POST /early"))
         assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
-        for _ in range(8):
-            await asyncio.sleep(0.4 * PAUSE_S)
-            writer.write(b"h")
-        assert not reader.at_eof()
-        assert await reader.read() == b""
+        writer.write(chunk * (connection.MAX_SMALL_CHUNKS + 1000))
+        assert await lost(reader) == b""
+        writer.close()
+        answer = await answers_to(address, CHUNKED + chunk * (connection.MAX_SMALL_CHUNKS + 1000))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert b"chunks of less than 16 bytes" in body
+    assert b"the limit of 4096" in body
+
+
+async def test_chunks_that_are_not_small_have_no_number(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        for _ in range(2):  # each body is counted for itself
+            count = connection.MAX_SMALL_CHUNKS
+            writer.write(CHUNKED + b"1\r\nh\r\n" * (count - 1) + b"0\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n" + b"h" * (count - 1))
+            writer.write(CHUNKED + b"10\r\n0123456789abcdef\r\n" * (3 * count) + b"0\r\n\r\n")
+            await reader.readuntil(b"0123456789abcdef" * (3 * count))
     writer.close()
 
 
@@ -264,6 +338,81 @@ async def test_many_requests_at_once(address: tuple[str, int]) -> None:
     writer.close()
 
 
+AHEAD = {
+    "nothing": b"",
+    "a request": WHOLE + b"hi",
+    "requests and a part": (WHOLE + b"hi") * 3 + WHOLE[:20],
+    "a long body": WHOLE.replace(b"2", b"%d" % 2**20) + b"h" * 100_000,
+    "more than is kept": WHOLE + b"hi" + b"h" * 2 * connection.MAX_AHEAD_BYTES,
+}
+
+
+@pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
+async def test_who_leaves_ends_its_request_whatever_stands_behind_it(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, ahead: bytes
+) -> None:
+    left = asyncio.get_running_loop().create_future()
+    connection_lost = connection.Connection.connection_lost
+
+    def watched(self: connection.Connection, exc: Exception | None) -> None:
+        connection_lost(self, exc)
+        left.set_result(self)
+
+    monkeypatch.setattr(connection.Connection, "connection_lost", watched)
+    _, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(10):
+        writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
+        await asyncio.sleep(0.1)
+        writer.write(ahead[:200])
+        await asyncio.sleep(0.1)
+        writer.write(ahead[200:])
+        await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.gather(*(await left).tasks)
+
+
+async def test_what_stands_behind_requests_comes_in_pieces(address: tuple[str, int]) -> None:
+    """Answers before it take longer than a head may."""
+    late = WHOLE.replace(b"/", b"/late", 1)
+    sent = late + b"hi" + late + b"ho" + WHOLE + b"he" + WHOLE + b"hu"
+    cuts = [len(2 * late) + 4 + cut for cut in (-1, 0, 10, len(WHOLE), len(WHOLE) + 1, len(WHOLE) + 3)]
+
+    async def assert_answered(cut: int) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(sent[:cut])
+        await asyncio.sleep(0.1)
+        for start in range(cut, len(sent), 7):
+            writer.write(sent[start : start + 7])
+            await asyncio.sleep(0.005)
+        for body in (b"hi", b"ho", b"he", b"hu"):
+            assert (await reader.readuntil(b"\r\n\r\n" + body)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*map(assert_answered, cuts))
+
+
+async def test_a_head_that_does_not_come_behind_a_request(address: tuple[str, int]) -> None:
+    async with asyncio.timeout(TIMEOUT_S + PAUSE_S):  # a pause between requests would be over then
+        answer = await answers_to(address, WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE + b"ho" + WHOLE[:20])
+    assert answer.count(b"HTTP/1.1 200") == 2
+    assert answer.endswith(b"\r\n\r\nho")
+
+
+async def test_bytes_without_end_in_front_of_an_answer(address: tuple[str, int]) -> None:
+    """The answer comes, and says that it is the last."""
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE)
+        await asyncio.sleep(0.1)
+        writer.write(b"h" * 2 * connection.MAX_AHEAD_BYTES)
+        answer = await lost(reader)
+    writer.close()
+    assert answer.count(b"HTTP/1.1 200") == 1
+    assert b"connection: close" in answer
+    assert answer.endswith(b"\r\n\r\nhi")
+
+
 async def test_who_closes_its_sending_half_has_left(address: tuple[str, int]) -> None:
     """One that is gone looks the same, and is not to be worked for."""
     reader, writer = await asyncio.open_connection(*address)
@@ -393,6 +542,18 @@ async def answers_to(address: tuple[str, int], sent: bytes) -> bytes:
         answer = await reader.read()
     writer.close()
     return answer
+
+
+async def written(writer: asyncio.StreamWriter, piece: bytes, ended: asyncio.Task[bytes]) -> int:
+    """How many bytes of pieces without end are taken until the connection ends."""
+    num_bytes = 0
+    with contextlib.suppress(ConnectionError):
+        while not ended.done():
+            writer.write(piece)
+            await writer.drain()
+            num_bytes += len(piece)
+            await asyncio.sleep(0)
+    return num_bytes
 
 
 async def lost(reader: asyncio.StreamReader) -> bytes:

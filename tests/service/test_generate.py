@@ -134,6 +134,16 @@ def test_bad_parameters(http: Any, path: str, parameters: dict[str, Any]) -> Non
     assert next(iter(parameters)) in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+@pytest.mark.parametrize(
+    "field", [{"truncate": 2}, {"decoder_input_details": True}, {"return_full_text": True}, {"adapter_id": "lora"}]
+)
+def test_its_own_parameters_stand_in_their_place(http: Any, path: str, field: dict[str, Any]) -> None:
+    answer = http.post(path, json={"inputs": "What colour"} | field)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"body: {min(field)} must stand in parameters"
+
+
 @pytest.mark.parametrize("inputs", [[], "", [{"image": "/etc/passwd"}], 5, None, [{"text": 5}]])
 def test_bad_inputs(http: Any, inputs: Any) -> None:
     assert generate(http, inputs).status_code == 400

@@ -90,6 +90,8 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         ("top_n_tokens", 3),
         ("frequency_penalty", 0.5),
         ("skip_special_tokens", False),
+        ("max_tokens", 2),
+        ("max_completion_tokens", 2),
     ):
         answer = ask(**{name: value})
         assert answer.status_code == 400
@@ -105,8 +107,27 @@ def test_parameters_stand_in_their_place(http: Any, path: str) -> None:
         answer = http.post(path, json={"inputs": "What colour"} | field)
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == f"body: {min(field)} must stand in parameters"
-    nulls = {"inputs": "What colour", "max_new_tokens": None, "parameters": {"max_new_tokens": 2}}
-    assert http.post(path, json=nulls).status_code == 200
+    harmless = {"max_new_tokens": None, "max_tokens": None, "n": 1, "ignore_eos": False, "chat_template": True}
+    whole = {"inputs": "What colour", "parameters": {"max_new_tokens": 2}} | harmless
+    assert http.post(path, json=whole).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"grammar": {"type": "regex", "value": "a"}},
+        {"frequency_penalty": 1.5},
+        {"n": 3},
+        {"ignore_eos": True},
+        {"mm_processor_kwargs": {"max_pixels": 9}},
+        {"max_tokens": 2},
+    ],
+)
+def test_what_is_not_served_is_refused_beside_parameters_too(http: Any, path: str, field: dict[str, Any]) -> None:
+    answer = http.post(path, json={"inputs": "What colour"} | field)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"body: {min(field)} is not served")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.removed_arenas import removed_arenas
 from tests.service.conftest import SETTINGS
 from tests.warm import running_service
 from tools.demo import encode, picture
@@ -114,12 +115,15 @@ def wait_for_health(service: RunningService, status: int) -> httpx2.Response:
 
 
 def test_without_tokenizers_it_is_unhealthy_until_others_have_started(lenient: RunningService, red_square: str) -> None:
+    post(lenient, CHAT, chat([red_square], "What?"))
     for child in children(lenient, "mindie_mm.tokenize.process"):
         child.kill()
     error = wait_for_health(lenient, 503).json()["error"]
     assert "no tokenizer process" in error["message"]
     assert httpx2.get(f"{lenient.url}/health/live").status_code == 200
     wait_for_health(lenient, 200)
+    processes = [lenient.process.pid, *(child.pid for child in psutil.Process(lenient.process.pid).children())]
+    assert removed_arenas(processes) == set(), "where /dev/shm is small, the next arena would find no room"
     assert post(lenient, CHAT, chat([red_square], "What?"))["usage"]["completion_tokens"] == 4
 
 

@@ -224,9 +224,10 @@ def test_who_reads_nothing_is_dropped(hasty: RunningService) -> None:
         wait_until(lambda: metric(hasty, "num_requests_running") == 0)
 
 
-def test_who_reads_byte_by_byte_is_left_at_the_deadline(hasty: RunningService) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_reads_byte_by_byte_is_left_at_the_deadline(hasty: RunningService, stream: bool) -> None:
     answered = metric(hasty, "http_requests_total", handler=COMPLETIONS)
-    with post(hasty, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048) as trickle:
+    with post(hasty, COMPLETIONS, MORE_THAN_SOCKETS_HOLD | {"stream": stream}, receive_bytes=2048) as trickle:
         read = 0
 
         def ended() -> bool:
@@ -258,6 +259,37 @@ def test_slow_readers_hold_nothing_and_nobody(loaded: RunningService, red_square
         assert events[-1]["usage"]["completion_tokens"] == asked["n"] * asked["max_tokens"]
         ends = [choice["finish_reason"] for event in events for choice in event["choices"]]
         assert ends.count("length") == asked["n"]
+
+
+def test_a_whole_answer_that_nobody_reads_counts(loaded: RunningService) -> None:
+    """As being answered, until its client has it or leaves; the engine is done with it."""
+    before = metric(loaded, "request_success_total", finished_reason="length")
+    whole = MORE_THAN_SOCKETS_HOLD | {"stream": False}
+    slow = [post(loaded, COMPLETIONS, whole, receive_bytes=2048) for _ in range(LIMIT)]
+    wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + LIMIT * whole["n"])
+
+    def others() -> int:
+        return httpx2.post(f"{loaded.url}/tokenize", json={"prompt": "x"}, timeout=WAIT_S).status_code
+
+    assert others() == 429
+    with slow.pop() as reading:
+        response = http.client.HTTPResponse(reading)
+        response.begin()
+        assert others() == 429, "the client has its beginning alone"
+        assert len(json.loads(response.read())["choices"]) == whole["n"]
+    wait_until(lambda: others() == 200)
+    for connection in slow:
+        connection.close()
+    wait_until(lambda: f"POST {COMPLETIONS} 200" in loaded.log.read_text())
+
+    def all_places_are_free() -> bool:
+        try:
+            fill_up(loaded, LIMIT)
+        except httpx2.HTTPStatusError:
+            return False
+        return True
+
+    wait_until(all_places_are_free)
 
 
 def test_a_slow_reader_s_media_are_freed_while_it_reads(loaded: RunningService, red_square: str) -> None:

@@ -46,7 +46,7 @@ def test_chat_and_completions() -> None:
 
 
 def test_infer() -> None:
-    names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
+    names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "cache_salt")
     given = {name: GIVEN[name] for name in names}
     expected = SamplingParams(max_tokens=5, **given | {"stop": ("a", "b")})
     assert InferParameters(max_new_tokens=5, **given).sampling_params() == expected

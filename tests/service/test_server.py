@@ -24,11 +24,31 @@ from prometheus_client.parser import text_string_to_metric_families
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
 from mindie_mm.shm import collect
+from service.app import checkpoint_name
 from service.server import _bound, _Server
 from tests.warm import running_service
 from tools.serving import RunningService
 
 ENGINE = "mindie_mm.engine.process"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (".", "qwen"),
+        ("../qwen/", "qwen"),
+        ("../latest", "latest"),
+        ("..", "models"),
+        ("/hub/models--Qwen--Qwen2-VL-2B/snapshots/895c3a49", "Qwen/Qwen2-VL-2B"),
+        ("/hub/models--gpt2/snapshots/607a30d7/", "gpt2"),
+        ("/runs/snapshots/12", "12"),
+    ],
+)
+def test_the_name_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str) -> None:
+    (tmp_path / "models/qwen").mkdir(parents=True)
+    (tmp_path / "models/latest").symlink_to("qwen")
+    monkeypatch.chdir(tmp_path / "models/qwen")
+    assert checkpoint_name(Path(given)) == name
 
 
 def start_endless_stream(service: RunningService, red_square: str) -> socket.socket:

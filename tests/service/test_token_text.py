@@ -1,16 +1,19 @@
 """Bytes and offsets of tokens, over vocabularies of both kinds that have parts of characters."""
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mindie_mm.engine.detokenizer import Detokenizer
 from mindie_mm.engine.messages import TokenLogprob
-from service.token_text import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, token_bytes
+from mindie_mm.tokenize.prompt import Prompt
+from service.token_text import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_text, token_bytes
 from tests.service.conftest import TINY
 
 DAY = "日".encode()
@@ -129,3 +132,17 @@ async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_leve
     assert found["top_logprobs"][0] is None
     assert len(found["top_logprobs"][9]) == 20
     assert await completion_logprobs(texts, [], []) == await completion_logprobs(TokenTexts(byte_level), [], [])
+
+
+def test_a_prompt_s_text_leaves_base64_out_in_linear_time(byte_level: Tokenizer) -> None:
+    def text(prompt: str) -> tuple[str, float]:
+        ids = np.array(byte_level.encode(prompt).ids, np.int64)
+        begun = time.process_time()
+        return prompt_text(byte_level, Prompt(ids)), time.process_time() - begun
+
+    assert text("see data:image/png;base64,QUJD= and")[0] == "see data:image/png;base64,... and"
+    for begin in ("data:", "data:;base64"):
+        hostile = begin * 16_000
+        found, seconds = text(hostile)
+        assert found == hostile
+        assert seconds < 1

@@ -55,7 +55,6 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
         ({"tools": [{"type": "function"}]}, "no place for tools"),
         ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message is not served"),
-        ({"chat_template": "{{ messages }}"}, "chat_template is not served"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),
         ({"add_special_tokens": True}, "add_special_tokens is True; it is not served"),
     ],
@@ -80,6 +79,29 @@ def test_what_changes_no_prompt_is_taken(http: Any) -> None:
 def test_inputs(http: Any, media_dir: Path) -> None:
     found = tokenize(http, inputs=[{"image": str(media_dir / "green_star.jpg")}, {"text": "What?"}])
     assert found["count"] > 10
+
+
+@pytest.mark.parametrize("chat_template", [None, True, False])
+def test_inputs_have_the_prompt_of_a_generate_of_the_same(http: Any, chat_template: bool | None) -> None:
+    body = {"inputs": [{"text": "Hello!"}], "chat_template": chat_template}
+    answer = http.post("/generate", json=body | {"parameters": {"max_new_tokens": 1, "details": True}})
+    assert tokenize(http, **body)["count"] == answer.json()["details"]["prompt_tokens"]
+    plain = tokenize(http, prompt="Hello!")["tokens"]
+    assert (tokenize(http, **body)["tokens"] == plain) == (chat_template is False)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which needs inputs"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which needs inputs"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"}, "must be true or false"),
+        ({"inputs": [{"text": "a"}], "chat_template": 0}, "must be true or false"),
+    ],
+)
+def test_another_template_or_none_is_refused(http: Any, body: dict[str, Any], said: str) -> None:
+    answer = http.post("/tokenize", json=body)
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "inputs": [{"text": "b"}]}, {"prompt": 5}, {"messages": []}])

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tools.questions import CHAT_ANSWERS
 
@@ -61,6 +62,21 @@ def test_a_salt_keeps_the_cache_to_those_who_know_it(client: openai.OpenAI, http
         assert bool(usage.prompt_tokens_details.cached_tokens) is cached_tokens
     for salt in ("", "a" * 1025):
         assert http.post("/v1/completions", json=prompt | {"cache_salt": salt}).status_code == 400
+        assert http.post("/tokenize", json={"prompt": text, "cache_salt": salt}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
+def test_a_salt_in_mindies_forms(http: Any, path: str) -> None:
+    text = f"{path} a green circle, " * 40
+    parameters = {"max_new_tokens": 1, "cache_salt": "mine"}
+    assert http.post(path, json={"inputs": text, "parameters": parameters}).status_code == 200
+    for salt, cached in ((None, False), ("yours", False), ("mine", True)):
+        body = {"prompt": text, "max_tokens": 1, "cache_salt": salt}
+        usage = http.post("/v1/completions", json=body).json()["usage"]
+        assert bool(usage["prompt_tokens_details"]["cached_tokens"]) is cached, salt
+    misplaced = http.post(path, json={"inputs": text, "cache_salt": "mine"})
+    assert misplaced.status_code == 400
+    assert "cache_salt must stand in parameters" in misplaced.text
 
 
 def test_timings(client: openai.OpenAI, red_square: str) -> None:
