@@ -155,7 +155,8 @@ class ServiceConfig:
     web_page: bool = True
     """Serve a page at / to ask with, and to watch the service."""
     served_model_name: Annotated[str, Meta(min_length=1)] | None = None
-    """Name of the model in requests and answers; None: the name of the checkpoint's directory."""
+    """Name of the model in requests and answers; None: the name of the checkpoint's directory, `owner/name` of one
+    in Hugging Face's cache."""
     spool: Path | None = None
     """Folder in which requests keep their path files and media; None: mindie_mm-<uid> in the
     temporary directory."""

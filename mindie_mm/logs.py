@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -78,6 +79,15 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
     logging.getLogger("mindie_mm").critical("the process ends", exc_info=(kind, error, trace))
 
 
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""What ends a line, or has a terminal do what it says."""
+_CONTROLS_IN_LINES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _escaped(control: re.Match[str]) -> str:
+    return repr(control[0])[1:-1]
+
+
 class _Text(logging.Formatter):
     """2026-11-21T15:50:13.123Z INFO api[17] service.access: message."""
 
@@ -89,8 +99,8 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if record.exc_info is None:
-            text = text.replace("\n", "\\n")  # a record is a line; a trace alone has several
+        # A record is a line; a trace alone has several.
+        text = (_CONTROLS if record.exc_info is None else _CONTROLS_IN_LINES).sub(_escaped, text)
         given = getattr(record, "request_id", None)
         return f"{text} [{given}]" if given and given not in text else text
 

@@ -46,6 +46,16 @@ def test_a_record_as_text():
     assert re.fullmatch(line, stream.getvalue())
 
 
+def test_what_a_terminal_obeys_is_escaped():
+    with logging_to(logs.LogSettings()) as stream:
+        logging.getLogger("service.x").info("a\r2026 INFO forged\x1b[2K\x7f\x9b\u2028\tb é")
+        logging.getLogger("service.x").error("it failed", exc_info=InputError("c\r\x1b[2Kd"))
+    said, failed, *trace = stream.getvalue().split("\n")
+    assert said.endswith(r"service.x: a\r2026 INFO forged\x1b[2K\x7f\x9b\u2028\tb é")
+    assert failed.endswith("service.x: it failed")
+    assert trace[-2:] == [r"InputError: c\r\x1b[2Kd", ""]
+
+
 def test_a_record_as_json():
     with logging_to(logs.LogSettings("json", "debug")) as stream:
         token = logs.request_id.set("abc")

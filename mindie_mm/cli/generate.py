@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -51,10 +52,10 @@ def command(
         raise click.BadParameter("answers go to a file, behind which a second call goes on", param_hint="--output")
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
-    path = model or (Path(settings.model) if settings.model else None)
-    flags = {"device": device, "dtype": dtype, "tensor_parallel": tensor_parallel}
-    flags |= {"family": settings.family or None, "arena_bytes": 1 << 20}
-    config = configured(path, flags).worker
+    flags = {"device": device, "dtype": dtype, "tensor_parallel": tensor_parallel, "arena_bytes": 1 << 20}
+    # Not the environment's: its checkpoint and family are a service's, these are the rows' own.
+    own = Path(settings.model) if settings.model else None
+    config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")

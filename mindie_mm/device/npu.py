@@ -39,7 +39,8 @@ class NPU(Device):
     @classmethod
     def missing(cls) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
-            return "torch_npu is not installed: pip install 'mindie_mm[npu]' beside CANN"
+            release = torch.__version__.partition("+")[0]
+            return f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
         try:
             importlib.import_module("torch_npu")
         except (ImportError, RuntimeError, OSError) as error:

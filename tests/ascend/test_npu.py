@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mindie_mm.device.npu import registers
 from tests.ascend.processes import call
@@ -92,7 +93,8 @@ def without_torch_npu() -> str:
 
 
 def test_torch_npu_is_missing():
-    assert call(without_torch_npu) == "torch_npu is not installed: pip install 'mindie_mm[npu]' beside CANN"
+    release = torch.__version__.partition("+")[0]
+    assert call(without_torch_npu) == f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
 
 
 def test_cann_is_missing():

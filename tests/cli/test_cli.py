@@ -70,6 +70,13 @@ def test_serve_help_names_every_setting():
                 assert f"--{field.name.replace('_', '-')}" in said
 
 
+def test_help_tells_the_defaults_of_sampling():
+    for command in ("ask", "generate"):
+        said = " ".join(run_warm(command, "--help").split())
+        assert "[default: 256" in said
+        assert "[default: 0.0]" in said
+
+
 def test_a_family_is_chosen_by_name(random_checkpoint, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(random_checkpoint, folder)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from mindie_mm.device.npu_doctor import driver, findings, runtime, smi
 from mindie_mm.device.npu_doctor.cann import CANN
@@ -74,7 +75,7 @@ def test_a_machine_on_which_all_is_well(tree):
 def test_torch_npu_is_missing(tree):
     (one,) = (one for one in findings(tree.root) if one.subject == "npu runtime")
     assert (one.status, one.found) == ("error", "torch_npu is not installed")
-    assert "pip install" in one.advice
+    assert one.advice == f"pip install torch_npu=={torch.__version__.partition('+')[0]}"
 
 
 # The driver and its files

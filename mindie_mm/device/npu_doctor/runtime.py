@@ -24,7 +24,9 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
     """What came of it."""
     subject = "npu runtime"
     if software.torch_npu is None:
-        return Finding(subject, "error", "torch_npu is not installed", "pip install 'mindie_mm[npu]'")
+        # No other version: a later one brings the torch that it is for, in PyPI's CUDA build.
+        advice = f"pip install torch_npu=={software.torch.partition('+')[0]}"
+        return Finding(subject, "error", "torch_npu is not installed", advice)
     command = [sys.executable, "-P", "-m", "mindie_mm.device.npu_doctor.probe"]
     ended = programs.run(command, timeout_s)
     if ended is None:
