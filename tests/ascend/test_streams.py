@@ -306,3 +306,27 @@ def test_operators_tell_what_they_use():
     race = 107003
     assert call(operators_race) == [0, 0, 0, race, 0, 0, 0, race]
     assert call(operators_race, races=0) == [0] * 8
+
+
+def results_beside_another_thread() -> int:
+    import torch
+    import torch_npu  # noqa: F401
+
+    ended = threading.Event()
+
+    def synchronise() -> None:
+        torch.npu.set_device(0)
+        while not ended.is_set():
+            torch.npu.current_stream().synchronize()
+
+    ones = torch.ones(64, device="npu")
+    thread = threading.Thread(target=synchronise)
+    thread.start()
+    wrong = sum((ones + number).cpu().tolist() != [1.0 + number] * 64 for number in range(2000))
+    ended.set()
+    thread.join()
+    return wrong
+
+
+def test_results_are_right_while_another_thread_synchronises():
+    assert call(results_beside_another_thread) == 0

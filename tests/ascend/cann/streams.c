@@ -260,18 +260,21 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) {
 
 aclError aclrtGetStreamId(aclrtStream stream, int32_t *id) { return aclrtStreamGetId(stream, id); }
 
-/* Queues a task that reads and writes n bytes each (null: none), unless that would be a race. */
-static int launch_on(aclrtStream stream, struct sim_task *task, void *writes, const void *reads, size_t n) {
-    pthread_mutex_lock(&sim_lock);
-    struct sim_stream *queue = sim_stream_of(stream);
+/* Queues a task that reads and writes n bytes each (null: none), unless that would be a race. Under the lock. */
+static int launch(struct sim_stream *queue, struct sim_task *task, void *writes, const void *reads, size_t n) {
     int code = reads ? sim_note_read(queue, reads, n) : 0;
     if (!code && writes) code = sim_note_write(queue, writes, n);
-    if (!code) {
-        sim_queue(queue, task);
-        code = queue->error;
-    } else {
+    if (code) {
         task->drop(task);
+        return code;
     }
+    sim_queue(queue, task);
+    return queue->error;
+}
+
+static int launch_on(aclrtStream stream, struct sim_task *task, void *writes, const void *reads, size_t n) {
+    pthread_mutex_lock(&sim_lock);
+    int code = launch(sim_stream_of(stream), task, writes, reads, n);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
@@ -389,6 +392,12 @@ SIM_EXPORT int sim_drain(void *stream) {
     return code;
 }
 
+/* Until the stream gets there, dst reads as NaN and -1: from the same moment on, since another thread may drain the stream. */
 SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_t n) {
-    return launch_on(stream, &new_copy(dst, src, n, true)->task, dst, NULL, n);
+    struct sim_task *task = &new_copy(dst, src, n, true)->task;
+    pthread_mutex_lock(&sim_lock);
+    int code = launch(sim_stream_of(stream), task, dst, NULL, n);
+    if (!code) memset(dst, 0xFF, n);
+    pthread_mutex_unlock(&sim_lock);
+    return code;
 }
