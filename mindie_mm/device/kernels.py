@@ -75,6 +75,3 @@ class Kernels:
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
         """Writes new [T, kv_heads, head_dim] to slots int64 [T] of pages [blocks, block_size, kv_heads, head_dim]."""
         pages.flatten(0, 1).index_copy_(0, slots, new)
-
-
-__all__ = ["Kernels", "Rows", "block_table"]

@@ -233,6 +233,3 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
         _log.warning("%s does not run on %s in %s, plain torch takes its place: %s", operator, device, dtype, reason)
         return False
     return True
-
-
-__all__ = ["HALF", "PACKED", "NPUKernels", "rms_norm", "rotary", "works"]

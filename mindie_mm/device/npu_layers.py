@@ -106,6 +106,3 @@ def _rotate(
         return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return rotary(q, cos, sin), rotary(k, cos, sin)
-
-
-__all__ = ["FusedRMSNorm", "fuse"]

@@ -40,6 +40,3 @@ def _rotates_halves(own: Callable[..., Any], name: str) -> bool:
         return all(map(torch.allclose, own(*values, *angles), values * cos + halves * sin))
     except (TypeError, RuntimeError, ValueError):  # it takes other things
         return False
-
-
-__all__ = ["TEXT", "TOWER", "replace"]

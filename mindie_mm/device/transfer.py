@@ -38,6 +38,3 @@ def download(*tensors: Tensor) -> list[Tensor]:
 def _queued(tensor: Tensor) -> Tensor:
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
-
-
-__all__ = ["download", "upload"]

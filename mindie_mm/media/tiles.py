@@ -83,6 +83,3 @@ def write_canvas(rgb: Pixels, canvas: CanvasSize, tiles: Pixels, resample: Resam
     height, width = fit(rgb.shape[0], rgb.shape[1], canvas)
     fitted = resize(rgb, height, width, resample)
     cut(pad(fitted, *canvas), tiles[1:])
-
-
-__all__ = ["CanvasSize", "best_canvas", "closest_grid", "cut", "fit", "without_padding", "write_canvas"]

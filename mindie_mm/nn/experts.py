@@ -152,6 +152,3 @@ def join_experts(module: nn.Module, device: Device) -> None:
         for part in module.modules():
             if isinstance(part, Experts):
                 part.join()
-
-
-__all__ = ["MLP", "Experts", "Gate", "join_experts"]

@@ -66,6 +66,3 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def split_heads(hidden: Tensor, width: int) -> Tensor:
     """[T, heads * width] -> [heads, T, width]."""
     return hidden.view(len(hidden), -1, width).transpose(0, 1)
-
-
-__all__ = ["PatchProjection", "RMSNorm", "rotary_angles", "rotate", "split_heads"]

@@ -103,6 +103,3 @@ _staging = cache(Staging)
 
 def _address(pages: mmap.mmap) -> int:
     return torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
-
-
-__all__ = ["settle", "to_device"]

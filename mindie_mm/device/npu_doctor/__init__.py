@@ -37,6 +37,3 @@ def findings(root: Path) -> Iterator[Finding]:
     for one in looked_at:  # where an NPU starts, nothing of this keeps the service from starting
         yield replace(one, status="warning") if starts and one.status == "error" else one
     yield tried
-
-
-__all__ = ["findings"]
