@@ -27,7 +27,7 @@ from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange
+from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, media_of, parse_inputs
 from mindie_mm.ipc import Failure
 from mindie_mm.media.source import read_source
@@ -214,6 +214,11 @@ class FamilyContract:
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
         """What lies in shared memory is, normalised as the tower does it, the processor's own output `expected`."""
         raise NotImplementedError
+
+    def assert_refused(self, path: Path, named: str) -> None:
+        """The family's processor does not serve the checkpoint `path`, and `named` is in what it says of that."""
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            family_named(self.name).processor(Checkpoint.open(path))
 
     def assert_a_slot_for_each_feature(self, processor: Processor, kind: Kind, plan: Plan) -> None:
         """What `plan`, `spelling` and `makes` say of an item is one and the same."""

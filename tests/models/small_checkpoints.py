@@ -53,6 +53,13 @@ def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings:
     return fast
 
 
+def changed(path: Path, out: Path, file: str, change: Mapping[str, Any]) -> Path:
+    """A copy of the checkpoint `path` whose `file`, such as config, has other values."""
+    shutil.copytree(path, out)
+    save_json(out, **{file: json.loads((out / f"{file}.json").read_text()) | change})
+    return out
+
+
 def without_token(path: Path, out: Path, token: str) -> Path:
     """A copy of the checkpoint `path` whose tokenizer.json has another token in the place of `token`."""
     shutil.copytree(path, out)

@@ -1,7 +1,5 @@
 """DeepSeek-VL with two towers beside transformers' own, on random weights."""
 
-import json
-import shutil
 from typing import ClassVar
 
 import pytest
@@ -15,13 +13,10 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
 from tests.models import test_deepseek_vl as plain
 from tests.models.contract import FamilyContract
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model
+from tests.models.small_checkpoints import changed, save_json, save_model
 from tests.models.test_deepseek_vl import FEATURES, PIXELS, save_special
 from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
@@ -91,8 +86,4 @@ class TestDeepseekVLHybrid(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,8 +1,6 @@
 """Florence-2 beside transformers' own, on random weights."""
 
-import json
 import re
-import shutil
 import time
 from functools import partial
 from typing import ClassVar
@@ -17,11 +15,10 @@ from transformers import BartConfig, CLIPImageProcessor, Florence2Config, Floren
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.models import load_model
 from tests.models.contract import picture, run
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
-from tests.models.small_checkpoints import save_json, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 from tests.warm import running_service
 from tools.demo import data_url
@@ -168,16 +165,18 @@ class TestFlorence2(Seq2SeqContract):
         ("setting", "value"), [("repetition_penalty", 1.5), ("min_length", 4), ("encoder_no_repeat_ngram_size", 2)]
     )
     def test_rules_that_are_not_served_are_refused(self, path, tmp_path, setting, value):
-        other = self.changed(path, tmp_path, "generation_config", **{setting: value})
+        other = changed(path, tmp_path / "other", "generation_config", {setting: value})
         with pytest.raises(UnsupportedCheckpoint, match=f"{setting} {value}"):
             load_model(other, device="cpu")
 
     def test_beams_are_told_of(self, path, tmp_path, caplog):
-        load_model(self.changed(path, tmp_path, "generation_config", num_beams=3), device="cpu")
+        load_model(changed(path, tmp_path / "other", "generation_config", {"num_beams": 3}), device="cpu")
         assert "num_beams 3; answers are decoded without beams" in caplog.text
 
     def test_the_originals_weights_are_told_from_the_conversion(self, path, tmp_path):
-        other = self.changed(path, tmp_path, "config", vision_config={"model_type": "davit", "dim_embed": [128]})
+        other = changed(
+            path, tmp_path / "other", "config", {"vision_config": {"model_type": "davit", "dim_embed": [128]}}
+        )
         with pytest.raises(UnsupportedCheckpoint, match="florence-community"):
             load_model(other, device="cpu")
 
@@ -190,9 +189,7 @@ class TestFlorence2(Seq2SeqContract):
         ],
     )
     def test_preprocessing_that_does_not_fit_the_tower(self, path, tmp_path, changes, said):
-        other = self.changed(path, tmp_path, "preprocessor_config", **changes)
-        with pytest.raises(UnsupportedCheckpoint, match=said):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", changes), said)
 
     def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
         """Usage, log-probabilities, streams, stop strings, refusals, and a client that leaves in the midst."""
@@ -237,9 +234,3 @@ class TestFlorence2(Seq2SeqContract):
             aborted = re.compile(r'request_success_total\{[^}]*finished_reason="abort"[^}]*\} 1')
             wait_until(lambda: aborted.search(httpx2.get(f"{running.url}/metrics").text))
             assert running.wait_until_free()["blocks"] == 0
-
-    @staticmethod
-    def changed(path, tmp_path, name, **changes):
-        file = shutil.copytree(path, tmp_path / "changed") / f"{name}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-        return file.parent

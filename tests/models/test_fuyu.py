@@ -1,7 +1,5 @@
 """Fuyu beside transformers' own, on random weights."""
 
-import json
-import shutil
 from typing import ClassVar
 
 import numpy as np
@@ -11,14 +9,14 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import FuyuConfig, FuyuForCausalLM, FuyuImageProcessor, FuyuProcessor, PreTrainedTokenizerFast
 
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize import Tokenizer as OurTokenizer
 from tests.models.contract import FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model
+from tests.models.small_checkpoints import changed, save_json, save_model
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = ("<unk>", "<s>", "|ENDOFTEXT|")
@@ -141,10 +139,7 @@ class TestFuyu(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        (other / "preprocessor_config.json").write_text(json.dumps({**PIXELS, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", change), named)
 
     def test_embeddings_without_rows_and_columns_are_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match=r"no image of 12 features that has the grid \(3, 5\)"):

@@ -1,7 +1,6 @@
 """Idefics3 beside transformers' own, on random weights."""
 
 import json
-import shutil
 from typing import ClassVar
 
 import pytest
@@ -14,14 +13,12 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
-from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.models import family_named, load_model
+from mindie_mm.models import load_model
 from mindie_mm.models.idefics3 import resized
-from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
@@ -128,8 +125,4 @@ class TestIdefics3(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

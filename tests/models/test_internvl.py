@@ -21,14 +21,13 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.media.tiles import closest_grid
-from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer, without_token
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
 from tests.models.test_llava import VISION
 from tests.transformers_reference import AutoTokenizer
 
@@ -239,8 +238,4 @@ class TestInternVL(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

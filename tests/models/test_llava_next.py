@@ -1,7 +1,6 @@
 """LLaVA-NeXT beside transformers' own, on random weights."""
 
 import json
-import shutil
 from typing import ClassVar
 
 import pytest
@@ -15,14 +14,13 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
-from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.models import load_model
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import PIXELS, SPECIAL, STATED, VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
@@ -125,16 +123,11 @@ class TestLlavaNext(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)
 
     def test_a_canvas_that_is_no_whole_number_of_tiles_is_refused(self, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        for file in ("config", "preprocessor_config"):
-            config = json.loads((other / f"{file}.json").read_text())
-            (other / f"{file}.json").write_text(json.dumps({**config, "image_grid_pinpoints": [[28, 30]]}))
-        with pytest.raises(UnsupportedCheckpoint, match="no whole number of tiles"):
-            family_named(self.name).processor(Checkpoint.open(other))
+        canvases = {"image_grid_pinpoints": [[28, 30]]}
+        other = changed(path, tmp_path / "first", "config", canvases)
+        self.assert_refused(
+            changed(other, tmp_path / "other", "preprocessor_config", canvases), "no whole number of tiles"
+        )

@@ -1,7 +1,5 @@
 """LLaVA-OneVision beside transformers' own, on random weights."""
 
-import json
-import shutil
 from typing import ClassVar
 
 import numpy as np
@@ -19,15 +17,14 @@ from transformers import (
 )
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
-from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.models import load_model
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import VISION
 from tests.transformers_reference import AutoTokenizer
 
@@ -168,8 +165,4 @@ class TestLlavaOnevision(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,6 +1,5 @@
 """Molmo beside what the original implementation computes: tests/golden/molmo."""
 
-import json
 import shutil
 from typing import ClassVar
 
@@ -16,14 +15,14 @@ from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Embeddings, Media
-from mindie_mm.models import family_named, load_model
+from mindie_mm.models import load_model
 from mindie_mm.models.molmo import Canvas, paddings, slot_order
-from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, run
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
+from tests.models.small_checkpoints import changed
 
 FOLDER, OTHER_STYLE = GOLDEN / "molmo" / "d", GOLDEN / "molmo" / "o"
 PATCH_ID = 642
@@ -106,10 +105,8 @@ class TestMolmo(FamilyContract):
 
     def test_the_originals_slots_of_a_second_image_can_be_asked_for(self, path, tokenizer, path_file, tmp_path):
         """It puts the second image's features where the first one's are."""
-        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
-        config = json.loads((path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**config, "overwrite_earlier_images": True}))
-        model = load_model(tmp_path, device="cpu", dtype="float32")
+        other = changed(path, tmp_path / "other", "config", {"overwrite_earlier_images": True})
+        model = load_model(other, device="cpu", dtype="float32")
         ids = tokenizer.tokenize(TWO.items, path_file)
         assert np.array_equal(plain_ids(ids.numpy(), model.read(ids.numpy())), TWO.input_ids)
         expected = TWO.hidden @ load_file(path / "model.safetensors")[HEAD].T
@@ -142,18 +139,12 @@ class TestMolmo(FamilyContract):
         assert ids[ids >= 0].tolist() == expected[expected >= 0].tolist()
 
     def test_what_is_not_served_is_refused_by_its_tokenizers_too(self, path, tmp_path):
-        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
-        config = json.loads((path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"layer_norm_type": "low_precision"}))
-        with pytest.raises(UnsupportedCheckpoint, match="layer_norm_type is 'low_precision'"):
-            family_named("molmo").processor(Checkpoint.open(tmp_path))
+        other = changed(path, tmp_path / "other", "config", {"layer_norm_type": "low_precision"})
+        self.assert_refused(other, "layer_norm_type is 'low_precision'")
 
     def test_other_geometries_are_refused_by_name(self, path, tmp_path):
-        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
-        config = json.loads((path / "preprocessor_config.json").read_text())
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**config, "overlap_margins": [2, 2]}))
-        with pytest.raises(UnsupportedCheckpoint, match=r"overlap_margins is \[2, 2\]"):
-            family_named("molmo").processor(Checkpoint.open(tmp_path))
+        other = changed(path, tmp_path / "other", "preprocessor_config", {"overlap_margins": [2, 2]})
+        self.assert_refused(other, r"overlap_margins is \[2, 2\]")
 
     @pytest.mark.parametrize(
         ("change", "named"),

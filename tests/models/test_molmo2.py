@@ -13,7 +13,7 @@ from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProces
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.media.crops import choose_tiling
 from mindie_mm.models import family_named, load_model
@@ -24,7 +24,7 @@ from tests.engine.test_prefix_cache import cached
 from tests.media_samples import decode_all, encode_video, moving_frames, photograph
 from tests.models.contract import FamilyContract, clip, picture, run
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer, without_token
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = (
@@ -344,8 +344,4 @@ class TestMolmo2(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

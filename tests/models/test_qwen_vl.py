@@ -21,6 +21,7 @@ from mindie_mm.shm.mindie import decode_shape_from_int64, encode_shape_to_int64,
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, picture, run
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
+from tests.models.small_checkpoints import changed
 
 FOLDER = GOLDEN / "qwen_vl"
 START, END, PAD = 861, 862, 863
@@ -167,10 +168,7 @@ class TestQwenVL(FamilyContract):
         assert model.spec.eos_token_ids == (647, 648, 649)
 
     def test_what_is_not_served_is_refused_by_its_tokenizers_too(self, path, tmp_path):
-        config = json.loads((path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_pct": 0.5}))
-        with pytest.raises(UnsupportedCheckpoint, match=r"rotary_pct is 0\.5"):
-            family_named(self.name).processor(Checkpoint.open(tmp_path))
+        self.assert_refused(changed(path, tmp_path / "other", "config", {"rotary_pct": 0.5}), r"rotary_pct is 0\.5")
 
     def test_text_only_models_of_the_same_type_are_not_taken(self, path, tmp_path):
         config = json.loads((path / "config.json").read_text())

@@ -1,7 +1,5 @@
 """SmolVLM beside transformers' own, on random weights."""
 
-import json
-import shutil
 from typing import ClassVar
 
 import numpy as np
@@ -17,16 +15,14 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
-from mindie_mm.models import family_named
 from mindie_mm.models.smolvlm import in_words
-from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
 from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
@@ -202,8 +198,4 @@ class TestSmolVLM(FamilyContract):
         ids=str,
     )
     def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
-        other = shutil.copytree(path, tmp_path / "other")
-        config = json.loads((other / f"{file}.json").read_text())
-        (other / f"{file}.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UnsupportedCheckpoint, match=named):
-            family_named(self.name).processor(Checkpoint.open(other))
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)
