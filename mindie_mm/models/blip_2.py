@@ -19,13 +19,13 @@ from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_setti
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
-from mindie_mm.nn.model import MediaModel, ModelSpec
+from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
+from mindie_mm.nn.pictures import PictureModel
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 
 _DEFAULTS: Mapping[str, Any] = {
     "size": {"height": 384, "width": 384},
@@ -64,7 +64,7 @@ class Blip2Processor(OneSizeProcessor):
         self.steps = Preprocess(size, resample_of(settings, where))
         check_made(self.steps.made, side, where)
         self.size = side, side
-        self.normalization = Normalization.read(settings)
+        self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = config.num_query_tokens
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
 
@@ -72,22 +72,16 @@ class Blip2Processor(OneSizeProcessor):
         return {"image": 1}
 
 
-class _Tower(MediaModel):
+class _Tower(PictureModel):
     """Tower and Q-Former; `module` is transformers' Blip2ForConditionalGeneration."""
 
     vision_parts = ("vision_model",)
     projector_parts = ("language_projection",)
     module: Any
-    _normalization: Normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
-        features: list[Tensor] = self.module.get_image_features(pixels).pooler_output
+        features: list[Tensor] = self.module.get_image_features(self.pixels(items)).pooler_output
         return list(features)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [1, 3, side, side], on the device."""
-        return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
 class Blip2Model(_Tower, PretrainedModel):
@@ -95,7 +89,7 @@ class Blip2Model(_Tower, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
-        self._normalization = processor.normalization
+        self.normalizations = processor.normalizations
 
 
 class Blip2Seq2Seq(_Tower, Seq2SeqModel):
@@ -103,7 +97,7 @@ class Blip2Seq2Seq(_Tower, Seq2SeqModel):
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model, self._head, rules)
-        self._normalization = processor.normalization
+        self.normalizations = processor.normalizations
 
     def _head(self, hidden: Tensor) -> Tensor:
         text = self.module.language_model

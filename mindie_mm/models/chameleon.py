@@ -19,10 +19,10 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
+from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 
 _DEFAULTS: Mapping[str, Any] = {
     "resample": 1,
@@ -59,7 +59,7 @@ class ChameleonProcessor(OneSizeProcessor):
             )
         self.size = crop
         self.steps = Preprocess(size, resample_of(settings, where), crop)
-        self.normalization = Normalization.read(settings)
+        self.normalizations = {"image": Normalization.read(settings)}
         joint = checkpoint.json("processor_config.json")
         self.num_features = int(joint.get("image_seq_length", 1024))
         quantizer = checkpoint.config.get("vq_config") or {}
@@ -92,7 +92,7 @@ class ChameleonProcessor(OneSizeProcessor):
         return [*ids, self._separator]
 
 
-class ChameleonModel(PretrainedModel):
+class ChameleonModel(PictureModel, PretrainedModel):
     """Quantiser and decoder of Chameleon; `module` is transformers' ChameleonForConditionalGeneration."""
 
     vision_parts = (
@@ -103,7 +103,7 @@ class ChameleonModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: ChameleonProcessor) -> None:
         super().__init__(module, spec, module.model, module.lm_head)
-        self._normalization = processor.normalization
+        self.normalizations = processor.normalizations
         barred = torch.zeros(spec.vocab_size, dtype=torch.bool)
         barred[module.model.vocabulary_mapping.image_tokens] = True
         self._barred = upload(barred, spec.device)
@@ -115,7 +115,7 @@ class ChameleonModel(PretrainedModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [1, 3, height, width], on the device, laid out as the reference's: a code is the nearest one."""
-        return self._normalization(to_device(item.view, "pixel_values", self.spec.device)).contiguous()
+        return super().normalized(item).contiguous()
 
     def head(self, hidden: Tensor) -> Tensor:
         """No token of an image is ever given out."""

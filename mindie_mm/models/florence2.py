@@ -21,11 +21,11 @@ from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
+from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 
 _DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 224},
@@ -87,7 +87,7 @@ class Florence2Processor(OneSizeProcessor):
         if self.steps.made is None:
             raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
         self.size = self.steps.made
-        self.normalization = Normalization.read(settings)
+        self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = _num_features(config.vision_config, self.size, where)
         check_settings(settings, {"image_seq_length": self.num_features}, where)
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
@@ -116,7 +116,7 @@ class Florence2Processor(OneSizeProcessor):
         return [bos, *bare, eos] if num_items else bare
 
 
-class Florence2Model(Seq2SeqModel):
+class Florence2Model(PictureModel, Seq2SeqModel):
     """Tower, encoder and decoder; `module` is transformers' Florence2ForConditionalGeneration."""
 
     vision_parts = ("model.vision_tower",)
@@ -124,16 +124,11 @@ class Florence2Model(Seq2SeqModel):
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Florence2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
-        self._normalization = processor.normalization
+        self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = torch.cat([self.normalized(item) for item in items]).to(self.spec.dtype)
-        features: Tensor = self.module.get_image_features(pixels).pooler_output
+        features: Tensor = self.module.get_image_features(self.pixels(items)).pooler_output
         return list(features)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [1, 3, height, width], on the device."""
-        return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
 class Florence2(PretrainedFamily):

@@ -59,7 +59,7 @@ class Gemma3Processor(Processor):
         check_settings(settings, {"do_resize": True}, where)
         check_made(Size.read(settings["size"], where, square=True).fixed, self._side, where)
         self._resample = resample_of(settings, where)
-        self.normalization = Normalization.read(settings)
+        self.normalizations: Mapping[Kind, Normalization] = {"image": Normalization.read(settings)}
         self._scanning: bool = settings["do_pan_and_scan"]
         self._least: int = settings["pan_and_scan_min_crop_size"]
         self._most_crops: int = settings["pan_and_scan_max_num_crops"]

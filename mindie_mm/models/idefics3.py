@@ -20,10 +20,10 @@ from mindie_mm.media.tiles import cut
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import HALF, Normalization, joined
+from mindie_mm.nn.pictures import PictureModel
+from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 MOST_PIXELS = 4096
@@ -185,7 +185,7 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
     return height, math.ceil(int(height * ratio) / side) * side
 
 
-class Idefics3Model(PretrainedModel):
+class Idefics3Model(PictureModel, PretrainedModel):
     """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
 
     vision_parts = ("model.vision_model",)
@@ -193,19 +193,13 @@ class Idefics3Model(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Idefics3Processor) -> None:
         super().__init__(module, spec, module.model.text_model, module.lm_head)
-        self._normalizations = processor.normalizations
+        self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         # Not by get_image_features: that leaves out tiles whose values are all zero.
-        hidden = self.module.model.vision_model(pixel_values=pixels).last_hidden_state
+        hidden = self.module.model.vision_model(pixel_values=self.pixels(items)).last_hidden_state
         features: Tensor = self.module.model.connector(hidden)
         return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [tiles, 3, side, side], on the device."""
-        pixels = to_device(item.view, "pixel_values", self.spec.device)
-        return self._normalizations[item.shape.kind](pixels)
 
 
 class Idefics3(PretrainedFamily):

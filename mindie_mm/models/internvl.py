@@ -22,10 +22,10 @@ from mindie_mm.media.video import open_video
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
+from mindie_mm.nn.pictures import PictureModel
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -174,7 +174,7 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
     return vision.image_size[0], int(rows * ratio) ** 2
 
 
-class InternVLModel(PretrainedModel):
+class InternVLModel(PictureModel, PretrainedModel):
     """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
 
     vision_parts = ("model.vision_tower",)
@@ -182,17 +182,11 @@ class InternVLModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalizations = processor.normalizations
+        self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
-        features: Tensor = self.module.model.get_image_features(pixels).pooler_output
+        features: Tensor = self.module.model.get_image_features(self.pixels(items)).pooler_output
         return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [tiles or frames, 3, side, side], on the device."""
-        pixels = to_device(item.view, "pixel_values", self.spec.device)
-        return self._normalizations[item.shape.kind](pixels)
 
 
 class InternVL(PretrainedFamily):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind
 from mindie_mm.media.preprocess import (
     Preprocess,
     Size,
@@ -23,10 +24,10 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
+from mindie_mm.nn.pictures import PictureModel
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 
 _CLIP: Mapping[str, Any] = {
     "resample": 3,
@@ -91,17 +92,17 @@ class LlavaProcessor(OneSizeProcessor):
         crop = Size.read(settings["crop_size"], where, square=True).fixed if cropped else None
         background = background_of(settings["image_mean"]) if padded else None
         self.steps = Preprocess(size, resample_of(settings, where), crop, background)
-        self.normalization = Normalization.read(settings)
+        self.normalizations = {"image": Normalization.read(settings)}
         side: int = config.vision_config.image_size
         check_made(self.steps.made, side, where)
         self.size = side, side
 
 
 class _Normalizing(Protocol):
-    normalization: Normalization
+    normalizations: Mapping[Kind, Normalization]
 
 
-class LlavaModel(PretrainedModel):
+class LlavaModel(PictureModel, PretrainedModel):
     """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
 
     vision_parts = ("model.vision_tower",)
@@ -109,19 +110,11 @@ class LlavaModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: _Normalizing) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalization = processor.normalization
+        self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: list[Tensor] = self.module.model.get_image_features(self.pixels(items)).pooler_output
         return list(features)
-
-    def pixels(self, items: Sequence[MediaItem]) -> Tensor:
-        """[tiles of all items, 3, height, width], as the tower takes them."""
-        return joined([self.normalized(item) for item in items]).to(self.spec.dtype)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [tiles, 3, height, width], on the device."""
-        return self._normalization(to_device(item.view, "pixel_values", self.spec.device))
 
 
 class Llava(PretrainedFamily):

@@ -64,7 +64,7 @@ class AnyresProcessor(Processor):
             raise UnsupportedCheckpoint(f"{where}: {uneven[0]} is no whole number of tiles of {self.side} pixels")
         self.canvases = pinpoints
         self.resample = resample_of(settings, where)
-        self.normalization = Normalization.read(settings)
+        self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
         self.background_mean: Sequence[float] = settings["image_mean"]
 
     def max_tokens(self, kind: Kind) -> int:

@@ -33,7 +33,6 @@ from mindie_mm.models.llava import LlavaModel
 from mindie_mm.models.llava_next import AnyresProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
-from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -89,7 +88,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
         self._frame = Preprocess(Size.read(settings["size"], where), resample_of(settings, where))
         check_made(self._frame.made, self.side, f"{where} (videos)")
-        self.frame_normalization = Normalization.read(settings)
+        self.normalizations["video"] = Normalization.read(settings)
         self._frame_features = math.ceil(self.rows / 2) ** 2
         positions = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(settings, (positions - 1) // self._frame_features)
@@ -156,13 +155,6 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 class LlavaOnevisionModel(LlavaModel):
     """Tower and decoder; `module` is transformers' LlavaOnevisionForConditionalGeneration."""
 
-    def __init__(self, module: Any, spec: ModelSpec, processor: LlavaOnevisionProcessor) -> None:
-        super().__init__(module, spec, processor)
-        self._normalizations: Mapping[Kind, Normalization] = {
-            "image": processor.normalization,
-            "video": processor.frame_normalization,
-        }
-
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         images = [item for item in items if item.shape.kind == "image"]
         videos = [item for item in items if item.shape.kind == "video"]
@@ -191,7 +183,7 @@ class LlavaOnevisionModel(LlavaModel):
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles or frames, 3, side, side], on the device."""
         kind = item.shape.kind
-        return self._normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
+        return self.normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 
 
 class LlavaOnevision(PretrainedFamily):

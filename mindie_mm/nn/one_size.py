@@ -11,12 +11,15 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import Preprocess
 from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
 
 
 class OneSizeProcessor(Processor):
     """A block holds `pixel_values`, uint8 [1, height, width, 3]. A family's constructor sets what stands here."""
 
+    normalizations: Mapping[Kind, Normalization]
+    """How the model has its pixels normalised."""
     num_features: int
     """Features of every picture."""
     steps: Preprocess

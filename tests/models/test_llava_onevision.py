@@ -135,7 +135,7 @@ class TestLlavaOnevision(FamilyContract):
         expected = LlavaOnevisionVideoProcessor.from_pretrained(path)([frames[indices]], return_tensors="pt")
         found = {"pixel_values_videos": np.empty(plan.specs["pixel_values_videos"].shape, np.uint8)}
         plan.write(found)
-        pixels = model._normalizations["video"](torch.from_numpy(found["pixel_values_videos"]))
+        pixels = model.normalizations["video"](torch.from_numpy(found["pixel_values_videos"]))
         assert torch.equal(pixels, expected["pixel_values_videos"][0])
 
     @pytest.mark.parametrize(
