@@ -213,7 +213,7 @@ class FamilyContract:
 
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
         """What lies in shared memory is, normalised as the tower does it, the processor's own output `expected`."""
-        raise NotImplementedError
+        assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
 
     def assert_refused(self, path: Path, named: str) -> None:
         """The family's processor does not serve the checkpoint `path`, and `named` is in what it says of that."""
@@ -295,6 +295,14 @@ class FamilyContract:
         for name, items in self.prompts.items():
             expected = reference.logits(items)
             assert (self.logits(model, tokenized[name]) - expected).abs().max() <= self.tolerance, name
+
+    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+        """Where they do not, no test of the logits could fail."""
+        if "image" not in family_named(self.name).kinds:
+            return
+        prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
+        first, second = (self.logits(model, tokenizer.tokenize(items, path_file))[-1] for items in prompts)
+        assert (first - second).abs().max() > 100 * self.tolerance
 
     def test_a_flat_batch_of_all_in_two_orders(self, reference, model, tokenized):
         names = [*self.prompts]

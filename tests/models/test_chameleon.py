@@ -90,9 +90,6 @@ class TestChameleon(FamilyContract):
     def make_reference(cls, path):
         return Reference(path)
 
-    def assert_arrays(self, expected, items, model):
-        assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
-
     def test_pictures_are_tokens_of_their_own(self, reference, model, tokenizer, path_file):
         """The same ones for a picture alone and among others, and many of them: a test that could not fail is none."""
         pictures = [picture(50, 40), picture(33, 64)]
