@@ -149,6 +149,15 @@ def naming(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
+@contextmanager
+def os_errors_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
+    """Has an OSError from inside be one of that `kind`, which says `what` failed, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
+
+
 def error_name(error: MindieMMError) -> str:
     """The nearest class of this module, by name: how an error crosses to another process."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)

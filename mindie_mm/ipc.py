@@ -25,7 +25,7 @@ from weakref import WeakSet
 import msgspec
 
 from mindie_mm import faults, logs
-from mindie_mm.errors import MindieMMError, ProcessDied, error_name, error_named
+from mindie_mm.errors import MindieMMError, ProcessDied, error_name, error_named, os_errors_as
 
 T = TypeVar("T")
 
@@ -164,10 +164,8 @@ class Child:
     @classmethod
     async def start(cls, module: str, *arguments: str) -> Self:
         """Starts `module` as `spawn` does. ProcessDied if that cannot be done."""
-        try:
+        with os_errors_as(ProcessDied, f"{module} cannot be started"):
             process, sock = spawn(module, *arguments)
-        except OSError as error:
-            raise ProcessDied(f"{module} cannot be started: {error.strerror}") from error
         try:
             return cls(process, await open_channel(sock))
         except BaseException:

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mindie_mm.config import ServiceConfig, require_media_dir
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import default_spool
-from mindie_mm.errors import SharedMemoryError
+from mindie_mm.errors import SharedMemoryError, os_errors_as
 from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
@@ -101,10 +101,8 @@ def require_folders(config: ServiceConfig) -> None:
     spool = config.spool or default_spool()
     make_spool(spool)
     require_spool(spool)
-    try:
+    with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):
         tempfile.TemporaryDirectory(dir=spool).cleanup()
-    except OSError as error:
-        raise SharedMemoryError(f"spool {spool} cannot be written: {error.strerror}") from error
     require_media_dir(config)
 
 

@@ -22,7 +22,7 @@ from mindie_mm import faults, logs
 from mindie_mm.config import ServiceConfig, WorkerConfig
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import fault_folder
-from mindie_mm.errors import WorldError
+from mindie_mm.errors import WorldError, os_errors_as
 from service.app import create_app, require_folders
 from service.connection import Connection
 from service.state import Service
@@ -115,13 +115,8 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
         yield listener
 
 
-@contextlib.contextmanager
-def _listening_errors(config: ServiceConfig) -> Iterator[None]:
-    """WorldError, which names the address, in the place of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise WorldError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManager[None]:
+    return os_errors_as(WorldError, f"cannot listen on {config.host}:{config.port}")
 
 
 class _Server(uvicorn.Server):

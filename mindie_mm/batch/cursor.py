@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Self
 
-from mindie_mm.errors import StorageError
+from mindie_mm.errors import StorageError, os_errors_as
 
 _BYTES = 8
 
@@ -25,10 +25,8 @@ class RowCursor:
     @classmethod
     def open(cls, path: str) -> Self:
         """The worker's, at the `path` of the run's. StorageError."""
-        try:
+        with os_errors_as(StorageError, f"{path} cannot be opened"):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        except OSError as error:  # such as no /proc
-            raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 
     @property
     def path(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from mindie_mm import faults
-from mindie_mm.errors import StorageError
+from mindie_mm.errors import StorageError, os_errors_as
 
 _PIECE = 1 << 20
 
@@ -23,15 +23,13 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
     """
     unfinished = path.with_name(f"{path.name}{writer and '.' + writer}.partial")
     try:
-        yield unfinished
-        sync(unfinished)
-        faults.point(f"written {path.name}")
-        unfinished.rename(path)
-        sync(path.parent)
-        faults.point(f"named {path.name}")
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        with os_errors_as(StorageError, f"{path} cannot be written"):
+            yield unfinished
+            sync(unfinished)
+            faults.point(f"written {path.name}")
+            unfinished.rename(path)
+            sync(path.parent)
+            faults.point(f"named {path.name}")
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

@@ -14,7 +14,7 @@ import msgspec
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.source import MEDIA_MARK
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind
 from mindie_mm.media.endings import ending_of, kind_of
 
@@ -75,14 +75,12 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
 def _pieces(stdin: BinaryIO, limit: int | None) -> Iterator[bytes]:
     """Standard input up to its end, or that of its row `limit`: it may have no end, or wait for more."""
     rows, blank = 0, True
-    try:
+    with os_errors_as(InputError, "standard input cannot be read"):
         while rows != limit and (piece := stdin.readline(_PIECE_BYTES)):
             yield piece
             blank = blank and not piece.strip(_BLANK)
             if piece.endswith(b"\n"):
                 rows, blank = rows + (not blank), True
-    except OSError as error:
-        raise InputError(f"standard input cannot be read: {error.strerror}") from None
 
 
 def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
@@ -104,10 +102,8 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
 
 def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
     """Their paths, in the order of names; counts the endings of all others."""
-    try:
+    with os_errors_as(InputError, f"{folder} cannot be listed"):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be listed: {error.strerror}") from None
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _media_files(entry.path, left_out)

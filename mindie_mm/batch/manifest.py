@@ -13,7 +13,7 @@ from mindie_mm.batch.files import file_digest, replacing
 from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.batch.source import NOT_JSON
-from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError
+from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError, os_errors_as
 from mindie_mm.shm.disk_digest import digest_of as blocks_digest
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def drop_changed(folder: Path, run: Run) -> None:
     manifest = Manifest.read(folder)
     for shard in manifest.shards if manifest.run.digest == run.digest else ():
         path = table_path(folder, shard.info.first_row)
-        try:
+        with os_errors_as(StorageError, f"{path} cannot be read, or removed"):
             if path.exists() and (found := file_digest(path)) != shard.table_digest:
                 _log.warning(
                     "%s is not what the run wrote: its digest is %s, not %s. Its shard is made anew",
@@ -137,8 +137,6 @@ def drop_changed(folder: Path, run: Run) -> None:
                     shard.table_digest,
                 )
                 path.unlink()
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read, or removed: {error.strerror}") from error
 
 
 def _shards(folder: Path, run: str) -> list[Shard]:

@@ -21,7 +21,7 @@ from mindie_mm.batch.messages import Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, JSONLines
-from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError, os_errors_as
 from mindie_mm.ipc import Failure
 
 if TYPE_CHECKING:
@@ -118,10 +118,8 @@ class _Actor:
         from mindie_mm.batch.stage import Stage  # late: it imports torch, and the driver runs none
 
         if self._stage is None:
-            try:
+            with os_errors_as(StorageError, f"{self._folder} cannot be written to"):
                 self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StorageError(f"{self._folder} cannot be written to: {error.strerror}") from error
             lists = {index: map(ray.get, pieces) for index, pieces in self._lists.items()}
             put_lists(self._run, self._folder, lists, uuid4().hex)
             self._run.require_here(self._folder)
@@ -159,10 +157,8 @@ class _Mark(msgspec.Struct, frozen=True):
 
     def write(self, file: Path) -> None:
         """StorageError."""
-        try:
+        with os_errors_as(StorageError, f"{file} cannot be written"):
             file.write_bytes(msgspec.json.encode(self))
-        except OSError as error:
-            raise StorageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _deaths(file: Path, call: str) -> dict[int, int]:

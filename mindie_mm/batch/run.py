@@ -18,7 +18,7 @@ from mindie_mm.batch.settings import Run, Settings, require_run
 from mindie_mm.batch.source import chunks
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
-from mindie_mm.errors import InputError, StorageError
+from mindie_mm.errors import InputError, StorageError, os_errors_as
 
 LOCK_FILE = ".lock"
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
@@ -79,11 +79,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
     InputError while another run works in it, StorageError if it cannot be written to.
     """
-    try:
+    with os_errors_as(StorageError, f"{folder} cannot be written to"):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written to: {error.strerror}") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.config import MediaCaps, MiB
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
 from mindie_mm.nn.checkpoint import Checkpoint
 
 FORMAT = 2
@@ -169,15 +169,12 @@ def _require_named(source: JSONLines, name: str) -> None:
         f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()
     }
     longest, content = max(map(len, missing), default=0), b""
-    try:
-        with source.path.open("rb") as file:
-            while missing and (piece := file.read(_PIECE_BYTES)):
-                content = content[-longest:] + piece  # a name may lie across two pieces
-                missing = {key: column for key, column in missing.items() if key not in content}
-            if missing and content:
-                raise InputError(f"{name} has no row with {min(missing.values())!r}, which --select-columns names")
-    except OSError as error:
-        raise InputError(f"{name} cannot be read: {error.strerror}") from None
+    with os_errors_as(InputError, f"{name} cannot be read"), source.path.open("rb") as file:
+        while missing and (piece := file.read(_PIECE_BYTES)):
+            content = content[-longest:] + piece  # a name may lie across two pieces
+            missing = {key: column for key, column in missing.items() if key not in content}
+        if missing and content:
+            raise InputError(f"{name} has no row with {min(missing.values())!r}, which --select-columns names")
 
 
 def _is_utf8(path: str) -> bool:
@@ -223,10 +220,8 @@ def model_digest(checkpoint: Checkpoint) -> str:
     files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}
     for file in sorted(files):
         if not file.name.endswith(".index.json") and file.is_file():
-            try:
+            with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
                 content = file.read_bytes()
-            except OSError as error:
-                raise UnsupportedCheckpoint(f"{file} cannot be read: {error.strerror}") from error
             digest.update(f"{file.name}\0{len(content)}\0".encode())
             digest.update(content)
     return digest.hexdigest(16)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from mindie_mm.config import MAX_SOURCE_BYTES
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.media.endings import ending_of
 
 MEDIA_MARK = "{media}"
@@ -112,12 +112,8 @@ class Source(ABC):
         """The rows of a chunk as they stand in the file: nothing in one of them is looked at here."""
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(InputError, f"{path} cannot be read")
 
 
 def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
@@ -296,12 +292,11 @@ def _base(name: str) -> str:
 
 def open_source(path: Path, columns: Sequence[str]) -> Source:
     """The source that a file is, by the end of its name. InputError."""
-    try:
-        is_file = stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        is_file = False
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    with _reading(path):
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_file = False
     if not is_file:
         raise InputError(f"there is no file {path}")
     ending = ending_of(path.name)

@@ -18,7 +18,7 @@ from mindie_mm.batch.messages import Finished, Job, Ready, Report, Steps, death_
 from mindie_mm.batch.progress import Progress
 from mindie_mm.batch.source import Chunk
 from mindie_mm.batch.tally import Tally
-from mindie_mm.errors import ProcessDied, StorageError
+from mindie_mm.errors import ProcessDied, StorageError, os_errors_as
 from mindie_mm.ipc import Child, Failure
 from mindie_mm.tasks import gather
 
@@ -113,11 +113,8 @@ class Workers:
         """Apart from what must be equal from run to run. StorageError."""
         line = {"first_row": chunk.first_row, "rows": chunk.num_rows, "seconds": round(seconds, 4), "worker": pid}
         path = self._folder / TIMINGS_FILE
-        try:
-            with path.open("ab") as file:
-                file.write(msgspec.json.encode(line) + b"\n")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+        with os_errors_as(StorageError, f"{path} cannot be written"), path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +13,7 @@ import msgspec
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import InputError, StorageError
+from mindie_mm.errors import InputError, StorageError, os_errors_as
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +87,8 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
         file.close()
 
 
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error.strerror or error}") from error
+def _writing(output: Path) -> AbstractContextManager[None]:
+    return os_errors_as(StorageError, f"{output} cannot be written")
 
 
 def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:

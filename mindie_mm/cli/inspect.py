@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.errors import StorageError
+from mindie_mm.errors import StorageError, os_errors_as
 
 
 @click.command("inspect")
@@ -65,10 +65,8 @@ def _save(pictures: list[Any], png: Path) -> None:
     """StorageError."""
     from mindie_mm.batch.sheet import contact_sheet
 
-    try:
+    with os_errors_as(StorageError, f"{png} cannot be written"):
         contact_sheet(pictures).save(png, "PNG")
-    except OSError as error:
-        raise StorageError(f"{png} cannot be written: {error.strerror}") from error
     click.echo(f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'} in {png}")
 
 

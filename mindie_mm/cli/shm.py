@@ -17,7 +17,7 @@ import click
 
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
 from mindie_mm.environment import default_spool
-from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
+from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
 from mindie_mm.shm.arena_info import ArenaInfo, survey
 from mindie_mm.shm.layout import file_name
 from mindie_mm.shm.path_file import release
@@ -151,10 +151,8 @@ def _require_file(path: Path, what: str) -> None:
 
 
 def _mode(path: Path, what: str) -> int:
-    try:
+    with os_errors_as(InputError, f"{path}: {what}"):
         return path.lstat().st_mode
-    except OSError as error:
-        raise InputError(f"{path}: {what}: {error.strerror}") from error
 
 
 @command.command()

@@ -12,7 +12,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from threading import Event
 
-from mindie_mm.errors import InputError, SharedMemoryError
+from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
 from mindie_mm.shm.life import LifeLock, unlink_same
@@ -139,7 +139,7 @@ def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
 
 def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
     """Gives the file its name; the number may come out another one than asked for."""
-    try:
+    with os_errors_as(SharedMemoryError, f"no arena can be named in {SHM_DIRECTORY}"):
         for _ in range(MAX_ARENA + 1):
             header = replace(header, arena=secrets.randbelow(MAX_ARENA + 1))
             os.pwrite(descriptor, header.pack(), 0)
@@ -148,6 +148,4 @@ def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
             except FileExistsError:
                 continue
             return header
-    except OSError as error:
-        raise SharedMemoryError(f"no arena can be named in {SHM_DIRECTORY}: {error.strerror}") from error
     raise SharedMemoryError(f"no number of 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")

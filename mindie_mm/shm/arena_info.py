@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindie_mm.errors import SegmentMissing, SharedMemoryError
+from mindie_mm.errors import SegmentMissing, SharedMemoryError, os_errors_as
 from mindie_mm.shm.block_header import BlockHeader, DamagedHeaderError
 from mindie_mm.shm.extent import Extent, Pieces, read_pieces
 from mindie_mm.shm.layout import (
@@ -120,10 +120,8 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
 
 def arena_files() -> list[tuple[int, Path]]:
     """Number and path of all that is named as an arena; whose it is, and whether it is one, is `opened`'s to say."""
-    try:
+    with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be read"):
         names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - no Path for each of thousands of other files
-    except OSError as error:
-        raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be read: {error.strerror}") from error
     matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
     return [(int(match[1], 16), SHM_DIRECTORY / name) for match, name in matches if match]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError
+from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, os_errors_as
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.disk_digest import combined
@@ -279,12 +279,8 @@ class DiskArena:
         ((offset, nbytes),) = block.pieces
         return memoryview(lot.memory)[offset - lot.offset :][:nbytes]
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ArenaFull(f"{self.path} cannot be written: {error.strerror}") from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return os_errors_as(ArenaFull, f"{self.path} cannot be written")
 
     def _lot_for(self, nbytes: int) -> Lot:
         """The lot that has room for the next block: the last one, or a new one. OSError, LimitExceeded."""
@@ -328,10 +324,8 @@ def _unfinished(path: Path) -> Path:
 
 def _locked(unfinished: Path) -> LifeLock:
     """The lock of that file, which is made if there is none. SharedMemoryError if another process writes it."""
-    try:
+    with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise SharedMemoryError(f"{unfinished} cannot be made: {error.strerror}") from error
     try:
         lock = LifeLock(descriptor)
     except BlockingIOError:
@@ -345,11 +339,9 @@ def _locked(unfinished: Path) -> LifeLock:
 
 def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
     """An empty file of that length, none of it on the disk yet."""
-    try:
+    with os_errors_as(SharedMemoryError, f"{path} cannot have {file_bytes} bytes"):
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, file_bytes)
-    except OSError as error:
-        raise SharedMemoryError(f"{path} cannot have {file_bytes} bytes: {error.strerror}") from error
 
 
 def _sync_directory(directory: Path) -> None:

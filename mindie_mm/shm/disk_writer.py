@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128_digest
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, os_errors_as
 
 LOT_BYTES = 16 * 2**20
 """Memory of a lot, of which two are used in turn; a larger block is a lot of its own."""
@@ -27,11 +27,9 @@ class LotMemory:
         """Private memory of `nbytes` or more, with whatever is in it. LimitExceeded where there is none."""
         if nbytes <= LOT_BYTES and self._spare:
             return self._spare.pop()
-        try:
+        with os_errors_as(LimitExceeded, f"there is no memory for a block of {nbytes} bytes"):
             # It takes memory where it is used; were it shared, there would be no huge pages.
             memory = mmap.mmap(-1, max(nbytes, LOT_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise LimitExceeded(f"there is no memory for a block of {nbytes} bytes: {error.strerror}") from error
         with suppress(OSError):  # of a kernel without them: the disk's driver then looks up each small page
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory

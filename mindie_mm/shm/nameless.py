@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from mindie_mm.errors import SharedMemoryError
+from mindie_mm.errors import SharedMemoryError, os_errors_as
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.space import ShmSpace
 
@@ -17,10 +17,8 @@ _HOW_TO_GET_ROOM = (
 
 def make_nameless() -> int:
     """The descriptor of a new, empty file of mode 0600."""
-    try:
+    with os_errors_as(SharedMemoryError, f"no file can be made in {SHM_DIRECTORY}"):
         return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {error.strerror}") from error
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:
@@ -40,10 +38,8 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
 
 def reopened(descriptor: int) -> int:
     """Another open file description of the same file: a mapping keeps its own, and a lock on it, alive in each fork."""
-    try:
+    with os_errors_as(SharedMemoryError, f"a file of {SHM_DIRECTORY} cannot be opened again"):
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise SharedMemoryError(f"a file of {SHM_DIRECTORY} cannot be opened again: {error.strerror}") from error
 
 
 def give_name(descriptor: int, name: str) -> None:

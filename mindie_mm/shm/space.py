@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mindie_mm.errors import SharedMemoryError
+from mindie_mm.errors import SharedMemoryError, os_errors_as
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
 
@@ -20,9 +20,7 @@ class ShmSpace:
     @classmethod
     def now(cls) -> ShmSpace:
         """SharedMemoryError without a /dev/shm."""
-        try:
+        with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be looked at"):
             space = os.statvfs(SHM_DIRECTORY)
-        except OSError as error:
-            raise SharedMemoryError(f"{SHM_DIRECTORY} cannot be looked at: {error.strerror}") from error
         total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
         return cls(total, total - space.f_bfree * space.f_frsize, free)

@@ -18,7 +18,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from mindie_mm import faults
-from mindie_mm.errors import InputError, SharedMemoryError
+from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.shm.life import LifeLock, is_same, lock_of_the_dead
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 
@@ -47,10 +47,8 @@ def make_spool(root: Path) -> None:
     SharedMemoryError unless it then is a directory of this user that nobody else may write: where everybody can make
     files, such as in /tmp, another user may have made it, or linked it elsewhere.
     """
-    try:
+    with os_errors_as(SharedMemoryError, f"spool {root} cannot be made"):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SharedMemoryError(f"spool {root} cannot be made: {error.strerror}") from error
     _require_private(root)
 
 
@@ -82,9 +80,8 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
         yield RequestDirectory(path, path / PATH_FILE_NAME)
     finally:
         try:
-            _remove(path)
-        except OSError as error:
-            raise SharedMemoryError(f"request directory {path} cannot be removed: {error.strerror}") from error
+            with os_errors_as(SharedMemoryError, f"request directory {path} cannot be removed"):
+                _remove(path)
         finally:
             lock.release()
 
