@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
-from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakSet
 
@@ -236,9 +235,7 @@ class ChildChannel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
 

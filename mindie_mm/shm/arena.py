@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
-from types import TracebackType
 from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded
@@ -171,9 +170,7 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def renew_lock(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mindie_mm.shm.block_header import BlockPlan
@@ -112,8 +111,6 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._published:
             self._store.discard(self)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, os_errors_as
@@ -254,9 +253,7 @@ class DiskArena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
@@ -220,8 +219,6 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.verify()

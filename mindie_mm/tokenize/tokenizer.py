@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, get_args
 
 import torch
@@ -226,9 +225,7 @@ class Tokenizer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _plan(self, media: Sequence[Media]) -> list[PlannedItem]:
