@@ -60,6 +60,15 @@ def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([*shape, seed]).integers(0, 256, shape, dtype=np.uint8)
 
 
+PICTURES: Mapping[str, Items] = {
+    "text": [{"text": "What is in the image? A square, perhaps."}],
+    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
+    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+}
+"""Prompts for a family that takes any pictures, and several of them."""
+
+
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
     """The output tokens of each prompt, all of them running at once; and the errors."""
     outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
@@ -219,6 +228,14 @@ class FamilyContract:
         """The family's processor does not serve the checkpoint `path`, and `named` is in what it says of that."""
         with pytest.raises(UnsupportedCheckpoint, match=named):
             family_named(self.name).processor(Checkpoint.open(path))
+
+    def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
+        """Ids, arrays and logits of a checkpoint of other settings, `path`, are what `reference` makes of it."""
+        model = load_model(path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
+            self.test_ids_and_arrays_equal_the_processors(reference, model, tokenized)
+            self.test_logits_equal_the_references(reference, model, tokenized)
 
     def assert_a_slot_for_each_feature(self, processor: Processor, kind: Kind, plan: Plan) -> None:
         """What `plan`, `spelling` and `makes` say of an item is one and the same."""

@@ -17,7 +17,7 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import PICTURES, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -45,10 +45,7 @@ class Reference(BaseReference):
 class TestChameleon(FamilyContract):
     name = "chameleon"
     prompts: ClassVar = {
-        "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        **PICTURES,
         "an image of the size": [{"image": picture(32, 32)}],
     }
 

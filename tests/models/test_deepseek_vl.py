@@ -12,9 +12,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mindie_mm.models import load_model
-from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import PICTURES, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import VISION, text_config
@@ -62,10 +60,7 @@ class Reference(BaseReference):
 class TestDeepseekVL(FamilyContract):
     name = "deepseek_vl"
     prompts: ClassVar = {
-        "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        **PICTURES,
         "a line": [{"image": picture(500, 1)}, {"text": "Where?"}],
     }
 
@@ -83,11 +78,7 @@ class TestDeepseekVL(FamilyContract):
 
     def test_what_a_configuration_can_say(self, tmp_path, path_file):
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False, "min_size": 9}, tie_word_embeddings=False)
-        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
-        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
-            for name, items in self.prompts.items():
-                ids = tokenizer.tokenize(items, path_file)
-                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+        self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

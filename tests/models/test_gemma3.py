@@ -22,7 +22,7 @@ from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import PICTURES, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -116,10 +116,7 @@ class Reference(BaseReference):
 
 
 PROMPTS = {
-    "text": [{"text": "What is in the image? A square, perhaps."}],
-    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+    **PICTURES,
     "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
     "an image across the window's edge": [{"text": "0123"}, {"image": picture(61, 83)}, {"text": "0" * 40}],
     "images beyond the window": [
@@ -164,15 +161,7 @@ class TestGemma3(FamilyContract):
     )
     def test_what_a_configuration_can_say(self, settings, pixels, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, **settings)
-        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
-        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
-            for name, items in self.prompts.items():
-                expected, ids = reference.inputs(items), tokenizer.tokenize(items, path_file)
-                media = model.read(ids.numpy())
-                assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist(), name
-                if media:
-                    self.assert_arrays(expected, media, model)
-                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+        self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_the_tokens_of_a_run_are_a_group(self, model, tokenizer, path_file):
         ids = tokenizer.tokenize(self.prompts["two images"], path_file)

@@ -25,7 +25,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import PICTURES, FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
 from tests.models.test_llava import VISION
@@ -98,10 +98,7 @@ class Reference(BaseReference):
 class TestInternVL(FamilyContract):
     name = "internvl"
     prompts: ClassVar = {
-        "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        **PICTURES,
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
     }
@@ -174,13 +171,7 @@ class TestInternVL(FamilyContract):
     )
     def test_what_a_configuration_can_say(self, settings, vision, pixels, frames, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, {**SIZE, **frames}, vision, **settings)
-        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
-        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
-            for name, items in self.prompts.items():
-                ids = tokenizer.tokenize(items, path_file)
-                if media := model.read(ids.numpy()):
-                    self.assert_arrays(reference.inputs(items), media, model)
-                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+        self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_chat(self, tokenizer, reference, model, path_file):
         image, video = picture(40, 90), clip(2, 28, 28)

@@ -18,9 +18,7 @@ from transformers import (
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
-from mindie_mm.models import load_model
-from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import PICTURES, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -81,10 +79,7 @@ class Reference(BaseReference):
 
 
 PROMPTS = {
-    "text": [{"text": "What is in the image? A square, perhaps."}],
-    "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-    "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-    "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+    **PICTURES,
     "an image of the size": [{"image": picture(28, 28)}],
 }
 
@@ -128,15 +123,6 @@ class TestLlava(FamilyContract):
         vision = SiglipVisionConfig(**VISION, vision_use_head=False)
         write(tmp_path, pixels, stated, vision, vision_feature_select_strategy="full")
         self.assert_same(tmp_path, Reference(tmp_path, SiglipImageProcessor), path_file)
-
-    def assert_same(self, path, reference, path_file):
-        model = load_model(path, device="cpu", dtype="float32")
-        with Tokenizer.from_pretrained(path) as tokenizer:
-            for name, items in self.prompts.items():
-                ids = tokenizer.tokenize(items, path_file)
-                if media := model.read(ids.numpy()):
-                    self.assert_arrays(reference.inputs(items), media, model)
-                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
 
     def test_an_image_that_would_become_enormous_is_refused(self, processor):
         line = picture(1, 300_000)

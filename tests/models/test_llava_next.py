@@ -16,9 +16,7 @@ from transformers import (
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
-from mindie_mm.models import load_model
-from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import PICTURES, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import PIXELS, SPECIAL, STATED, VISION, text_config
@@ -57,10 +55,7 @@ class Reference(BaseReference):
 class TestLlavaNext(FamilyContract):
     name = "llava_next"
     prompts: ClassVar = {
-        "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        **PICTURES,
         "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
         "an image of a canvas": [{"image": picture(56, 56)}],
         "of every shape": [{"image": picture(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
@@ -98,13 +93,7 @@ class TestLlavaNext(FamilyContract):
     def test_what_a_configuration_can_say(self, settings, pixels, stated, tower, tmp_path, path_file):
         vision = SiglipVisionConfig(**VISION, vision_use_head=False) if tower == "siglip" else None
         write(tmp_path, {**TILES, **pixels}, {**STATED, **stated}, vision, **settings)
-        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
-        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
-            for name, items in self.prompts.items():
-                ids = tokenizer.tokenize(items, path_file)
-                if media := model.read(ids.numpy()):
-                    self.assert_arrays(reference.inputs(items), media, model)
-                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+        self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_a_line_is_refused(self, processor):
         line = picture(1, 3000)

@@ -16,13 +16,13 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.media.crops import choose_tiling
-from mindie_mm.models import family_named, load_model
+from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.test_prefix_cache import cached
 from tests.media_samples import decode_all, encode_video, moving_frames, photograph
-from tests.models.contract import FamilyContract, clip, picture, run
+from tests.models.contract import PICTURES, FamilyContract, clip, picture, run
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
@@ -131,10 +131,7 @@ class Reference(BaseReference):
 class TestMolmo2(FamilyContract):
     name = "molmo2"
     prompts: ClassVar = {
-        "text": [{"text": "What is in the image? A square, perhaps."}],
-        "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
-        "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
-        "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
+        **PICTURES,
         "a dot": [{"text": "A dot:"}, {"image": picture(2, 3)}],
         "a video": [{"text": "See"}, {"video": clip(6, 50, 40)}, {"text": "Which way?"}],
         "a short video": [{"video": clip(2, 20, 20)}, {"text": "Which way?"}],
@@ -214,15 +211,7 @@ class TestMolmo2(FamilyContract):
     def test_what_a_configuration_can_say(self, written, tmp_path, path_file):
         written = {**written, "eos_token": "<|end|>"}
         write(tmp_path, **written)
-        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
-        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
-            for name, items in self.prompts.items():
-                ids, expected = tokenizer.tokenize(items, path_file), reference.inputs(items)
-                media = model.read(ids.numpy())
-                assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist()
-                if media:
-                    self.assert_arrays(expected, media, model)
-                assert (model.logits(ids) - reference.logits(items)).abs().max() <= self.tolerance, name
+        self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_chat(self, tokenizer, reference, model, path_file):
         image = picture(40, 90)
