@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+import shutil
 from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.base import BaseEngine
@@ -228,6 +230,15 @@ class FamilyContract:
         """The family's processor does not serve the checkpoint `path`, and `named` is in what it says of that."""
         with pytest.raises(UnsupportedCheckpoint, match=named):
             family_named(self.name).processor(Checkpoint.open(path))
+
+    def assert_weights_refused(self, path: Path, out: Path, change: Callable[[Any], object], named: str) -> None:
+        """With its weights changed by `change`, which is given them by name, the checkpoint `path` is not loaded."""
+        shutil.copytree(path, out, dirs_exist_ok=True)
+        weights = load_file(path / "model.safetensors")
+        change(weights)
+        save_file(weights, out / "model.safetensors")
+        with pytest.raises(UnsupportedCheckpoint, match=named):
+            load_model(out, device="cpu")
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
         """Ids, arrays and logits of a checkpoint of other settings, `path`, are what `reference` makes of it."""
