@@ -91,16 +91,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaCaps:
-    """How much a media item may be, told by its header before it is decoded, or while it is decoded."""
+    """How much media items may be, told by their headers before they are decoded, or while they are decoded."""
 
     max_image_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = MAX_IMAGE_PIXELS
     """Most pixels of an image, as stored. No more than the default, above which Pillow reads no image."""
+    max_request_pixels: Count = 2**30
+    """Most pixels of all images of a request, as stored, with those of frames that are handed in as images."""
     max_video_pixels: Count = 2**25
     """Most pixels of one frame of a video."""
     max_video_frames: Count = 2**18
     """Most frames of a video as encoded, sampled or not."""
     max_video_seconds: Seconds = 4 * 3600.0
     """Longest video."""
+    max_request_video_pixels: Count = 2**38
+    """Most pixels of the frames of a request's videos that are decoded, those between the sampled ones included."""
     max_audio_seconds: Seconds = 4 * 3600.0
     """Longest clip of sound, as its container states it."""
     max_audio_samples: Count = 2**26

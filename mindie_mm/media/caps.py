@@ -5,22 +5,62 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from mindie_mm.config import MediaCaps
+from mindie_mm.errors import LimitExceeded
 
-_caps: ContextVar[MediaCaps] = ContextVar("media_caps", default=MediaCaps())  # noqa: B039 - frozen
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """What the media of one request, as far as they are opened, take to decode."""
+
+    caps: MediaCaps
+    picture_pixels: int = 0
+    """Pixels of images, and of frames handed in as images."""
+    video_pixels: int = 0
+    """Pixels of the frames of encoded videos that are decoded, those between the sampled ones included."""
+
+    def add_picture(self, pixels: int) -> None:
+        """LimitExceeded where the request's pictures have more pixels than the limit."""
+        self.picture_pixels += pixels
+        if self.picture_pixels > (limit := self.caps.max_request_pixels):
+            raise LimitExceeded(
+                f"the request's images have {self.picture_pixels} pixels or more, those of frames included; "
+                f"the limit is {limit}"
+            )
+
+    def add_video(self, pixels: int) -> None:
+        """LimitExceeded where more pixels of the request's videos would be decoded than the limit."""
+        self.video_pixels += pixels
+        if self.video_pixels > (limit := self.caps.max_request_video_pixels):
+            raise LimitExceeded(
+                f"of the request's videos {self.video_pixels} pixels or more would be decoded, frames between the "
+                f"sampled ones included; the limit is {limit}"
+            )
+
+
+_work: ContextVar[Work | None] = ContextVar("media_work", default=None)
+
+
+def work() -> Work:
+    """What this context's request takes so far; of nobody's request where nobody set caps, and under the defaults."""
+    return _work.get() or Work(MediaCaps())
 
 
 def caps() -> MediaCaps:
     """The caps of this context; the defaults where nobody set any."""
-    return _caps.get()
+    return work().caps
 
 
 @contextmanager
 def under(these: MediaCaps) -> Iterator[None]:
-    """Has media opened inside under `these`. What was opened keeps them, however late it is decoded."""
-    token = _caps.set(these)
+    """Has media opened inside under `these`, as those of one request.
+
+    What was opened keeps them, however late it is decoded.
+    """
+    token = _work.set(Work(these))
     try:
         yield
     finally:
-        _caps.reset(token)
+        _work.reset(token)

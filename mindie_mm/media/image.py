@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.config import MAX_IMAGE_PIXELS
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.caps import caps
+from mindie_mm.media.caps import caps, work
 from mindie_mm.media.segments import JPEG_START, MAX_SCANS, check_parts, check_scans, jpeg_head
 
 # Each strip of a TIFF may be a JPEG; libtiff, which asks when it decodes one, would let 100 scans pass.
@@ -68,6 +68,7 @@ class EncodedImage:
             file = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = file.size
             _check_pixels(width, height)
+            work().add_picture(width * height)  # before the orientation is asked for, which may decode
             if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
                 check_scans(data, width, height, up_to_end=True)
             orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
@@ -141,6 +142,7 @@ def open_image(data: Data) -> PlainJpeg | EncodedImage | DecodedImage:
     if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data)
     _check_pixels(size[1], size[0])
+    work().add_picture(size[0] * size[1])
     check_scans(data, size[1], size[0], up_to_end=True)
     return PlainJpeg(*size, data)
 

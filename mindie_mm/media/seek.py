@@ -48,6 +48,14 @@ class Keyframes:
         """Whether a gap between `indices`, which ascend, is worth seeking."""
         return bool((self.before(indices) - np.array([-1, *indices[:-1]]) > LEAST_SPARED).any())
 
+    def num_decoded(self, indices: Sequence[int]) -> int:
+        """Frames that are decoded for the sake of `indices`, which ascend."""
+        decoded, place = 0, -1
+        for index, key in zip(indices, self.before(indices).tolist(), strict=True):
+            decoded += index - (key - 1 if key - place > LEAST_SPARED else place)
+            place = index
+        return decoded
+
 
 def sought(
     container: InputContainer, stream: VideoStream, keyframes: Keyframes, indices: Sequence[int], num_bytes: int

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.media import seek
-from mindie_mm.media.caps import caps
+from mindie_mm.media.caps import Work, work
 from mindie_mm.media.container import (
     best_stream,
     check_codec,
@@ -63,11 +63,14 @@ class EncodedVideo:
     """Of a frame, whatever the container states."""
     keyframes: Keyframes | None
     """None where only the whole can be decoded."""
+    work: Work
+    """The request's, of which it is a part."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
         """Reads the container of `data`; decodes one frame, of what is turned. MediaError, LimitExceeded."""
-        limits = caps()
+        of_request = work()
+        limits = of_request.caps
         max_pixels, max_frames = limits.max_video_pixels, limits.max_video_frames
         with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
             stream = best_stream(container, "video")
@@ -102,7 +105,13 @@ class EncodedVideo:
         turns = _turns(data, max_pixels)
         if turns % 2:
             height, width = width, height
-        return cls(height, width, num_frames, fps, turns, data, max_pixels, walk.keyframes if can_seek else None)
+        keyframes = walk.keyframes if can_seek else None
+        return cls(height, width, num_frames, fps, turns, data, max_pixels, keyframes, of_request)
+
+    def count(self, indices: Sequence[int]) -> None:
+        """Counts what `decode` takes before anything is decoded. LimitExceeded for more than a request may take."""
+        num_frames = indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
+        self.work.add_video(num_frames * self.height * self.width)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Frames uint8 [height, width, 3], RGB, one per index; `indices` ascend. Frames of other sizes are scaled.
@@ -122,6 +131,8 @@ class EncodedVideo:
                 taken += 1
             if taken == len(indices):
                 return
+            if self.keyframes is not None and self.keyframes.spare(indices):  # only what seeking takes was counted
+                self.work.add_video((indices[-1] + 1) * self.height * self.width)
             with open_container(self.data, CONTAINERS, self.max_pixels) as container:
                 stream = _stream_to_decode(container, self.max_pixels)
                 for index, frame in enumerate(frames_of(container, stream, len(self.data))):
@@ -164,7 +175,7 @@ class SampledVideo:
     @classmethod
     def open(cls, frames: Frames | Pixels, fps: float | None) -> SampledVideo:
         """Reads the headers of those that are encoded. InputError where sizes differ, MediaError, LimitExceeded."""
-        limits = caps()
+        limits = work().caps
         sizes: list[tuple[int, int]] = []
         _check_length(len(frames), fps, limits)
         for index, frame in enumerate(frames if isinstance(frames, tuple) else frames[:1]):
@@ -183,6 +194,9 @@ class SampledVideo:
     @property
     def num_frames(self) -> int:
         return len(self.frames)
+
+    def count(self, indices: Sequence[int]) -> None:
+        """Nothing: each image was counted as it was opened, and pixels handed in need no decoding."""
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Frames uint8 [height, width, 3], RGB, one per index. MediaError for a broken image."""

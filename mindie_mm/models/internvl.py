@@ -123,6 +123,7 @@ class InternVLProcessor(Processor):
         total, count = video.num_frames, self._sampling.count(video, media.options)
         whole = count == total and comes_sampled(video, media.options)
         indices = list(range(total)) if whole else self._sample(total, count)
+        video.count(indices)
         side, resample = self._side, self._resamples["video"]
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

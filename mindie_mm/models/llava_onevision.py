@@ -138,6 +138,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         video = open_video(data, media.options.sample_fps)
         count = self._sampling.count(video, media.options)
         indices = evenly(video.num_frames, count)
+        video.count(indices)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             for place, frame in zip(arrays["pixel_values_videos"], video.decode(indices), strict=True):

@@ -195,6 +195,7 @@ class Molmo2Processor(Processor):
         # float32, as in the reference: a time between two tenths depends on it.
         times = tuple(int(f"{time:.1f}".replace(".", "")) for time in (indices / fps).tolist())
         taken: list[int] = indices.tolist()
+        video.count(taken)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             for place, frame in zip(arrays[_FRAMES], video.decode(taken), strict=True):

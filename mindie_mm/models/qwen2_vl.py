@@ -233,6 +233,7 @@ class Qwen2VLProcessor(Processor):
                 "num_frames or max_frames can ask for fewer"
             )
         indices = self.sample(video.num_frames, rate, settings)
+        video.count(indices)
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
         grid = (-(-len(indices) // temporal), height // patch, width // patch)

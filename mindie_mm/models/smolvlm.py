@@ -107,6 +107,7 @@ class SmolVLMProcessor(Idefics3Processor):
             return super().plan(media, data, counts)
         video = open_video(data, media.options.sample_fps)
         indices = self._sample(video, media.options)
+        video.count(indices)
         fps = video.fps or _FPS_OF_FRAMES
         duration = indices[-1] / fps if video.fps is None else video.num_frames / fps
         size, side, resample = self._frame_size, self.side, self._frame_resample

@@ -51,7 +51,10 @@ class Planner:
         self._caps = caps
 
     def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
-        """All items of a prompt, in order. InputError and below, naming the item; LimitExceeded for too many."""
+        """All items of a prompt, in order. InputError and below, naming the item; LimitExceeded for too many.
+
+        Nothing is decoded before what all of them take is known to be within the caps.
+        """
         counts: Counter[Kind] = Counter(item.kind for item in media)
         for kind in counts:
             self._processor.placeholder(kind)
@@ -59,7 +62,8 @@ class Planner:
             if counts[kind] > limit:
                 raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
         self._processor.check_kinds(counts.keys())
-        return [self._plan_item(item, index, counts) for index, item in enumerate(media)]
+        with under(self._caps):
+            return [self._plan_item(item, index, counts) for index, item in enumerate(media)]
 
     def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
         processor, kind = self._processor, media.kind
@@ -69,8 +73,7 @@ class Planner:
                 plan, data = self._plan_embeddings(kind, media.source)
             else:
                 data = read_source(media)
-                with under(self._caps):
-                    plan = processor.plan(media, data, counts)
+                plan = processor.plan(media, data, counts)
             self._wire.check(plan, kind)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return PlannedItem(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)

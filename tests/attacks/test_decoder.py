@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,9 @@ LIMIT = 256 * MiB
 CAPS = {
     "max_decode_bytes": LIMIT,
     "max_image_pixels": 50_000_000,
+    "max_request_pixels": 90_000_000,
     "max_video_frames": 5,
+    "max_request_video_pixels": 20_000,
     "max_video_pixels": 4000,
     "max_audio_seconds": 1.0,
 }
@@ -75,6 +78,24 @@ def test_caps_are_settings(limited: RunningService) -> None:
     small = encode_video(moving_frames(8, 64, 48))
     assert "has 8 frames; the limit is 5" in said(limited, "video", small)
     assert "lasts 2.0 s; the limit is 1 s" in said(limited, "audio", encode_sound(tone(2.0), 16_000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("image", "media item 1 (image): the request's images have 98000000 pixels or more, .*; the limit is 90000000"),
+        ("video", "media item 1 (video): of the request's videos 24576 pixels or more would .*; the limit is 20000"),
+    ],
+)
+def test_caps_of_a_request(kind: str, message: str, limited: RunningService) -> None:
+    image = kind == "image"
+    data = encoded(Image.new("1", (7000, 7000)), "PNG") if image else encode_video(moving_frames(4, 64, 48))
+    body = with_bytes(kind, data)
+    content = body["messages"][0]["content"]
+    content.insert(0, content[0])
+    answer = httpx2.post(limited.url + CHAT, json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert re.search(message.replace("(", r"\(", 1).replace(")", r"\)", 1), answer.json()["error"]["message"])
 
 
 def test_a_decoder_that_takes_too_much_memory_costs_its_request(limited: RunningService) -> None:

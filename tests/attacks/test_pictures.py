@@ -24,6 +24,18 @@ def test_bombs_are_stopped_by_their_header(attacked: Attacked, make: Make) -> No
     assert "178956970" in message, "the message names the limit"
 
 
+def test_many_pictures_that_are_each_within_their_cap(attacked: Attacked) -> None:
+    """One request of these would keep a tokenizer to itself for the best part of a minute."""
+    each = [
+        pictures.png(13_376, 13_376, pictures.chunk(b"tEXt", b"number\0%d" % number), depth=1, colours=0)
+        for number in range(32)
+    ]
+    content = [with_bytes("image", data)["messages"][0]["content"][0] for data in each]
+    body = {"messages": [{"role": "user", "content": content}]}
+    message = attacked.refused(body, "media item 6 (image): the request's images have 1252421632 pixels or more")
+    assert message.endswith("; the limit is 1073741824")
+
+
 @named(pictures.SCANS)
 def test_scans_are_counted_before_the_first(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the JPEG of ")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.caps import under
+from mindie_mm.media.caps import Work, under
 from mindie_mm.media.image import EncodedImage, PlainJpeg, open_image, pil_to_rgb, resize
 from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, photograph
 
@@ -126,6 +126,37 @@ def test_the_pixel_cap_reads_only_the_header():
             pytest.raises(LimitExceeded, match=r"300x200 = 60000 pixels; the limit is 59999"),
         ):
             open_image(data)
+
+
+def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
+    """Also where asking for the orientation would decode them all: of a PNG."""
+    picture = photograph(size=(300, 200))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    cut = encoded(picture, "PNG", exif=turned)[:-100]
+    assert b"eXIf" in cut
+    for data in (encoded(picture), encoded(picture, "PNG"), cut):
+        with under(MediaCaps(max_request_pixels=179_999)):
+            for _ in range(2):
+                open_image(encoded(picture, "WEBP"))
+            with pytest.raises(LimitExceeded, match=r"images have 180000 pixels or more, .*; the limit is 179999"):
+                open_image(data)
+        with under(MediaCaps(max_request_pixels=180_000)):  # another request
+            for _ in range(3):
+                open_image(encoded(picture))
+
+
+def test_pixels_handed_in_are_not_counted_as_decoded():
+    with under(MediaCaps(max_request_pixels=1)):
+        assert open_image(np.asarray(photograph(size=(300, 200)))).height == 200
+
+
+def test_what_a_request_may_hold_by_default():
+    """32 photographs of 12 megapixels; 2,048 frames of 640x480."""
+    for count, pixels in ((32, 4032 * 3024), (2048, 640 * 480)):
+        taken = Work(MediaCaps())
+        for _ in range(count):
+            taken.add_picture(pixels)
 
 
 @pytest.mark.parametrize(

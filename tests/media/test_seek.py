@@ -115,3 +115,14 @@ def test_where_keyframes_mislead_the_whole_is_decoded(times):
     misled = replace(video, keyframes=Keyframes(video.keyframes.times + times, np.arange(NUM_FRAMES)))
     assert list(misled._sought([30])) == []
     assert all(map(np.array_equal, misled.decode(INDICES), replace(video, keyframes=None).decode(INDICES)))
+
+
+def test_frames_that_are_decoded_are_known_before():
+    """Of groups of 12: up to the frame from its keyframe, or on from the frame before, whichever is nearer."""
+    groups = Keyframes(np.arange(NUM_FRAMES), np.arange(0, NUM_FRAMES, 12))
+    assert groups.num_decoded([95]) == 12
+    assert groups.num_decoded([84]) == 1
+    assert groups.num_decoded([0, 3, 11, 11, 14]) == 15
+    assert groups.num_decoded([3, 30, 31, 95]) == 4 + 7 + 1 + 12
+    assert groups.num_decoded(range(NUM_FRAMES)) == NUM_FRAMES
+    assert Keyframes(np.arange(NUM_FRAMES), np.array([0])).num_decoded([3, 95]) == NUM_FRAMES

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
-from mindie_mm.media.caps import under
+from mindie_mm.media.caps import Work, under
 from mindie_mm.media.video import EncodedVideo, open_video
 from tests.media_samples import (
     decode_all,
@@ -343,6 +343,31 @@ def test_caps_hold_before_decoding():
     ):
         with under(caps), pytest.raises(LimitExceeded, match=message):
             EncodedVideo.open(data)
+
+
+def test_what_videos_take_is_counted_before_decoding():
+    """Frames between those taken, and all videos of a request; another request begins anew."""
+    data = encode_video(moving_frames(30), fps=10)
+    caps = MediaCaps(max_request_video_pixels=9408 * 40)
+    with under(caps):
+        EncodedVideo.open(data).count([0, 9, 29])
+        second = EncodedVideo.open(data)
+        second.count([9])
+        with pytest.raises(LimitExceeded, match=r"385728 pixels or more .*; the limit is 376320"):
+            second.count([0])
+    with under(caps):
+        EncodedVideo.open(data).count([0, 9, 29])
+
+
+def test_frames_handed_in_are_counted_as_pictures():
+    frames = tuple(encoded(photograph(size=(40, 30)), "PNG") for _ in range(5))
+    with under(MediaCaps(max_request_pixels=4800)), pytest.raises(LimitExceeded, match=r"frame 4: .* 6000 pixels"):
+        open_video(frames, None)
+
+
+def test_an_hour_of_video_is_within_what_a_request_may_take_by_default():
+    """1080p at 30 frames a second, every one of them decoded."""
+    Work(MediaCaps()).add_video(3600 * 30 * 1920 * 1080)
 
 
 def test_decoding_is_under_the_caps_of_opening():

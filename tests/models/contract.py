@@ -24,14 +24,21 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from mindie_mm.config import EngineConfig
+from mindie_mm.config import EngineConfig, MediaCaps
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange, UnsupportedCheckpoint
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    InputError,
+    LimitExceeded,
+    TokenOutOfRange,
+    UnsupportedCheckpoint,
+)
 from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, media_of, parse_inputs
 from mindie_mm.ipc import Failure
+from mindie_mm.media.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -43,7 +50,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.truncate import truncate
-from tests.media_samples import encode_video, encoded, moving_frames
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound
 from tests.warm import running_service
 
@@ -560,6 +567,16 @@ class FamilyContract:
         for name, bound in bounds.items():
             with pytest.raises(InputError, match=rf"\(video\): {name} is given; {family_named(self.name).__name__} "):
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
+
+    def test_what_a_request_takes_to_decode_is_counted_as_it_is_planned(self, processor):
+        image, clip = encoded(photograph(size=(300, 200))), encode_video(moving_frames(20), fps=10)
+        for kind, data, most in (
+            ("image", image, MediaCaps(max_request_pixels=59_999)),
+            ("video", clip, MediaCaps(max_request_video_pixels=9407)),
+        ):
+            if kind in family_named(self.name).kinds:
+                with under(most), pytest.raises(LimitExceeded, match=r"the request's .* the limit is "):
+                    processor.plan(Media(kind, data), data, {kind: 1})
 
     @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
     def test_frames_handed_in_are_all_taken_at_their_rate(self, rate, reference, model, tokenizer, path_file):

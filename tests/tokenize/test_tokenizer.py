@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import mindie_mm
+from mindie_mm.config import MediaCaps
 from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError, TokenOutOfRange
 from mindie_mm.inputs import parse_inputs, parse_messages
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
@@ -345,3 +346,15 @@ def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
             tokenizer.tokenize([image, image])
         assert arena.num_blocks == 0
         tokenizer.tokenize([image])
+
+
+def test_what_a_request_takes_to_decode_is_counted_by_request(checkpoint_path, arena, tmp_path):
+    picture, path_file = encoded(photograph(size=(300, 200))), tmp_path / "shm_name.txt"
+    caps = MediaCaps(max_request_pixels=120_000)
+    with Tokenizer.from_pretrained(checkpoint_path, arena=arena, caps=caps) as tokenizer:
+        for _ in range(3):
+            tokenizer.tokenize([{"image": picture}] * 2, path_file)
+            release(path_file)
+        with pytest.raises(LimitExceeded, match=r"media item 2 .image.: .* 180000 pixels or more, .* limit is 120000"):
+            tokenizer.tokenize([{"image": picture}] * 3, path_file)
+        assert arena.num_blocks == 0
