@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from mindie_mm.device import host_memory
+from mindie_mm.device import cpu_attention, host_memory
 from mindie_mm.device.base import Device
 from mindie_mm.device.cpu_layers import lighten
 from mindie_mm.device.packed_linear import pack
@@ -36,6 +36,7 @@ class CPU(Device):
         host_memory.keep_freed()
         pack(module)
         lighten(module)
+        cpu_attention.replace(module)
 
     def free_bytes(self) -> int:
         return host_memory.available_bytes()

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 _LEAST_ELEMENTS = 2**17
 """A weight of fewer elements is not packed: the call costs more than it saves where few rows go in, as in decoding."""
 
-_TRIAL = (1536, 256, 1024)
-"""Rows, width and outputs of the product that is tried; a small tower's."""
-_TRIALS = 16
-_WORTH = 1.5
-"""How much faster it must be: between the 1.0 and the 2.2 that were seen, so that noise does not decide."""
+_TRIALS = ((1536, 16, 1.1), (8, 256, 1.0))
+"""Rows of a product (a small tower's, and a decode step's), turns, and how much faster it must be. Intel's processors
+were seen at 1.0 and less than that, AMD's at 1.15 and 1.3 or more."""
+_WIDTH, _OUTPUTS = 256, 1024
 
 
 class PackedLinear(nn.Module):
@@ -48,12 +47,12 @@ def pays(dtype: torch.dtype) -> bool:
         return False
     if dtype != torch.float32 and not (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):  # noqa: SLF001
         return False
-    num_rows, width, outputs = _TRIAL
-    rows, plain = torch.zeros(num_rows, width, dtype=dtype), nn.Linear(width, outputs, dtype=dtype)
+    plain = nn.Linear(_WIDTH, _OUTPUTS, dtype=dtype)
     packed = PackedLinear(plain)
-    # In turns, and the shortest of each: what else the processor does only makes it longer.
-    times = [(_seconds(plain, rows), _seconds(packed, rows)) for _ in range(_TRIALS)]
-    return min(took for took, _ in times) > _WORTH * min(took for _, took in times)
+    return all(
+        _ratio(plain, packed, torch.zeros(num_rows, _WIDTH, dtype=dtype), turns) > worth
+        for num_rows, turns, worth in _TRIALS
+    )
 
 
 def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
@@ -72,6 +71,13 @@ def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
             weight = child.weight
             if weight.device.type == "cpu" and weight.numel() >= _LEAST_ELEMENTS and pays(weight.dtype):
                 setattr(parent, name, PackedLinear(child))
+
+
+def _ratio(plain: nn.Module, packed: nn.Module, rows: Tensor, turns: int) -> float:
+    """How many times as fast `packed` is."""
+    # In turns, and the shortest of each: what else the processor does only makes it longer.
+    times = [(_seconds(plain, rows), _seconds(packed, rows)) for _ in range(turns)]
+    return min(took for took, _ in times) / min(took for _, took in times)
 
 
 def _seconds(layer: nn.Module, rows: Tensor) -> float:
