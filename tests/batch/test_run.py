@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from mindie_mm import ipc
 from mindie_mm.batch import Dataset, process
@@ -133,6 +134,18 @@ def test_caps_are_part_of_what_decides_the_bytes(media, tmp_path):
     other = tokenize(rows, "--output", tmp_path / "run", "--max-image-pixels", 2000)
     assert other.returncode == 2
     assert "media was " in other.stderr
+
+
+def test_what_a_row_takes_to_decode_is_counted_by_row(media, tmp_path):
+    with Image.open(media / "0.jpg") as picture:
+        pixels = picture.width * picture.height
+    rows = written(media / "summed.jsonl", [{"images": ["0.jpg"] * count, "text": "What?"} for count in (2, 2, 3)])
+    done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, "--max-request-pixels", 2 * pixels)
+    assert done.returncode == 1, done.stderr
+    (error,) = [json.loads(line) for line in (tmp_path / "run/errors.jsonl").read_text().splitlines()]
+    assert error["row"] == 2
+    assert f"the request's images have {3 * pixels} pixels or more" in error["error"]
+    assert error["error"].endswith(f"the limit is {2 * pixels}")
 
 
 def test_no_resume_wants_an_empty_folder(lines, tmp_path):
