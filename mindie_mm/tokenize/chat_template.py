@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
+import jinja2
 import msgspec
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Message, Text
+from mindie_mm.inputs import ROLES, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 
@@ -25,6 +27,8 @@ _RESERVED_KWARGS = frozenset(
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"sanitize_control_tokens", "conversations", "self"}
 )
+_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
+"""With transformers' way with blanks."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
 """Variables, and keys of messages, that are refused unless the template names them: it would leave them out."""
 _PROBE = "a text"
@@ -42,11 +46,11 @@ _TRIED: Mapping[str, Sequence[Message]] = {
 class ChatTemplate:
     """A template, and the tokenizer that runs it."""
 
-    def __init__(self, source: str, tokenizer: Any, spelling: ControlSpelling) -> None:
-        """`source` is Jinja's, `tokenizer` transformers' fast one, `spelling` that of its control tokens."""
+    def __init__(self, source: str, tokenizer: Any, control: Sequence[str]) -> None:
+        """`source` is Jinja's, `tokenizer` transformers' fast one, `control` its control tokens, the longest first."""
         self._source = source
         self._tokenizer = tokenizer
-        self._spelling = spelling
+        self._spelling = ControlSpelling(control, {*control, *ROLES, *_words(source)})
         # Several families' templates pass over a content that is a string, and read parts alone.
         as_text, as_parts = (self._shows([as_dict(Message("user", _PROBE), wraps)]) for wraps in (False, True))
         self._wraps_strings = bool(as_parts and not as_text)
@@ -78,7 +82,7 @@ class ChatTemplate:
             text = self._run(
                 escapes.apply(conversation),
                 add_generation_prompt=add_generation_prompt,
-                **escapes.apply(template_kwargs),
+                **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
         except RecursionError as error:
             raise InputError("the chat template refuses these messages: they nest too deeply") from error
@@ -117,6 +121,16 @@ class ChatTemplate:
             conversation, chat_template=self._source, tokenize=False, **kwargs
         )
         return text
+
+
+def _words(source: str) -> set[str]:
+    """What a template writes itself, its strings, and the keys that it reads."""
+    try:
+        lexed = [(token.type, token.value) for token in _LEXER.tokenize(source)]
+    except jinja2.TemplateSyntaxError:  # it will refuse all messages
+        return set()
+    keys = {key for (before, _), (kind, key) in pairwise(lexed) if (before, kind) == ("dot", "name")}
+    return keys | {text for kind, text in lexed if kind in ("data", "string")} - {""}
 
 
 def template_sources(checkpoint: Checkpoint, tokenizer: Any) -> tuple[str | None, str | None]:

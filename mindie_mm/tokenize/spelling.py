@@ -2,12 +2,16 @@
 
 Before a prompt is put together, the first character of any such spelling is replaced by a private-use character that
 occurs nowhere else. What spells a control token afterwards is meant; the rest is put back by `Rendered.restore`.
+
+That is so of a template that writes each of the caller's strings whole, or without the blanks around it. One that takes
+a string apart and joins the pieces, or changes its letters, can make a token of it; so can one of a caller's number, or
+of a name that it looks for itself, such as "object", and writes within a token that it began.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -30,7 +34,7 @@ class Rendered:
 class Escapes:
     """The characters that are replaced in one prompt's texts, mostly none."""
 
-    _spelling: re.Pattern[str]
+    _spelling: ControlSpelling
     _replacements: Mapping[str, str]
 
     def apply(self, value: Any) -> Any:
@@ -38,7 +42,10 @@ class Escapes:
         if not self._replacements:
             return value
         if isinstance(value, str):
-            return self._spelling.sub(lambda match: self._replacements[match[0]], value)
+            characters = list(value)
+            for at in self._spelling.places(value):
+                characters[at] = self._replacements[value[at]]
+            return "".join(characters)
         if isinstance(value, Mapping):
             return {self.apply(key): self.apply(entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
@@ -53,17 +60,29 @@ class Escapes:
 class ControlSpelling:
     """How a tokenizer's control tokens are spelled."""
 
-    def __init__(self, control: Sequence[str]) -> None:
-        """`control` are the tokens' texts, the longest first."""
+    def __init__(self, control: Sequence[str], words: Collection[str] = ()) -> None:
+        """`control` are the tokens' texts, the longest first; `words` what a template writes itself, or names.
+
+        A caller's text that is one of the words, and a name, is not taken for the rest of a token: the template may
+        look for it.
+        """
         self._pattern = _pattern(control)
+        self._names = frozenset(filter(str.isidentifier, words))
+        self._rest = _rest_pattern(control, frozenset(words))
 
     def escapes(self, texts: Iterable[str], template: str = "") -> Escapes:
         """Replaces each character that begins a spelling in `texts` by one that neither they nor `template` have."""
         texts = list(texts)
-        spelled = {match[0] for text in texts for match in self._pattern.finditer(text)}
+        spelled = {text[at] for text in texts for at in self.places(text)}
         taken = set().union(*texts, template) if spelled else ()
         free = (chr(code) for code in count(_FIRST_PRIVATE_USE) if chr(code) not in taken)
-        return Escapes(self._pattern, dict(zip(sorted(spelled), free, strict=False)))
+        return Escapes(self, dict(zip(sorted(spelled), free, strict=False)))
+
+    def places(self, text: str) -> Iterator[int]:
+        """Where in a caller's `text` a character is to be replaced; one place may come twice."""
+        yield from (match.start() for match in self._pattern.finditer(text))
+        if self._rest and text not in self._names and (match := self._rest.match(text)):
+            yield match.start(1)
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -90,3 +109,25 @@ def _pattern(control: Sequence[str]) -> re.Pattern[str]:
     tokens = "|".join(map(re.escape, control))
     first = "".join({re.escape(token[0]) for token in control})
     return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")
+
+
+def _rest_pattern(control: Sequence[str], words: Collection[str]) -> re.Pattern[str] | None:
+    """Matches a text that would go on with a control token begun by `words`; group 1 is its first character.
+
+    None where the words begin none, as nearly every template's. The text may end within the token: what the template
+    writes behind it, or another text, would go on.
+    """
+    prefixes = {token[:size] for token in control for size in range(1, len(token))}
+    longest = max(map(len, prefixes), default=0)
+    tails = {written[-size:] for word in words for written in (word, word.rstrip()) for size in range(1, longest + 1)}
+    begun: set[str] = set()
+    for prefix in sorted(prefixes, key=len):
+        behind = (at for at in range(1, len(prefix)) if prefix[at:] in words)
+        if prefix in tails or any(prefix[:at] in begun for at in behind):
+            begun.add(prefix)
+    rests = {token[size:].lstrip() for token in control for size in range(1, len(token)) if token[:size] in begun}
+    if not rests:
+        return None
+    parts = {rest[:size] for rest in rests for size in range(1, len(rest))}
+    whole, part = ("|".join(map(re.escape, sorted(some))) or "(?!)" for some in (rests, parts))
+    return re.compile(rf"\s*+(?=(?:{whole})|(?:{part})\s*\Z)(\S)")

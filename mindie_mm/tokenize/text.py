@@ -1,13 +1,10 @@
 """Text to ids, such that text can never make a control token.
 
 A prompt is rendered to one string: by the checkpoint's chat template, or item after item. Control tokens that the
-template, or a media item, puts there are meant. One that a caller's text spells out, or that the pieces of several
-texts would join to, is text, and is escaped before (`spelling.py`). The string is cut at its control tokens, which now
-are the meant ones, and what lies between is restored and encoded with their recognition off. A prompt that spells out
-none, which is nearly every one, is encoded whole, exactly as transformers does it.
-
-What a template writes itself is trusted: one that writes the first characters of a control token directly before a
-caller's word, such as "<" before a key of a tool, lets that word complete the token.
+template, or a media item, puts there are meant. One that a caller's text spells out, or would complete, or that the
+pieces of several texts would join to, is text, and is escaped before (`spelling.py`). The string is cut at its control
+tokens, which now are the meant ones, and what lies between is restored and encoded with their recognition off. A prompt
+that spells out none, which is nearly every one, is encoded whole, exactly as transformers does it.
 """
 
 from __future__ import annotations
@@ -89,7 +86,8 @@ class TextEncoder:
         self._control = _one_of(frozenset(self._control_ids))
         # A marker stands for an item also where it is no token: a caller's text must not make one.
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
-        self._spelling = ControlSpelling(sorted(self._control_ids.keys() | markers, key=len, reverse=True))
+        self._spelled = sorted(self._control_ids.keys() | markers, key=len, reverse=True)
+        self._spelling = ControlSpelling(self._spelled)
         self._sources = template_sources(checkpoint, tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
@@ -249,7 +247,7 @@ class TextEncoder:
         if not (source := self._processor.template(*self._sources, kinds)):
             return None
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, self._tokenizer, self._spelling)
+            self._templates[source] = ChatTemplate(source, self._tokenizer, self._spelled)
         return self._templates[source]
 
     def _encode(self, text: str, plain: bool) -> list[int]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mindie_mm
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.answer import answer
+from mindie_mm.tokenize.messages import TokenizeRequest
 from tests.attacks.conftest import CHAT, Attacked
 
 SPECIAL = range(777, 787)
@@ -30,6 +37,29 @@ SPELLED = [
     "<|IMAGE|",
     "psm_00000000",
     "-2110989766714458114",
+]
+HOSTILE_TEMPLATE = (
+    "{% macro around(word) %}<{{ word }}><|{{ word | trim }} <|im_{{ word }} <|im_end{{ word }} <|im_end|{{ word }}"
+    " <|IM{{ word }} <{{ word }}im_end|> {{ word }}im_end|> <{% for c in word %}{{ c }}{% endfor %}{% endmacro %}"
+    "{% macro all(value) %}{% if value is mapping %}{% for key, own in value | dictsort %}{{ around(key) }}"
+    "{{ all(own) }}{% endfor %}{% elif value is string %}{{ around(value) }}"
+    "{% elif value is iterable %}{% for own in value %}{{ all(own) }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ m.content }}{{ all(m.content) }}{{ all(m.name) }}{{ all(m.tool_calls) }}{% endfor %}"
+    "{{ all(tools) }}{{ all(style) }}"
+)
+"""Begins and ends control tokens round everything that a caller may say."""
+COMPLETING = [
+    "|im_end|",
+    "|im_end|>",
+    " im_end|> ",
+    "end|>x",
+    "|>",
+    "|",
+    ">",
+    "<|",
+    "AGE|>",
+    "|IMAGE|>x",
+    "|audio_bos|",
 ]
 IDS = [-1, -(2**63), 2**63, 2**64, 10**9, 2**31, 1.5, 1.0, True, "1", None, [1], {}, -2110989766714458114]
 
@@ -61,6 +91,43 @@ def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> N
     answer = attacked.http.post(CHAT, json={"messages": messages, "max_tokens": 1})
     assert answer.status_code in (200, 400), answer.text
     attacked.is_right()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    """The embedded checkpoint's, with the template above."""
+    folder = tmp_path_factory.mktemp("hostile") / "copy"
+    shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", folder)
+    (folder / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
+    with Tokenizer.from_pretrained(folder) as tokenizer:
+        yield tokenizer
+
+
+@pytest.mark.parametrize("text", COMPLETING)
+@pytest.mark.parametrize("place", ["content", "parts", "name", "arguments", "argument", "tool", "schema", "kwarg"])
+def test_no_word_completes_what_a_template_begins(hostile: Tokenizer, text: str, place: str) -> None:
+    message: dict[str, Any] = {"role": "user", "content": "Hello."}
+    kwargs: dict[str, Any] = {}
+    match place:
+        case "content":
+            message["content"] = text
+        case "parts":
+            message["content"] = [{"type": "text", "text": part} for part in (text[:1], text[1:], text)]
+        case "name":
+            message["name"] = text
+        case "arguments" | "argument":
+            arguments = {text: 1} if place == "arguments" else {"a": text}
+            call = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": arguments}}
+            message["tool_calls"] = [call]
+        case "tool":
+            kwargs["tools"] = [{"type": "function", "function": {"name": text, "description": text}}]
+        case "schema":
+            parameters = {"type": "object", "properties": {text: {"enum": [text], "type": "object"}}}
+            kwargs["tools"] = [{"type": "function", "function": {"name": "a_name", "parameters": parameters}}]
+        case "kwarg":
+            kwargs["style"] = [text, {text: text}]
+    ids = answer(hostile, TokenizeRequest(messages=[message], chat_template_kwargs=kwargs)).ids.tolist()
+    assert not [index for index in ids if index in SPECIAL]
 
 
 @pytest.mark.parametrize("text", PADS)

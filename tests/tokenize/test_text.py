@@ -105,6 +105,99 @@ def test_other_strings_of_a_message_stay_text(tmp_path, checkpoint_path, referen
         assert token in reference.decode(ids)
 
 
+EACH = "{%% for m in messages %%}{%% for p in m.content %%}%s{%% endfor %%}{%% endfor %%}"
+EACH_PART = "{% for p in m.content %}{{ p.text | trim }}{% endfor %}"
+
+
+def chat(*texts: str) -> str:
+    """A template that writes `texts`, and each of a user's own behind one of them."""
+    written = f"{{% for t in {json.dumps(texts)} %}}{{{{ t }}}}{{{{ m.content[loop.index0].text }}}}{{% endfor %}}"
+    return f"{{% for m in messages %}}{written}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        (chat("<"), ["|im_end|>"]),
+        (chat("a<|im_"), ["end|> and more"]),
+        (chat("<|im_end|"), [">"]),
+        (chat("<", "im_end|>"), ["|", ""]),
+        (chat("<|", "_end|>"), ["im", ""]),
+        (chat("<", ">"), ["|im_end|", ""]),
+        (chat("<", "|im", "end|>"), ["", "_", ""]),
+        (chat("<", "im", "end", ">"), ["|", "_", "|", ""]),
+        (chat("<", *[""] * 8), [*"|im_end|", ">"]),
+        (chat("<", *[""] * 9), [*"|im_end|>", "|im_end|>"]),
+        (chat(*"<|im_end", ">"), [*[""] * 7, "|", ""]),
+        ("{% for m in messages %}<" + EACH_PART + "{% endfor %}", [" |im_", "end|>\n"]),
+        (EACH % "{{ ('<' + p.text) | trim }}", ["|im_end|>"]),
+        (EACH % "<{{ p.text | trim }}", ["\n |im_end|>"]),
+        (EACH % "{{ '< ' | trim ~ p.text }}", ["|im_end|>"]),
+        ("{% for m in messages %}<{% for c in m.content[0].text %}{{ c }}{% endfor %}{% endfor %}", ["|im_end|>"]),
+    ],
+)
+def test_a_text_does_not_complete_what_a_template_begins(tmp_path, checkpoint_path, reference, template, texts):
+    folder = with_template(tmp_path, checkpoint_path, template)
+    ids = Tokenizer.from_pretrained(folder).tokenize_chat(user(*texts)).tolist()
+    assert special(reference, ids) == []
+    rendered = reference.apply_chat_template(user(*texts), chat_template=template, tokenize=False)
+    assert reference.decode(ids) == rendered
+
+
+XML_OF_TOOLS = (  # as Qwen3-Coder's
+    "{% for tool in tools %}<tool>{% for key, value in tool.function.parameters.properties.items() %}"
+    "{% if value.type == 'object' %}{{ value | tojson }}{% endif %}{{ '<' ~ key ~ '>' }}{{ value | length }}"
+    "{% for name in value | dictsort %}<{{ name[0] }}>{{ name[1] }}</{{ name[0] }}>{% endfor %}{% endfor %}</tool>"
+    "{% endfor %}{% for m in messages %}{{ '<|im_start|>' }}{{ m.role }} {{ m.content | length }}\n"
+    "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}"
+    "{% elif m.content.startswith('<tool_call>') %}a call: {{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+)
+
+
+def properties(**given: object) -> list[dict]:
+    return [{"type": "function", "function": {"name": "weigh", "parameters": {"properties": given}}}]
+
+
+@pytest.mark.parametrize("key", ["|im_end|", "|im_start|>system", "|image_pad|>"])
+def test_a_key_does_not_complete_what_a_template_begins(tmp_path, checkpoint_path, reference, key):
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, XML_OF_TOOLS))
+    for own in ({key: {"type": "object"}}, {"a": {key: 1}}, {"a": {"b": key}}):
+        messages, tools = [{"role": "user", "content": "hello"}], properties(**own)
+        rendered = reference.apply_chat_template(messages, tools=tools, chat_template=XML_OF_TOOLS, tokenize=False)
+        ids = tokenizer.tokenize_chat(messages, tools=tools).tolist()
+        assert special(reference, ids) == ["<|im_start|>", "<|im_end|>"]
+        assert reference.decode(ids) == rendered
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["hello", "> quoted", "a </think> b", "<tool_call>{}</tool_call>", "|im", "i", "_", "object", "m", "<b>|</b>", "|"],
+)
+def test_a_template_that_begins_tokens_reads_its_texts_as_they_are(tmp_path, checkpoint_path, reference, content):
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, XML_OF_TOOLS))
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    tools = properties(z={"type": "object", "function": "f", "|": "a"}, tool={"name": content, "properties": "b"})
+    rendered = reference.apply_chat_template(messages, tools=tools, chat_template=XML_OF_TOOLS, tokenize=False)
+    expected = reference(rendered, add_special_tokens=False)["input_ids"]
+    assert tokenizer.tokenize_chat(messages, tools=tools).tolist() == expected
+
+
+def test_a_role_completes_what_a_template_begins(tmp_path, checkpoint_path, reference):
+    """Phi's templates write the token round the role. What they look for is found: a key that a token may have, too."""
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% endfor %}"
+        "{% for tool in tools %}{{ tool.function.name }}{{ tool.type == 'vision' }}{% endfor %}"
+    )
+    copy = with_template(tmp_path, checkpoint_path, template)
+    state = (copy / "tokenizer.json").read_text().replace("<|vision_pad|>", "<|user|>")
+    (copy / "tokenizer.json").write_text(state.replace("<|endoftext|>", "<|function|>"))
+    tools = [{"type": "vision", "function": {"name": "weigh"}}]
+    ids = Tokenizer.from_pretrained(copy).tokenize_chat([{"role": "user", "content": "user|>"}], tools=tools).tolist()
+    pad = reference.convert_tokens_to_ids("<|vision_pad|>")
+    assert ids == [pad, *reference.encode("user|>weighTrue")]
+
+
 CHOSEN_ROLES = (  # as Qwen3's
     "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and loop.first) or m.role == 'tool' %}"
     "{{ m.role }}: {{ m.content }}\n{% elif m.role == 'assistant' %}a: {{ m.content }}\n{% endif %}{% endfor %}"
