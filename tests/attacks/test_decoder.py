@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -16,6 +15,7 @@ from tests.attacks.conftest import CHAT, with_bytes
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
+from tests.watching import wait_until
 from tools.serving import RunningService
 
 MiB = 2**20
@@ -64,13 +64,6 @@ def _spooled(service: RunningService) -> int:
     return len(list((service.log.parent / "spool").glob("*/image/*")))
 
 
-def _wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_caps_are_settings(limited: RunningService) -> None:
     wide = encoded(Image.new("L", (8000, 7000)), "PNG")
     assert "8000x7000 = 56000000 pixels; the limit is 50000000" in said(limited, "image", wide)
@@ -116,12 +109,12 @@ def test_a_decoder_that_crashes_again_and_again_costs_its_request(limited: Runni
     with ThreadPoolExecutor(4) as pool:
         tokenizer(limited).suspend()  # so that all of them are in its queue
         crashing = pool.submit(ask, limited, "image", good)
-        _wait_until(lambda: _spooled(limited) == 1)
+        wait_until(lambda: _spooled(limited) == 1)
         others = [pool.submit(ask, limited, "image", good) for _ in range(3)]
-        _wait_until(lambda: _spooled(limited) == 4)
+        wait_until(lambda: _spooled(limited) == 4)
         trigger.touch()
         tokenizer(limited).resume()
-        _wait_until(lambda: not trigger.exists())
+        wait_until(lambda: not trigger.exists())
         trigger.touch()
         answers = [other.result() for other in others]
         statuses = sorted([crashing.result().status_code, *(answer.status_code for answer in answers)])

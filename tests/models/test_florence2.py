@@ -1,11 +1,8 @@
 """Florence-2 beside transformers' own, on random weights."""
 
-import re
-import time
 from functools import partial
 from typing import ClassVar
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -21,6 +18,7 @@ from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 from tests.warm import running_service
+from tests.watching import metric, wait_until
 from tools.demo import data_url
 
 SIDE, FEATURES = 96, 10
@@ -60,12 +58,6 @@ def config():
         "initializer_range": 0.1,
     }
     return Florence2Config(text_config=text.to_dict(), vision_config=vision, image_token_id=IMAGE)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
 
 
 class Florence2Reference(Seq2SeqReference):
@@ -223,6 +215,5 @@ class TestFlorence2(Seq2SeqContract):
                 asked(max_tokens=1025)
             with asked(max_tokens=1024, stream=True, extra_body={"ignore_eos": True}) as stream:
                 next(iter(stream))
-            aborted = re.compile(r'request_success_total\{[^}]*finished_reason="abort"[^}]*\} 1')
-            wait_until(lambda: aborted.search(httpx2.get(f"{running.url}/metrics").text))
+            wait_until(lambda: metric(running, "request_success_total", finished_reason="abort") == 1)
             assert running.wait_until_free()["blocks"] == 0

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import socket
-import time
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +11,7 @@ import pytest
 
 from mindie_mm.errors import QueueFull, RequestAborted, RequestTimeout, ServiceStopping
 from service.admission import Admission
+from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
 ENDLESS: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0}
@@ -37,72 +36,56 @@ def post(service: RunningService, path: str, body: dict[str, Any]) -> socket.soc
     return connection
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-
-
-def metric(http: Any, name: str, **labels: str) -> float:
-    """The sum over a metric's series with these labels."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    lines = http.get("/metrics").text.splitlines()
-    series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/infer"])
 def test_a_client_that_leaves_frees_everything(
-    service: RunningService, http: Any, red_square: str, path: str, stream: bool
+    service: RunningService, red_square: str, path: str, stream: bool
 ) -> None:
-    aborted = metric(http, "request_success_total", finished_reason="abort")
-    begun = metric(http, "time_to_first_token_seconds_count")
+    aborted = metric(service, "request_success_total", finished_reason="abort")
+    begun = metric(service, "time_to_first_token_seconds_count")
     body = endless_chat(service, red_square, stream=stream)
     if path == "/infer":
         parameters = {"max_new_tokens": body["max_tokens"], "temperature": 50.0, "seed": 0}
         body = {"inputs": [{"image": red_square}, {"text": "What?"}], "stream": stream, "parameters": parameters}
     with post(service, path, body) as connection:
-        wait_until(lambda: metric(http, "time_to_first_token_seconds_count") > begun)
+        wait_until(lambda: metric(service, "time_to_first_token_seconds_count") > begun)
         assert service.shm()["blocks"] > 0
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert service.wait_until_free()["blocks"] == 0
-    assert metric(http, "request_success_total", finished_reason="abort") == aborted + 1
+    assert metric(service, "request_success_total", finished_reason="abort") == aborted + 1
 
 
-def test_a_client_that_leaves_stops_the_engine(service: RunningService, http: Any, red_square: str) -> None:
-    aborted = metric(http, "request_success_total", finished_reason="abort")
+def test_a_client_that_leaves_stops_the_engine(service: RunningService, red_square: str) -> None:
+    aborted = metric(service, "request_success_total", finished_reason="abort")
     with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
-        wait_until(lambda: metric(http, "num_requests_running") == 2)
-    wait_until(lambda: metric(http, "num_requests_running") == 0)
-    assert metric(http, "request_success_total", finished_reason="abort") == aborted + 2
+        wait_until(lambda: metric(service, "num_requests_running") == 2)
+    wait_until(lambda: metric(service, "num_requests_running") == 0)
+    assert metric(service, "request_success_total", finished_reason="abort") == aborted + 2
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_tokens_are_counted_as_they_are_generated_each_once(
-    service: RunningService, http: Any, red_square: str
-) -> None:
-    wait_until(lambda: metric(http, "num_requests_running") == 0)
+def test_tokens_are_counted_as_they_are_generated_each_once(service: RunningService, red_square: str) -> None:
+    wait_until(lambda: metric(service, "num_requests_running") == 0)
     names = ("generation_tokens_total", "request_generation_tokens_sum", "request_success_total")
-    before = {name: metric(http, name) for name in names}
+    before = {name: metric(service, name) for name in names}
     with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
-        wait_until(lambda: metric(http, "generation_tokens_total") > before["generation_tokens_total"] + 2)
-        assert metric(http, "request_success_total") == before["request_success_total"], "none has ended"
-    wait_until(lambda: metric(http, "request_success_total") == before["request_success_total"] + 2)
-    counted, of_choices = (metric(http, name) - before[name] for name in names[:2])
+        wait_until(lambda: metric(service, "generation_tokens_total") > before["generation_tokens_total"] + 2)
+        assert metric(service, "request_success_total") == before["request_success_total"], "none has ended"
+    wait_until(lambda: metric(service, "request_success_total") == before["request_success_total"] + 2)
+    counted, of_choices = (metric(service, name) - before[name] for name in names[:2])
     assert counted == of_choices > 2
 
 
 def test_what_cannot_be_answered_is_no_error_of_the_service(service: RunningService, http: Any) -> None:
     """One prompt is too long, and the other is given up with it."""
-    wait_until(lambda: metric(http, "num_requests_running") == 0)
+    wait_until(lambda: metric(service, "num_requests_running") == 0)
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     ends = ("refused", "error", "abort")
-    before = {end: metric(http, "request_success_total", finished_reason=end) for end in ends}
+    before = {end: metric(service, "request_success_total", finished_reason=end) for end in ends}
     body = {"prompt": [[5, 6], [5] * (limit + 1)], "max_tokens": limit // 2, "ignore_eos": True}
     assert http.post("/v1/completions", json=body).status_code == 400
-    grown = {end: metric(http, "request_success_total", finished_reason=end) - before[end] for end in ends}
+    grown = {end: metric(service, "request_success_total", finished_reason=end) - before[end] for end in ends}
     assert grown == {"refused": 2, "error": 0, "abort": 0}
 
 
@@ -117,15 +100,15 @@ def test_what_cannot_be_answered_is_no_error_of_the_service(service: RunningServ
     ],
 )
 def test_what_is_refused_before_the_engine_has_it_counts_too(
-    http: Any, path: str, body: dict[str, Any], number: int, stream: bool
+    service: RunningService, http: Any, path: str, body: dict[str, Any], number: int, stream: bool
 ) -> None:
     ends = ("refused", "error", "abort")
-    before = {end: metric(http, "request_success_total", finished_reason=end) for end in ends}
-    timed = metric(http, "e2e_request_latency_seconds_count")
+    before = {end: metric(service, "request_success_total", finished_reason=end) for end in ends}
+    timed = metric(service, "e2e_request_latency_seconds_count")
     assert http.post(path, json=body | {"stream": stream}).status_code == 400
-    grown = {end: metric(http, "request_success_total", finished_reason=end) - before[end] for end in ends}
+    grown = {end: metric(service, "request_success_total", finished_reason=end) - before[end] for end in ends}
     assert grown == {"refused": number, "error": 0, "abort": 0}
-    assert metric(http, "e2e_request_latency_seconds_count") == timed + number
+    assert metric(service, "e2e_request_latency_seconds_count") == timed + number
 
 
 def test_clients_that_leave_at_once_free_everything(service: RunningService, red_square: str) -> None:
@@ -158,11 +141,11 @@ def test_a_deadline(service: RunningService, http: Any, red_square: str) -> None
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_media_files_stay_until_the_first_output(service: RunningService, http: Any, red_square: str) -> None:
+def test_media_files_stay_until_the_first_output(service: RunningService, red_square: str) -> None:
     spool = service.log.parent / "spool"
-    begun = metric(http, "time_to_first_token_seconds_count")
+    begun = metric(service, "time_to_first_token_seconds_count")
     with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
-        wait_until(lambda: metric(http, "time_to_first_token_seconds_count") == begun + 2)
+        wait_until(lambda: metric(service, "time_to_first_token_seconds_count") == begun + 2)
         wait_until(lambda: not list(spool.glob("*/image/*")))
         assert len(list(spool.glob("*/shm_name.txt"))) == 1
     assert service.wait_until_free()["blocks"] == 0

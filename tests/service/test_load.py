@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from mindie_mm.config import EngineConfig, MiB
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.sampling_params import SamplingParams
 from tests.warm import running_service
+from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -117,20 +117,6 @@ def id_of(response: http.client.HTTPResponse) -> str:
     found = response.headers["X-Request-Id"]
     assert found
     return found
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-
-
-def metric(service: RunningService, name: str, **labels: str) -> float:
-    """The sum over a metric's series with these labels."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    lines = httpx2.get(f"{service.url}/metrics", timeout=WAIT_S).text.splitlines()
-    series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
 
 
 def unfinished(service: RunningService) -> Counter[str]:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.warm import running_service
+from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
 KEY, WRONG_KEY = "the-right-api-key", "a-wrong-api-key"
@@ -142,22 +143,13 @@ def streaming(service: RunningService, n: int) -> Iterator[Any]:
         yield response
 
 
-def counted(service: RunningService, name: str, label: str = "") -> float:
-    """The sum over the series of a metric that have `label`."""
-    lines = httpx2.get(f"{service.url}/metrics", timeout=60).text.splitlines()
-    return sum(
-        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"mindie_mm:{name}{{") and label in line
-    )
-
-
 def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object], tmp_path: Path) -> None:
     """Their status said that all is well: one whose client leaves, one whose engine dies, one that a stop ends."""
     log = tmp_path / "log"
     with running_service(settings | {"log_format": "json", "spool": tmp_path / "spool"}, log) as service:
         with streaming(service, 2) as left:
             next(left.iter_raw())
-        while counted(service, "request_success_total", "abort") < 2:
-            pass
+        wait_until(lambda: metric(service, "request_success_total", finished_reason="abort") == 2)
         with streaming(service, 3) as died:
             events = died.iter_lines()
             next(events)
@@ -165,9 +157,9 @@ def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object]
                 if "mindie_mm.engine.process" in child.cmdline():
                     child.kill()
             assert '"code":503' in [line for line in events if line][-2]
-        assert counted(service, "request_success_total", "error") == 3
-        assert counted(service, "request_success_total") == 5
-        assert counted(service, "generation_tokens_total") == counted(service, "request_generation_tokens_sum") > 0
+        assert metric(service, "request_success_total", finished_reason="error") == 3
+        assert metric(service, "request_success_total") == 5
+        assert metric(service, "generation_tokens_total") == metric(service, "request_generation_tokens_sum") > 0
         with streaming(service, 1) as stopped:
             events = stopped.iter_lines()
             next(events)

@@ -13,7 +13,8 @@ import httpx2
 import pytest
 
 from tests.service.conftest import SETTINGS, TINY
-from tests.service.test_lifetime import post, wait_until
+from tests.service.test_lifetime import post
+from tests.watching import wait_until
 from tools.serving import RunningService, running_service
 
 NUM_REQUESTS = 9

@@ -6,7 +6,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.watching import metric
 from tools.questions import CHAT_ANSWERS
+from tools.serving import RunningService
 
 STAGES = {"fetch_s", "preprocess_s", "queue_s", "tower_s", "prefill_s", "decode_s", "total_s"}
 
@@ -92,16 +94,9 @@ def test_timings(client: openai.OpenAI, red_square: str) -> None:
         assert found["tower_s"] <= found["prefill_s"]
 
 
-def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, http: Any) -> None:
+def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, service: RunningService) -> None:
     """The engine does not know of it, and would have told at the end."""
-
-    def timed() -> float:
-        lines = http.get("/metrics").text.splitlines()
-        return float(
-            next(line for line in lines if line.startswith("mindie_mm:request_decode_time_seconds_count")).split()[-1]
-        )
-
-    before = timed()
+    before = metric(service, "request_decode_time_seconds_count")
     text = CHAT_ANSWERS["hello"]
     answer = ask(client, "Hello!", max_tokens=64, stop=[text[-2:]], extra_body={"timings": True})
     assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == (
@@ -109,7 +104,7 @@ def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, http:
         text[: text.index(text[-2:])],
     )
     assert answer.timings["decode_s"] > 0
-    assert timed() == before + 1
+    assert metric(service, "request_decode_time_seconds_count") == before + 1
 
 
 def test_timings_of_a_stream(client: openai.OpenAI) -> None:
