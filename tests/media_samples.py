@@ -30,6 +30,14 @@ def encoded(image: Image.Image, file_format: str = "JPEG", **options: object) ->
     return file.getvalue()
 
 
+def load_image(data: bytes) -> np.ndarray:
+    """As transformers.image_utils.load_image."""
+    from transformers.image_utils import load_image
+
+    with io.BytesIO(data) as file:
+        return np.asarray(load_image(Image.open(file)))
+
+
 def moving_frames(num_frames: int, width: int = 112, height: int = 84) -> np.ndarray:
     """uint8 [frames, height, width, 3]: a window that wanders over a photograph."""
     wide = np.asarray(photograph("astronaut.png"))

@@ -14,15 +14,7 @@ from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import Work, under
 from mindie_mm.media.image import EncodedImage, PlainJpeg, open_image, pil_to_rgb, resize
-from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, photograph
-
-
-def load_image(data: bytes) -> np.ndarray:
-    """As transformers.image_utils.load_image."""
-    from transformers.image_utils import load_image
-
-    with io.BytesIO(data) as file:
-        return np.asarray(load_image(Image.open(file)))
+from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, load_image, photograph
 
 
 @pytest.mark.parametrize(("name", "data"), jpeg_variants(), ids=lambda value: value if isinstance(value, str) else "")

@@ -1,6 +1,5 @@
 """Real cameras' and programs' files of many segments are accepted; what a few bytes make of hours is not."""
 
-import io
 import struct
 from functools import cache
 
@@ -12,17 +11,9 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.image import EncodedImage, open_image
 from mindie_mm.media.segments import MAX_PARTS, MAX_SCAN_PIXELS, MAX_SCANS, check_parts, check_scans, jpeg_head
 from tests.attacks import pictures
-from tests.media_samples import encoded, jpeg_variants, photograph
+from tests.media_samples import encoded, jpeg_variants, load_image, photograph
 
 SOS = b"\xff\xda"
-
-
-def load_image(data: bytes) -> np.ndarray:
-    """As transformers.image_utils.load_image."""
-    from transformers.image_utils import load_image
-
-    with io.BytesIO(data) as file:
-        return np.asarray(load_image(Image.open(file)))
 
 
 def turned(data: bytes, *entries: bytes) -> bytes:

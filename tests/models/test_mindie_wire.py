@@ -34,6 +34,7 @@ from mindie_mm.shm.mindie import (
 )
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
+from tests.models.contract import run
 from tests.transformers_reference import (
     AutoTokenizer,
     Qwen2VLImageProcessor,
@@ -262,24 +263,10 @@ def test_ids_of_a_mindie_tokenizer_are_read(model, native, reference, path_file)
     assert torch.equal(model.logits(theirs), model.logits(ids))
 
 
-def run(engine, prompts):
-    """Output tokens, and errors by name, of prompts that run at once."""
-    outputs, errors = {i: [] for i in range(len(prompts))}, {}
-    params = SamplingParams(temperature=0, max_tokens=8)
-    news = [engine.add(Add(str(i), ids.numpy().tobytes(), params)) for i, ids in enumerate(prompts)]
-    while news or engine.has_work():
-        for progress in filter(None, news):
-            outputs[int(progress.request_id)] += progress.token_ids
-            if progress.error:
-                errors[int(progress.request_id)] = progress.error
-        news = engine.step().progress if engine.has_work() else []
-    return outputs, errors
-
-
 def test_the_engine_answers_both_wires_alike(model, native, mindie, path_file):
     engine = Engine(model, EngineConfig(max_num_batched_tokens=32, max_tower_tokens=8))
     ours, theirs = ([t.tokenize(items, path_file) for items in PROMPTS.values()] for t in (native, mindie))
-    outputs, errors = run(engine, [*ours, *theirs])
+    outputs, errors = run(engine, [*ours, *theirs], max_tokens=8)
     assert not errors
     for i in range(len(PROMPTS)):
         assert outputs[i] == outputs[i + len(PROMPTS)]
@@ -289,18 +276,18 @@ def test_nothing_is_kept_for_another_request(model, mindie, path_file):
     """The wire names no content: the same words may stand for another picture the next time."""
     engine = Engine(model, EngineConfig())
     ids = mindie.tokenize(PROMPTS["an image"], path_file)
-    before, _ = run(engine, [ids, ids])
+    before, _ = run(engine, [ids, ids], max_tokens=8)
     name, shape, _ = ids[ids < 0].tolist()
     with (SHM / their_name(name)).open("r+b") as file:
         file.write(bytes(np.prod(their_shape(shape))))
-    after, _ = run(engine, [ids, ids])
+    after, _ = run(engine, [ids, ids], max_tokens=8)
     assert engine.stats.encoder_cache_hits == 0
     assert before[0] == before[1]
     assert after[0] == after[1]
     items = [item for _ in range(2) for item in model.read(ids.numpy())]
     assert items[0].digest is None
     assert items[0].ref != items[1].ref
-    fresh, _ = run(Engine(model, EngineConfig()), [ids])
+    fresh, _ = run(Engine(model, EngineConfig()), [ids], max_tokens=8)
     assert after[0] == fresh[0]
 
 
@@ -308,7 +295,7 @@ def test_nothing_is_kept_for_another_request(model, mindie, path_file):
 @pytest.mark.parametrize("harm", ["removed", "cut short"])
 def test_a_lost_segment_fails_its_own_request_alone(model, mindie, path_file, moment, harm):
     good, bad = (mindie.tokenize(PROMPTS[name], path_file) for name in ("mixed", "an image"))
-    expected, _ = run(Engine(model, EngineConfig()), [good])
+    expected, _ = run(Engine(model, EngineConfig()), [good], max_tokens=8)
     file = SHM / their_name(bad[bad < 0][0].item())
     engine = Engine(model, EngineConfig(encoder_cache_bytes=0))
     params = SamplingParams(temperature=0, max_tokens=8)
