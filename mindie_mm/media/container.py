@@ -17,6 +17,7 @@ from av.video.stream import VideoStream
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.matroska import without_compression
+from mindie_mm.media.metadata import check_metadata
 from mindie_mm.media.sample_tables import check_tables
 
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
@@ -89,6 +90,7 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     Raises what PyAV raises for what is none; LimitExceeded, MediaError. Frames of more than `max_pixels`, and of what
     whole blocks add to them, are not even decoded to find out what they are.
     """
+    check_metadata(data)
     check_tables(data)
     options = {
         "format_whitelist": ",".join(formats),

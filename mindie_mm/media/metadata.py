@@ -1,0 +1,146 @@
+"""What a file says besides its sound and frames, counted before FFmpeg reads it: FFmpeg bounds none of it.
+
+It compares each tag's name with those before it: a megabyte of names takes minutes. They are counted wherever they lie
+within what holds them, not from one to the next: readers do not agree on where a broken one ends. Elements of Matroska:
+RFC 9559; comments: the Vorbis I specification, 5.2; ID3: id3.org.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+from mindie_mm.errors import LimitExceeded
+
+MAX_TAGS = 2**12
+"""Most tags, chapters or attached files."""
+MAX_PLACES = 2**17
+"""Most entries of an index or of chapters in Matroska: one for each frame of an hour."""
+MAX_ATTACHED = 2**24
+"""Most bytes of ID3 tags with their pictures, and of files attached in Matroska: FFmpeg holds them up to four times."""
+MAX_MAKER = 128
+"""Most bytes in front of the number of comments in Ogg, which cuts nothing into pages before the 255th byte."""
+
+_MATROSKA = b"\x1a\x45\xdf\xa3"
+_COUNTED = (
+    ("tags", b"\x12\x54\xc3\x67", b"\x73\x73", MAX_TAGS),
+    ("tags", b"\x12\x54\xc3\x67", b"\x67\xc8", MAX_TAGS),
+    ("chapters", b"\x10\x43\xa7\x70", b"\x73\xc4", MAX_TAGS),
+    ("chapters", b"\x10\x43\xa7\x70", b"\xb6", MAX_PLACES),
+    ("attached files", b"\x19\x41\xa4\x69", b"\x61\xa7", MAX_TAGS),
+    ("index entries", b"\x11\x4d\x9b\x74", b"\x4d\xbb", MAX_TAGS),
+    ("cues", b"\x1c\x53\xbb\x6b", b"\xbb", MAX_PLACES),
+    ("cues", b"\x1c\x53\xbb\x6b", b"\xb7", MAX_PLACES),
+)
+"""Elements, as messages call them: what holds them, their own name, and how many there may be."""
+_BY_CHANCE = 192
+"""Media data look like one of `MAX_PLACES` once in 256 bytes: one in so many bytes is no more than chance."""
+_FLAC_COMMENTS = 4
+_ID3 = re.compile(rb"ID3[\2-\4].{2}([\0-\x7f]{4})", re.DOTALL)
+_ID3_IN_CHUNK = re.compile(rb"(?:ID3|id3) .{4}(?=ID3)", re.DOTALL)
+_FRAME = re.compile(rb"T[A-Z0-9]{2}|PRIV|GEO|PIC|CHAP|ULT|USLT|COM|WXX")
+_MP4_TAGS = (b"----\0", b"mdta")
+"""What tags of any name begin with in an MP4; others have names that FFmpeg knows, which are few."""
+_ASF = b"\x30\x26\xb2\x75"
+_ASF_TAGS = tuple(
+    bytes.fromhex(name)
+    for name in (
+        "40a4d0d207e3d21197f000a0c95ea850",
+        "eacbf8c5af5b77488467aa8c44fa4cca",
+        "941c23449894d149a1411d134e457054",
+    )
+)
+"""Names of the objects that hold tags in ASF, whose number is behind 8 bytes of size."""
+_COMMENTS = re.compile(rb"OpusTags|[\3\x81](?:vorbis|theora)")
+
+
+def check_metadata(data: bytes) -> None:
+    """LimitExceeded for more tags, chapters, cues or attached files than a decoder should have to read."""
+    if _MATROSKA in data[: 2**12]:
+        for what, holder, name, limit in _COUNTED:
+            by_chance = len(data) // _BY_CHANCE if limit == MAX_PLACES else 0
+            _check(what, sum(data.count(name, *span) for span in _spans(data, holder)), limit + by_chance)
+        _check("bytes of attached files", _attached_bytes(data), MAX_ATTACHED)
+    for name in _MP4_TAGS:
+        _check("tags", data.count(name), MAX_TAGS)
+    if data.startswith(_ASF):
+        found = (at.end() + 8 for at in re.finditer(b"|".join(map(re.escape, _ASF_TAGS)), data))
+        _check("tags", sum(int.from_bytes(data[at : at + 2], "little") for at in found), MAX_TAGS)
+    place = _check_id3(data, 0)
+    for chunk in islice(_ID3_IN_CHUNK.finditer(data), MAX_TAGS) if data[:4] in (b"RIFF", b"FORM", b"RF64") else ():
+        _check_id3(data, chunk.end())
+    if data[place : place + 4] == b"fLaC":
+        _check_flac(data, place + 4)
+    elif data[place : place + 4] == b"OggS":
+        num_comments = 0
+        for head in islice(_COMMENTS.finditer(data), MAX_TAGS):
+            _check("bytes that name its maker", int.from_bytes(data[head.end() : head.end() + 4], "little"), MAX_MAKER)
+            num_comments += _num_comments(data, head.end())
+            _check("comments", num_comments, MAX_TAGS)
+
+
+def _check(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise LimitExceeded(f"the container has {number} {what}; the limit is {limit}")
+
+
+def _spans(data: bytes, holder: bytes) -> Iterator[tuple[int, int]]:
+    """What elements of that name hold, each byte once; media data have one in 2**32 bytes by chance."""
+    place, done, num_found = -1, 0, 0
+    while (place := data.find(holder, place + 1)) >= 0:
+        num_found += 1
+        _check("lists of one kind", num_found, MAX_TAGS)
+        start, stop = _content(data, place + len(holder))
+        if stop > max(start, done):
+            yield max(start, done), stop
+            done = stop
+
+
+def _content(data: bytes, place: int) -> tuple[int, int]:
+    """Start and stop of what an element holds whose size is at `place`, cut where `data` end."""
+    width = 9 - int.from_bytes(data[place : place + 1]).bit_length()
+    most = (1 << 7 * width) - 1
+    size = int.from_bytes(data[place : place + width]) & most
+    return place + width, len(data) if size == most else min(place + width + size, len(data))
+
+
+def _attached_bytes(data: bytes) -> int:
+    """Bytes of lists of attached files, told by what such a list begins with: a file, or nothing of a size."""
+    spans = list(_spans(data, b"\x19\x41\xa4\x69"))
+    return sum(
+        stop - start for start, stop in spans if data[start : start + 2].startswith((b"\x61\xa7", b"\xec", b"\xbf"))
+    )
+
+
+def _check_id3(data: bytes, place: int) -> int:
+    """Where the ID3 tags at `place` end."""
+    num_bytes = num_tags = 0
+    while tag := _ID3.match(data, place):
+        size = 0
+        for byte in tag[1]:
+            size = size << 7 | byte
+        start, place = tag.end(), min(tag.end() + size, len(data))
+        num_bytes += place - start
+        _check("bytes of ID3 tags", num_bytes, MAX_ATTACHED)
+        num_tags += 1 + sum(1 for _ in islice(_FRAME.finditer(data, start, place), MAX_TAGS + 1))
+        _check("or more ID3 tags", num_tags, MAX_TAGS)
+    return place
+
+
+def _check_flac(data: bytes, place: int) -> None:
+    num_blocks = num_comments = 0
+    is_last = False
+    while not is_last and place + 4 <= len(data):
+        is_last, kind = data[place] >= 0x80, data[place] & 0x7F
+        num_blocks += 1
+        _check("blocks of metadata", num_blocks, MAX_TAGS)
+        num_comments += _num_comments(data, place + 4) if kind == _FLAC_COMMENTS else 0
+        _check("comments", num_comments, MAX_TAGS)
+        place += 4 + int.from_bytes(data[place + 1 : place + 4])
+
+
+def _num_comments(data: bytes, place: int) -> int:
+    """As stated behind the name of what wrote them."""
+    place += 4 + int.from_bytes(data[place : place + 4], "little")
+    return int.from_bytes(data[place : place + 4], "little")

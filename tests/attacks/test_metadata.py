@@ -1,0 +1,180 @@
+"""Floods of what a file says besides its sound and frames; and honest files that say much."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.media.audio import EncodedAudio
+from mindie_mm.media.metadata import check_metadata
+from mindie_mm.media.video import EncodedVideo
+from tests.attacks import clips
+from tests.attacks.clips import Make, element, matroska, matroska_track
+from tests.attacks.watched import Watched
+from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
+
+MiB = 2**20
+RATE = 16_000
+NUM = 20_000
+"""Different names, of which FFmpeg takes three seconds and more."""
+
+
+def short(name: str, content: bytes = b"") -> bytes:
+    return bytes.fromhex(name) + bytes([0x80 | len(content)]) + content
+
+
+def film(more: bytes) -> bytes:
+    return matroska(matroska_track(1, b"V_VP8"), [(1, frame) for frame in clips.vp8()], more)
+
+
+def times(piece: bytes, num_bytes: int = 12 * MiB) -> bytes:
+    return piece * (num_bytes // len(piece))
+
+
+def frame(name: bytes, content: bytes) -> bytes:
+    size = len(content)
+    return name + bytes(size >> 21 - 7 * at & 0x7F for at in range(4)) + bytes(2) + content
+
+
+def tagged(frames: bytes, sound: bytes | None = None) -> bytes:
+    """A sound behind an ID3 tag."""
+    sound = encode_sound(tone(0.2, RATE), RATE, "MP3", "MPEG_LAYER_III") if sound is None else sound
+    return frame(b"ID3\4", frames)[:4] + bytes(2) + frame(b"", frames)[:4] + frames + sound
+
+
+def comments(texts: list[bytes]) -> bytes:
+    return struct.pack("<II", 0, len(texts)) + b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+def flac(num_comments: int) -> bytes:
+    data = encode_sound(tone(0.2, RATE), RATE, "FLAC")
+    said = comments([b"%x=1" % at for at in range(num_comments)])
+    return data[:4] + b"\0" + data[5:42] + b"\4" + len(said).to_bytes(3) + said + data[42:]
+
+
+def opus(said: bytes) -> bytes:
+    data = encode_with_ffmpeg(tone(0.5, 48_000), 48_000, "ogg", "libopus")
+    at = data.index(b"OpusTags") + 8
+    return data[:at] + said + data[at + len(said) :]
+
+
+FLOODS: dict[str, tuple[Make, str]] = {
+    "tags": (lambda: film(element("1254c367", times(short("7373")))), "tags; the limit is 4096"),
+    "simple tags": (lambda: film(element("1254c367", element("7373", times(short("67c8"))))), "tags; the limit is"),
+    "lists of tags": (lambda: film(times(short("1254c367"))), "lists of one kind; the limit is 4096"),
+    "different tags": (
+        lambda: film(
+            element("1254c367", element("7373", *[short("67c8", short("45a3", b"%x" % at)) for at in range(NUM)]))
+        ),
+        "20000 tags; the limit is 4096",
+    ),
+    "chapters": (lambda: film(element("1043a770", element("45b9", times(short("b6"))))), "chapters; the limit is"),
+    "different chapters": (
+        lambda: film(
+            element("1043a770", element("45b9", *[short("b6", short("73c4", at.to_bytes(3))) for at in range(NUM)]))
+        ),
+        "chapters; the limit is 4096",
+    ),
+    "cues": (lambda: film(element("1c53bb6b", times(short("bb", short("b7"))))), "cues; the limit is"),
+    "indices": (lambda: film(element("114d9b74", times(short("4dbb")))), "index entries; the limit is 4096"),
+    "attached files": (lambda: film(element("1941a469", times(short("61a7")))), "attached files; the limit is 4096"),
+    "an attached file": (
+        lambda: film(element("1941a469", element("61a7", bytes(17 * MiB)))),
+        "bytes of attached files; the limit is 16777216",
+    ),
+    "cues of unknown size": (
+        lambda: film(bytes.fromhex("1c53bb6b") + b"\1" + b"\xff" * 7 + times(short("bb"))),
+        "cues; the limit is",
+    ),
+    "private frames": (lambda: tagged(times(frame(b"PRIV", b"a\0b"))), "ID3 tags; the limit is 4096"),
+    "different texts": (
+        lambda: tagged(b"".join(frame(b"TXXX", b"\3%x\0b" % at) for at in range(NUM))),
+        "ID3 tags; the limit is 4096",
+    ),
+    "tags one behind another": (lambda: times(tagged(b"", b"")) + tagged(b""), "ID3 tags; the limit is 4096"),
+    "a cover of 17 MiB": (
+        lambda: tagged(frame(b"APIC", b"\3image/png\0\3\0" + bytes(17 * MiB))),
+        "bytes of ID3 tags; the limit is 16777216",
+    ),
+    "a tag in a chunk": (
+        lambda: clips.wav_header(RATE, 1)[:36] + b"id3 " + bytes(4) + tagged(times(frame(b"PRIV", b"a\0b"))),
+        "ID3 tags; the limit is 4096",
+    ),
+    "tags of MP4": (
+        lambda: clips.video() + clips.box(b"udta", clips.box(b"----", clips.box(b"name", b"")) * NUM),
+        "20000 tags; the limit is 4096",
+    ),
+    "keys of MP4": (lambda: clips.video() + clips.box(b"mdta", b"a") * NUM, "20000 tags; the limit is 4096"),
+    "tags of ASF": (
+        lambda: (
+            bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c40a4d0d207e3d21197f000a0c95ea850") + bytes(8) + b"\xff" * 2
+        ),
+        "65535 tags; the limit is 4096",
+    ),
+    "comments of FLAC": (lambda: flac(NUM), "20000 comments; the limit is 4096"),
+    "comments of Ogg": (lambda: opus(struct.pack("<II", 0, 4097)), "4097 comments; the limit is 4096"),
+    "comments of Ogg behind a page": (
+        lambda: opus(struct.pack("<I", 300)),
+        "300 bytes that name its maker; the limit is 128",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), FLOODS.values(), ids=FLOODS.keys())
+def test_floods(make: Make, said: str) -> None:
+    data = make()
+
+    def opened() -> None:
+        with pytest.raises(LimitExceeded, match=said):
+            EncodedAudio.open(data)
+        with pytest.raises(LimitExceeded, match=said):
+            EncodedVideo.open(data)
+
+    _, seconds, further = Watched([os.getpid()]).during(opened)
+    assert seconds < 2
+    assert further < 32 * MiB
+
+
+def test_a_film_that_says_much() -> None:
+    """Fonts, chapters, a tag for each of 32 tracks, and a place to seek for each frame of half an hour."""
+    font = element("61a7", short("466e", b"a.ttf"), short("4660", b"font/ttf"), element("465c", bytes(5 * MiB)))
+    chapter = [short("b6", short("73c4", bytes([1, at])) + short("91", bytes([at]))) for at in range(100)]
+    tags = [element("7373", short("67c8", short("45a3", b"BPS") + short("4487", b"1"))) for _ in range(32)]
+    cue = short("bb", short("b3", b"\1") + short("b7", short("f7", b"\1") + short("f1", b"\1")))
+    more = element("1941a469", font, font) + element("1043a770", element("45b9", *chapter))
+    data = film(more + element("1254c367", *tags) + element("1c53bb6b", cue * 54_000))
+    assert EncodedVideo.open(data).num_frames == 3
+
+
+def test_a_live_film_of_unknown_sizes() -> None:
+    """Segment and clusters, as MediaRecorder writes them."""
+    data = film(b"")
+    for name in ("18538067", "1f43b675"):
+        at = data.index(bytes.fromhex(name)) + 4
+        data = data[:at] + b"\1" + b"\xff" * 7 + data[at + 8 :]
+    assert EncodedVideo.open(data).num_frames == 3
+
+
+def test_a_large_cover() -> None:
+    cover = frame(b"APIC", b"\3image/png\0\3\0" + os.urandom(12 * MiB))
+    assert EncodedAudio.open(tagged(frame(b"TIT2", b"\3a") + cover)).rate == RATE
+
+
+def test_comments_that_files_have() -> None:
+    assert EncodedAudio.open(flac(300)).rate == RATE
+    assert EncodedAudio.open(encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ogg", "libopus")).rate == 48_000
+
+
+def test_media_data_hold_what_looks_like_cues() -> None:
+    """Bytes that come by chance, behind a holder's name that comes by chance."""
+    for holder in ("1254c367", "1043a770", "1941a469", "114d9b74", "1c53bb6b"):
+        check_metadata(film(b"")[:200] + element(holder, os.urandom(40 * MiB)))
+
+
+def test_cut_files_are_counted_as_far_as_they_are() -> None:
+    for data in (film(b""), tagged(b""), flac(3), opus(b"")):
+        for stop in range(0, len(data), 97):
+            check_metadata(data[:stop])
