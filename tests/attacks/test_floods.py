@@ -32,12 +32,12 @@ def in_wav(parts: bytes) -> bytes:
 FLOODS: dict[str, tuple[Callable[[bytes], object], Callable[[bytes], bytes], bytes]] = {
     "boxes of an MP4": (EncodedVideo.open, lambda parts: clips.video() + parts, FREE),
     "boxes of its index": (EncodedVideo.open, in_index, FREE),
-    "tags of a Matroska": (
+    "nothing in the tags of a Matroska": (
         EncodedVideo.open,
         lambda parts: clips.matroska(
             clips.matroska_track(1, b"V_VP8"), [(1, frame) for frame in clips.vp8()], clips.element("1254c367", parts)
         ),
-        b"\x73\x73\x80",
+        b"\xec\x80",
     ),
     "chunks of a WAV": (EncodedAudio.open, in_wav, CHUNK),
 }
