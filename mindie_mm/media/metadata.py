@@ -19,6 +19,8 @@ MAX_PLACES = 2**17
 """Most entries of an index or of chapters in Matroska: one for each frame of an hour."""
 MAX_ATTACHED = 2**24
 """Most bytes of ID3 tags with their pictures, and of files attached in Matroska: FFmpeg holds them up to four times."""
+MAX_INFO = 2**16
+"""Most bytes of the lists of texts in RIFF, where a text takes eight or more."""
 MAX_MAKER = 128
 """Most bytes in front of the number of comments in Ogg, which cuts nothing into pages before the 255th byte."""
 
@@ -52,6 +54,10 @@ _ASF_TAGS = tuple(
     )
 )
 """Names of the objects that hold tags in ASF, whose number is behind 8 bytes of size."""
+_RIFF_INFO = re.compile(rb"LIST(.{4})INFO", re.DOTALL)
+_CAF_INFO = re.compile(rb"info.{8}(.{4})[^\0]{1,31}\0", re.DOTALL)
+_W64_INFO = re.compile(re.escape(bytes.fromhex("bc945f925a52d21186dc00c04f8edb8a")) + rb".{8}(.{4})", re.DOTALL)
+"""Lists of texts, the first by its bytes, the others by their number."""
 _COMMENTS = re.compile(rb"OpusTags|[\3\x81](?:vorbis|theora)")
 
 
@@ -67,6 +73,7 @@ def check_metadata(data: bytes) -> None:
     if data.startswith(_ASF):
         found = (at.end() + 8 for at in re.finditer(b"|".join(map(re.escape, _ASF_TAGS)), data))
         _check("tags", sum(int.from_bytes(data[at : at + 2], "little") for at in found), MAX_TAGS)
+    _check_texts(data)
     place = _check_id3(data, 0)
     for chunk in islice(_ID3_IN_CHUNK.finditer(data), MAX_TAGS) if data[:4] in (b"RIFF", b"FORM", b"RF64") else ():
         _check_id3(data, chunk.end())
@@ -111,6 +118,18 @@ def _attached_bytes(data: bytes) -> int:
     return sum(
         stop - start for start, stop in spans if data[start : start + 2].startswith((b"\x61\xa7", b"\xec", b"\xbf"))
     )
+
+
+def _check_texts(data: bytes) -> None:
+    if data[:4] in (b"RIFF", b"RIFX", b"RF64"):
+        num_bytes = 0
+        for found in _RIFF_INFO.finditer(data):
+            num_bytes += len(found[0]) + int.from_bytes(found[1], "big" if data.startswith(b"RIFX") else "little")
+            _check("or more bytes of texts", num_bytes, MAX_INFO)
+    elif data.startswith(b"caff"):
+        _check("texts", sum(int.from_bytes(found[1]) for found in _CAF_INFO.finditer(data)), MAX_TAGS)
+    elif data.startswith(b"riff"):
+        _check("texts", sum(int.from_bytes(found[1], "little") for found in _W64_INFO.finditer(data)), MAX_TAGS)
 
 
 def _check_id3(data: bytes, place: int) -> int:

@@ -61,6 +61,37 @@ def opus(said: bytes) -> bytes:
     return data[:at] + said + data[at + len(said) :]
 
 
+def riff_info(count: int) -> bytes:
+    info = b"INFO" + b"".join(b"%04x" % at + struct.pack("<I", 2) + b"a\0" for at in range(count))
+    sound = encode_sound(tone(0.2, RATE), RATE)
+    return sound[:36] + b"LIST" + struct.pack("<I", len(info)) + info + sound[36:]
+
+
+def caf_info(count: int) -> bytes:
+    """Core Audio's file, of a chunk of texts between its description and its sound."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return name + struct.pack(">q", len(content)) + content
+
+    description = chunk(b"desc", struct.pack(">d4sIIIII", RATE, b"lpcm", 0, 2, 1, 1, 16))
+    info = chunk(b"info", struct.pack(">I", count) + b"".join(b"%x\0a\0" % at for at in range(count)))
+    return b"caff\0\1\0\0" + description + info + chunk(b"data", bytes(4 + RATE))
+
+
+def w64_info(count: int) -> bytes:
+    """Sony's Wave64; its sizes count the 24 bytes of name and size, too."""
+    kind = bytes.fromhex("f3acd3118cd100c04f8edb8a")
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return name + struct.pack("<Q", 24 + len(content)) + content + bytes(-len(content) % 8)
+
+    description = chunk(b"fmt " + kind, struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16))
+    texts = struct.pack("<I", count) + b"".join(b"%04x" % at + struct.pack("<I", 4) + b"a\0\0\0" for at in range(count))
+    info = chunk(bytes.fromhex("bc945f925a52d21186dc00c04f8edb8a"), texts)
+    content = b"wave" + kind + description + info + chunk(b"data" + kind, bytes(RATE))
+    return chunk(bytes.fromhex("726966662e91cf11a5d628db04c10000"), content)
+
+
 FLOODS: dict[str, tuple[Make, str]] = {
     "tags": (lambda: film(element("1254c367", times(short("7373")))), "tags; the limit is 4096"),
     "simple tags": (lambda: film(element("1254c367", element("7373", times(short("67c8"))))), "tags; the limit is"),
@@ -114,6 +145,9 @@ FLOODS: dict[str, tuple[Make, str]] = {
         ),
         "65535 tags; the limit is 4096",
     ),
+    "texts of RIFF": (lambda: riff_info(NUM), "200016 or more bytes of texts; the limit is 65536"),
+    "texts of CAF": (lambda: caf_info(NUM), "20000 texts; the limit is 4096"),
+    "texts of Wave64": (lambda: w64_info(NUM), "20000 texts; the limit is 4096"),
     "comments of FLAC": (lambda: flac(NUM), "20000 comments; the limit is 4096"),
     "comments of Ogg": (lambda: opus(struct.pack("<II", 0, 4097)), "4097 comments; the limit is 4096"),
     "comments of Ogg behind a page": (
@@ -164,6 +198,8 @@ def test_a_large_cover() -> None:
 
 
 def test_comments_that_files_have() -> None:
+    for make in (riff_info, caf_info, w64_info):
+        assert EncodedAudio.open(make(300)).rate == RATE
     assert EncodedAudio.open(flac(300)).rate == RATE
     assert EncodedAudio.open(encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ogg", "libopus")).rate == 48_000
 
