@@ -12,7 +12,7 @@ import jinja2
 import msgspec
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import ROLES, Message, Text
+from mindie_mm.inputs import KINDS, ROLES, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 
@@ -50,7 +50,7 @@ class ChatTemplate:
         """`source` is Jinja's, `tokenizer` transformers' fast one, `control` its control tokens, the longest first."""
         self._source = source
         self._tokenizer = tokenizer
-        self._spelling = ControlSpelling(control, {*control, *ROLES, *_words(source)})
+        self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
         # Several families' templates pass over a content that is a string, and read parts alone.
         as_text, as_parts = (self._shows([as_dict(Message("user", _PROBE), wraps)]) for wraps in (False, True))
         self._wraps_strings = bool(as_parts and not as_text)
