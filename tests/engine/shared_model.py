@@ -46,3 +46,6 @@ if __name__ == "__main__":
     joined = join(int(os.environ["LOCAL_RANK"]), name, 1)
     for folder in sorted(Path(sys.argv[1]).iterdir()):
         main(folder, name, joined)
+    # Threads of the group that are still there as Python ends may abort the process.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
