@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device.packed_linear import multiplies_bfloat16
+
 NAME = "mindie_mm_blocks"
 """Under which transformers knows `attend`."""
 
@@ -18,12 +20,17 @@ _QUERIES = 128
 """Their scores stay in the processor's cache: 1.2 MiB where there are 5,000 keys."""
 
 
+def pays() -> bool:
+    """Whether this processor gains by it."""
+    return multiplies_bfloat16() and not torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+
+
 def replace(module: nn.Module) -> None:
     """Has the towers of `module` that are in bfloat16 attend by `attend`, where the processor gains by it."""
     from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
     from transformers.masking_utils import sdpa_mask
 
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or torch.cpu._is_amx_tile_supported():  # noqa: SLF001
+    if not pays():
         return
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -43,9 +43,7 @@ class PackedLinear(nn.Module):
 @cache
 def pays(dtype: torch.dtype) -> bool:
     """Whether packed weights are clearly faster on this processor: a trial of some 100 ms."""
-    if not torch.backends.mkldnn.is_available() or platform.machine() != "x86_64":  # on others it was never run
-        return False
-    if dtype != torch.float32 and not (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):  # noqa: SLF001
+    if not (multiplies_bfloat16() if dtype == torch.bfloat16 else dtype == torch.float32 and _has_onednn()):
         return False
     plain = nn.Linear(_WIDTH, _OUTPUTS, dtype=dtype)
     packed = PackedLinear(plain)
@@ -53,6 +51,15 @@ def pays(dtype: torch.dtype) -> bool:
         _ratio(plain, packed, torch.zeros(num_rows, _WIDTH, dtype=dtype), turns) > worth
         for num_rows, turns, worth in _TRIALS
     )
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has instructions of the processor for it."""
+    return _has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # on others it was never run
 
 
 def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:

@@ -5,11 +5,9 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mindie_mm.device.cpu_attention import NAME, attend
+from mindie_mm.device.cpu_attention import NAME, attend, pays
 from mindie_mm.models import load_model
 from tools.random_checkpoint import write_checkpoint
-
-SUPPORTED = torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 class _Layer(nn.Module):
@@ -46,7 +44,7 @@ def test_what_torch_is_left_to(other):
     assert torch.equal(attend(_Layer(), *given, **settings)[0], sdpa_attention_forward(_Layer(), *given, **settings)[0])
 
 
-@pytest.mark.skipif(not SUPPORTED, reason="this processor gains nothing by it")
+@pytest.mark.skipif(not pays(), reason="this processor gains nothing by it")
 def test_a_bfloat16_tower_attends_by_it_and_no_other_part(tmp_path):
     path = write_checkpoint(tmp_path / "small", "small")
     names = {}
