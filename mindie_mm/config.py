@@ -62,6 +62,9 @@ class EngineConfig:
     """Memory for the towers' features, kept by content."""
     prefix_caching: bool = True
     """Whether prompts that begin alike, media included, share what the KV cache holds of them."""
+    enforce_eager: bool = False
+    """Whether each operator of a decode step is launched by itself, where the device could record the step and launch
+    it as one (CUDA graphs; with one device)."""
     step_timeout_s: Seconds = 300.0
     """Longest that a step may take while requests wait: an engine that hangs is ended, and started again."""
     num_threads: CountOrNone = 0

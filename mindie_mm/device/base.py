@@ -22,6 +22,8 @@ class Device(ABC):
     """Share of `free_bytes` that an engine takes beside the weights, unless it is told otherwise."""
     kv_block_size: ClassVar[int] = 16
     """Tokens in a block of the KV cache, unless an engine is told otherwise."""
+    records: ClassVar[bool] = False
+    """Whether work can be recorded and launched again as one."""
     kernels: ClassVar[Kernels] = Kernels()
     """Its fused operators."""
     measure_s: ClassVar[float]
@@ -68,6 +70,15 @@ class Device(ABC):
     @classmethod
     def unpin(cls, address: int) -> None:
         """Takes back what `pin` did at `address`."""
+
+    @classmethod
+    def record(cls, work: Callable[[], object]) -> Callable[[], object]:
+        """Records what `work` launches: what is returned launches all of that at once, on the same memory.
+
+        `work` may be done meanwhile, or not. Only where `records`. RuntimeError where `work` waits for the device,
+        which no recording holds, or memory lacks.
+        """
+        raise NotImplementedError
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Lays out the weights of a model that is loaded and placed as they are computed with fastest."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +18,7 @@ class CUDA(Device):
     name: ClassVar[str] = "cuda"
     memory_share: ClassVar[float] = 0.9
     measure_s: ClassVar[float] = 10.0
+    records: ClassVar[bool] = True
 
     @classmethod
     def missing(cls) -> str | None:
@@ -51,8 +53,26 @@ class CUDA(Device):
     def unpin(cls, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
+    @classmethod
+    def record(cls, work: Callable[[], object]) -> Callable[[], object]:
+        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            work()  # libraries set themselves up when they are first called, which no graph may hold
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # One after another is launched, so all may work in one memory. Another thread's calls end no recording.
+        with torch.cuda.graph(graph, pool=_graph_memory(), capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         return allocator_peak_bytes(torch.cuda, work)
+
+
+@cache
+def _graph_memory() -> Any:
+    return torch.cuda.graph_pool_handle()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import upload
+from mindie_mm.engine.decode_graphs import DecodeGraphs
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.towers import Features
@@ -44,13 +45,18 @@ class StepLogits:
 class Runner:
     """Runs scheduled tokens through a model and its KV cache."""
 
-    def __init__(self, model: Model, cache: PagedCache) -> None:
+    def __init__(self, model: Model, cache: PagedCache, graphs: DecodeGraphs | None = None) -> None:
+        """`graphs` has the steps that are recorded; None: none is."""
         self._model = model
         self._cache = cache
+        self._graphs = graphs
 
     @torch.inference_mode()
     def forward(self, step: abc.Sequence[Scheduled], features: Features) -> StepLogits:
         """The decoder over all of the step's tokens, the head over the rows asked for."""
+        self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
+        if self._graphs is not None and (logits := self._graphs.logits(step)) is not None:
+            return StepLogits(logits, [])
         device = self._model.spec.device
         splices: list[Splice] = []
         sampled: list[int] = []
@@ -71,7 +77,6 @@ class Runner:
             if scheduled.samples:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
-        self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
         states = self._model.states(
             upload(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step]), device),
             upload(np.concatenate([s.sequence.positions(s.start, s.stop) for s in step], axis=1), device),

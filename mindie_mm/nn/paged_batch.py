@@ -180,6 +180,19 @@ class PagedBatch:
         return self.cache is not None and chunk.stop - chunk.start == 1 and chunk.start > 0
 
 
+class RecordedBatch(PagedBatch):
+    """One new token of each sequence, told by tensors that are written again before each launch of a recording."""
+
+    def __init__(self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
+        """slots int64 [S]; blocks int64 [S, n], padded with the cache's block for that; lengths int64 [S]."""
+        self.cache = cache
+        self.slots = slots
+        self.is_causal = True
+        self.prefills = []
+        rows = torch.arange(len(slots), device=slots.device)
+        self.decodes = [Decode(rows, blocks.flatten(), lengths, blocks.shape[1] * cache.block_size)]
+
+
 def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
     slots: list[NDArray[np.int64] | list[int]] = []
     for chunk in chunks:

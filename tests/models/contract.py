@@ -371,6 +371,16 @@ class FamilyContract:
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
 
+    def test_recorded_decode_steps_come_to_the_same_tokens(self, device, model, tokenized, recorded):
+        """No number that Python took from one step is in a later one."""
+        if device != "cpu":
+            pytest.skip("recordings of the host's work; where the device makes them itself, every test here has them")
+        eager, graphs = (self.engine(model, enforce_eager=eager) for eager in (True, False))
+        expected = run(eager, [*tokenized.values()], max_tokens=self.num_tokens)
+        assert not recorded
+        assert run(graphs, [*tokenized.values()], max_tokens=self.num_tokens) == expected
+        assert sum(recorded) > len(recorded) >= 1
+
     def test_bfloat16(self, path, device, reference, tokenized):
         """As near to float32 as the reference is in bfloat16."""
         model, half = load_model(path, device=device, dtype="bfloat16"), reference.in_bfloat16()

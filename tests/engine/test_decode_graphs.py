@@ -1,0 +1,107 @@
+"""Steps of a token each are recorded once for a size, and come to the tokens of steps that are not."""
+
+import numpy as np
+import pytest
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.engine import decode_graphs
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.messages import Add
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.models import load_model
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import clip, picture, run
+
+PROMPTS = [
+    [{"text": "Hello there"}],
+    [{"image": picture(60, 90)}, {"text": "What is in the image? Describe this picture."}],
+    [{"video": clip(4, 56, 84)}, {"text": "What moves?"}],
+]
+
+
+@pytest.fixture(scope="module")
+def model(random_checkpoint):
+    return load_model(random_checkpoint, device="cpu")
+
+
+@pytest.fixture
+def prompts(random_checkpoint, tmp_path):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        yield [tokenizer.tokenize(items, tmp_path / "shm_name.txt") for items in PROMPTS]
+    release(tmp_path / "shm_name.txt")
+
+
+def test_recorded_steps_come_to_the_same_tokens(model, prompts, recorded):
+    """Of one, two and three sequences, of which three take the room of four; and where they grow by blocks."""
+    config = EngineConfig(kv_block_size=4)
+    for given in (prompts[:1], prompts[:2], prompts):
+        recorded.clear()
+        tokens, errors = run(Engine(model, config), given, max_tokens=40, ignore_eos=True)
+        assert not errors
+        assert sum(recorded) == 39  # the first token of each is a prompt's
+        assert len(recorded) <= 4, "sizes are powers of two"
+        eager = Engine(model, EngineConfig(kv_block_size=4, enforce_eager=True))
+        assert (tokens, errors) == run(eager, given, max_tokens=40, ignore_eos=True)
+        assert sum(recorded) == 39
+
+
+def test_answers_that_end_one_after_another(model, prompts, recorded):
+    """Rows that a recording has too many stand for a sequence that is still there."""
+
+    def answers(**settings):
+        engine = Engine(model, EngineConfig(**settings))
+        wanted = {"temperature": 0.9, "top_p": 0.9, "logprobs": 2, "ignore_eos": True}
+        for number, ids in enumerate([*prompts, *prompts]):
+            params = SamplingParams(seed=number, max_tokens=3 + 2 * number, **wanted)
+            assert engine.add(Add(str(number), ids.numpy().tobytes(), params)) is None
+        said = {str(number): [] for number in range(6)}
+        while engine.has_work():
+            for progress in engine.step().progress:
+                assert progress.error is None
+                for one in progress.logprobs:
+                    said[progress.request_id].append((one.token_id, pytest.approx(one.logprob, abs=1e-3)))
+        return said
+
+    found = answers()
+    assert sum(recorded) > 10
+    assert found == answers(enforce_eager=True)
+
+
+def test_a_step_with_a_prompt_is_not_recorded(model, prompts, recorded):
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=8))
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    assert engine.add(Add("answering", prompts[0].numpy().tobytes(), params)) is None
+    engine.step()
+    engine.step()
+    before = sum(recorded)
+    assert engine.add(Add("asking", prompts[1].numpy().tobytes(), params)) is None
+    engine.step()
+    assert sum(recorded) == before
+    for _ in range(40):
+        engine.step()
+    assert sum(recorded) > before
+
+
+def test_what_cannot_be_recorded_is_launched_by_itself(model, prompts, monkeypatch, recorded, caplog):
+    expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=8)
+    forward = type(model).forward
+
+    def waiting(*arguments):
+        logits = forward(*arguments)
+        return logits + float(logits[0, 0])
+
+    monkeypatch.setattr(type(model), "forward", waiting)
+    assert run(Engine(model, EngineConfig()), prompts, max_tokens=8) == expected
+    assert not recorded
+    assert [record.message for record in caplog.records if "recorded" in record.message] == [
+        "decode steps are not recorded, each operator is launched by itself: aten.item.default waits for the device"
+    ]
+
+
+def test_long_sequences_are_not_recorded(model, prompts, monkeypatch, recorded):
+    monkeypatch.setattr(decode_graphs, "MOST_SLOTS", 64)
+    run(Engine(model, EngineConfig(kv_block_size=16)), prompts[:1], max_tokens=100, ignore_eos=True)
+    length = len(prompts[0])
+    assert sum(recorded) == 64 - length
+    assert np.count_nonzero(recorded) == len(recorded)

@@ -1,0 +1,71 @@
+"""Recordings of what torch computes on the host, with the rules of a GPU's: what tests put in place of CUDA graphs.
+
+A replay runs the recorded operators on the recorded tensors. No line of Python is run again, so that a number that
+Python took from one step is found in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mindie_mm.device.cpu import CPU
+
+aten = torch.ops.aten
+_WAITING = {aten.item.default, aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
+"""What a GPU must be waited for: it ends a recording."""
+
+
+class Recording(TorchDispatchMode):
+    """The operators launched in this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WAITING:
+            raise RuntimeError(f"{func} waits for the device")
+        made = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, made))
+        return made
+
+    def replay(self) -> None:
+        """Launches them again, on the same memory."""
+        for func, args, kwargs, made in self._calls:
+            for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def record(work: Callable[[], object]) -> Callable[[], object]:
+    """As Device.record."""
+    recording = Recording()
+    with recording:
+        work()
+    return recording.replay
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As if the host could record its work; how many launches each recording had."""
+    launches: list[int] = []
+
+    def counted(_: type[CPU], work: Callable[[], object]) -> Callable[[], object]:
+        replay, number = record(work), len(launches)
+        launches.append(0)
+
+        def launch() -> None:
+            launches[number] += 1
+            replay()
+
+        return launch
+
+    monkeypatch.setattr(CPU, "records", True)
+    monkeypatch.setattr(CPU, "record", classmethod(counted))
+    return launches
