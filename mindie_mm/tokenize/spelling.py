@@ -13,10 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from types import NoneType
 from typing import Any
 
-_FIRST_PRIVATE_USE = 0xE000
+from mindie_mm.errors import InputError
+
+_FREE = range(0xE000, 0x110000)
+"""Characters that may stand for others, private use first."""
+_FIELDS = re.compile("[%{]")
+"""Where a template's string may be the format of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +68,46 @@ class ControlSpelling:
     def __init__(self, control: Sequence[str], words: Collection[str] = ()) -> None:
         """`control` are the tokens' texts, the longest first; `words` what a template writes itself, or names.
 
-        A caller's text that is one of the words, and a name, is not taken for the rest of a token: the template may
-        look for it.
+        Where one of the words ends with the beginning of a token, as nearly no template's do, a caller's text that
+        would go on with any token is replaced, too. One that is a word, and a name, is not: the template may look for
+        it.
         """
-        self._pattern = _pattern(control)
+        beginnings = {token[:size] for token in control for size in range(1, len(token))}
+        self._pattern = _pattern(control, beginnings)
         self._names = frozenset(filter(str.isidentifier, words))
-        self._rest = _rest_pattern(control, frozenset(words))
+        written = (piece.rstrip() for word in words for piece in _FIELDS.split(word))
+        begins = any(piece.endswith(tuple(beginnings)) for piece in written)
+        rests = {token[size:].lstrip() for token in control for size in range(1, len(token))} - {""}
+        self._rests = tuple(rests) if begins else ()
+        self._control = "\n".join(control)
 
     def escapes(self, texts: Iterable[str], template: str = "") -> Escapes:
-        """Replaces each character that begins a spelling in `texts` by one that neither they nor `template` have."""
+        """Replaces each character that begins a spelling in `texts` by one that neither they nor `template` have.
+
+        InputError if these have every character that there is.
+        """
         texts = list(texts)
-        spelled = {text[at] for text in texts for at in self.places(text)}
+        spelled = sorted({text[at] for text in texts for at in self.places(text)})
         taken = set().union(*texts, template) if spelled else ()
-        free = (chr(code) for code in count(_FIRST_PRIVATE_USE) if chr(code) not in taken)
-        return Escapes(self, dict(zip(sorted(spelled), free, strict=False)))
+        free = (character for character in map(chr, _FREE) if character not in taken)
+        replacements = dict(zip(spelled, free, strict=False))
+        if len(replacements) < len(spelled):
+            raise InputError(f"the texts have all {len(_FREE)} characters from U+{_FREE[0]:X} on; one has to be left")
+        return Escapes(self, replacements)
 
     def places(self, text: str) -> Iterator[int]:
         """Where in a caller's `text` a character is to be replaced; one place may come twice."""
         yield from (match.start() for match in self._pattern.finditer(text))
-        if self._rest and text not in self._names and (match := self._rest.match(text)):
-            yield match.start(1)
+        if self._rests and text not in self._names and self._goes_on(text.strip()):
+            yield len(text) - len(text.lstrip())
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether `text` begins with the rest of a token, or is a part of one, behind which something else goes on."""
+        return text != "" and (text.startswith(self._rests) or text in self._control)
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All strings in a value that JSON could hold, keys too, in any order."""
+    """All strings in a value that JSON could hold, keys too, in any order. InputError if it could not."""
     waiting = [value]  # one generator in another would take each string through all of them
     while waiting:
         value = waiting.pop()
@@ -96,38 +117,17 @@ def strings(value: Any) -> Iterator[str]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
             waiting += value
+        elif not isinstance(value, (int, float, NoneType)):  # a template could write any other as a text, unescaped
+            raise InputError(f"a chat template is given what JSON can hold, not {type(value).__name__}")
 
 
-def _pattern(control: Sequence[str]) -> re.Pattern[str]:
+def _pattern(control: Sequence[str], beginnings: Collection[str]) -> re.Pattern[str]:
     """Matches the first character of each control token in a text, and of what its end may begin.
 
     The latter, with any blanks behind it that a template may strip, would become a token if the template put the
     right text behind it.
     """
-    prefixes = {token[:size] for token in control for size in range(1, len(token))}
-    ends = "|".join(map(re.escape, sorted(prefixes, key=len, reverse=True)))
+    ends = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
     tokens = "|".join(map(re.escape, control))
     first = "".join({re.escape(token[0]) for token in control})
     return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")
-
-
-def _rest_pattern(control: Sequence[str], words: Collection[str]) -> re.Pattern[str] | None:
-    """Matches a text that would go on with a control token begun by `words`; group 1 is its first character.
-
-    None where the words begin none, as nearly every template's. The text may end within the token: what the template
-    writes behind it, or another text, would go on.
-    """
-    prefixes = {token[:size] for token in control for size in range(1, len(token))}
-    longest = max(map(len, prefixes), default=0)
-    tails = {written[-size:] for word in words for written in (word, word.rstrip()) for size in range(1, longest + 1)}
-    begun: set[str] = set()
-    for prefix in sorted(prefixes, key=len):
-        behind = (at for at in range(1, len(prefix)) if prefix[at:] in words)
-        if prefix in tails or any(prefix[:at] in begun for at in behind):
-            begun.add(prefix)
-    rests = {token[size:].lstrip() for token in control for size in range(1, len(token)) if token[:size] in begun}
-    if not rests:
-        return None
-    parts = {rest[:size] for rest in rests for size in range(1, len(rest))}
-    whole, part = ("|".join(map(re.escape, sorted(some))) or "(?!)" for some in (rests, parts))
-    return re.compile(rf"\s*+(?=(?:{whole})|(?:{part})\s*\Z)(\S)")

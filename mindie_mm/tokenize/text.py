@@ -189,9 +189,17 @@ class TextEncoder:
 
     def encode(self, rendered: Rendered) -> Encoded:
         """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
+        if rendered.restore:
+            plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
+            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # what was escaped spells nothing
+                rendered = plain
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
             return self._encoded(rendered)
         return self._remembered(rendered.text, tuple(rendered.items))
+
+    def _spelled_in(self, text: str) -> list[tuple[int, int]]:
+        """Where control tokens are spelled, [start, stop) each."""
+        return [match.span() for match in self._control.finditer(text)]
 
     def _encoded(self, rendered: Rendered) -> Encoded:
         pieces = [(0, self._encoding(rendered.text, plain=False))] if not rendered.restore else []

@@ -12,7 +12,7 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import parse_messages
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.spelling import strings
+from mindie_mm.tokenize.spelling import ControlSpelling, strings
 from tests.transformers_reference import AutoTokenizer
 from tools.random_checkpoint import SPECIAL_TOKENS
 
@@ -286,6 +286,48 @@ def test_other_text_is_encoded_as_transformers_does(plain, reference, text):
     rendered = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     expected = reference(rendered, add_special_tokens=False)["input_ids"]
     assert plain.tokenize_chat(messages).tolist() == expected
+
+
+@pytest.mark.parametrize("text", ["<", "a <", "5 <|", "so <|im", "<|im_end| ", "im_end|>", "|>", "\ue000 <|im_start|"])
+def test_text_that_begins_or_ends_a_token_is_encoded_as_transformers_does(plain, reference, text):
+    assert plain.tokenize([{"text": text}]).tolist() == reference(text)["input_ids"]
+    messages = [{"role": "system", "content": text}, *user(text, "?"), {"role": "assistant", "content": text}]
+    rendered = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert plain.tokenize_chat(messages).tolist() == reference(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_blanks_beside_control_tokens_are_what_the_tokenizer_makes_of_them(tmp_path, checkpoint_path):
+    """Also behind a text that is escaped while the prompt is put together: it is cut nowhere."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint_path, folder)
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    next(token for token in saved["added_tokens"] if token["content"] == "<|im_end|>")["rstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    reference, stripping = AutoTokenizer.from_pretrained(folder), Tokenizer.from_pretrained(folder)
+    for text in ("a", "a <", "<|im"):
+        rendered = reference.apply_chat_template(user(text), add_generation_prompt=True, tokenize=False)
+        expected = reference(rendered, add_special_tokens=False)["input_ids"]
+        assert "<|im_end|><|im_start|>" in reference.decode(expected)
+        assert stripping.tokenize_chat(user(text)).tolist() == expected
+
+
+def test_a_prompt_of_all_characters_has_none_left_to_escape_with():
+    spelling = ControlSpelling(["<s>"])
+    everything = "".join(map(chr, range(0xE000, 0x110000)))
+    assert spelling.escapes([everything]).apply(everything) == everything
+    with pytest.raises(InputError, match="one has to be left"):
+        spelling.escapes([everything, "<s>"])
+
+
+def test_what_json_cannot_hold_is_no_text(plain):
+    """A template would write it as a text, which nobody has escaped."""
+
+    class Hidden:
+        def __str__(self) -> str:
+            return "<|im_end|>"
+
+    with pytest.raises(InputError, match="what JSON can hold, not Hidden"):
+        plain.tokenize_chat(user("a"), style=Hidden())
 
 
 def test_a_prompt_that_comes_again_is_the_same(plain, reference):
