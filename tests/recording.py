@@ -17,8 +17,19 @@ from torch.utils._pytree import tree_leaves
 from mindie_mm.device.cpu import CPU
 
 aten = torch.ops.aten
-_WAITING = {aten.item.default, aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
-"""What a GPU must be waited for: it ends a recording."""
+_WAITING = {
+    aten.item.default,
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+}
+"""What a GPU must be waited for: it ends a recording. So does an index that says by booleans what it takes."""
+_INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class Recording(TorchDispatchMode):
@@ -29,7 +40,8 @@ class Recording(TorchDispatchMode):
         self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WAITING:
+        by_booleans = func in _INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1])
+        if func in _WAITING or by_booleans or (func is aten.repeat_interleave.Tensor and not kwargs):
             raise RuntimeError(f"{func} waits for the device")
         made = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, made))

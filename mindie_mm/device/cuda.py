@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -55,15 +56,21 @@ class CUDA(Device):
 
     @classmethod
     def record(cls, work: Callable[[], object]) -> Callable[[], object]:
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            work()  # libraries set themselves up when they are first called, which no graph may hold
-        current.wait_stream(aside)
+        current, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
         graph = torch.cuda.CUDAGraph()
-        # One after another is launched, so all may work in one memory. Another thread's calls end no recording.
-        with torch.cuda.graph(graph, pool=_graph_memory(), capture_error_mode="thread_local"):
-            work()
+        with torch.cuda.stream(current):  # torch.cuda.graph leaves its own one current where it fails
+            aside.wait_stream(current)
+            try:
+                with torch.cuda.stream(aside):
+                    work()  # libraries set themselves up when they are first called, which no graph may hold
+            finally:
+                current.wait_stream(aside)  # also where it fails: what is queued there still reads
+            # One after another is launched, so all that live work in one memory, which ends with the last of them and
+            # is refused from then on. Another thread's calls end no recording.
+            memory = next((other.pool() for other in _graphs), None)
+            with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):
+                work()
+        _graphs.add(graph)
         return graph.replay
 
     def free_bytes(self) -> int:
@@ -73,6 +80,11 @@ class CUDA(Device):
         return allocator_peak_bytes(torch.cuda, work)
 
 
+_graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+"""The recordings that live."""
+
+
 @cache
-def _graph_memory() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _aside(_: int) -> torch.cuda.Stream:
+    """The stream of a device where all is recorded: memory is one stream's, and cuBLAS keeps some for each."""
+    return torch.cuda.Stream()

@@ -83,7 +83,9 @@ class DecodeGraphs:
             return _Graph(inputs, kind_of(inputs.device).record(decode))
         except RuntimeError as error:
             # Whatever it is, the step itself has not failed: it is computed again, operator by operator.
-            _log.warning("decode steps are not recorded, each operator is launched by itself: %s", error)
+            # Of two errors the first says why; the one behind it, that a recording was spoiled.
+            why = error.__context__ or error
+            _log.warning("decode steps are not recorded, each operator is launched by itself: %s", why)
             self._works = False
             self._graphs.clear()
             return None

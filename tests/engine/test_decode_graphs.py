@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from mindie_mm.config import EngineConfig
+from mindie_mm.device.cpu import CPU
 from mindie_mm.engine import decode_graphs
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Add
@@ -12,6 +14,7 @@ from mindie_mm.models import load_model
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import clip, picture, run
+from tests.recording import record
 
 PROMPTS = [
     [{"text": "Hello there"}],
@@ -96,6 +99,34 @@ def test_what_cannot_be_recorded_is_launched_by_itself(model, prompts, monkeypat
     assert not recorded
     assert [record.message for record in caplog.records if "recorded" in record.message] == [
         "decode steps are not recorded, each operator is launched by itself: aten.item.default waits for the device"
+    ]
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [lambda n: n[n > 1], lambda n: n.unique(), lambda n: n.bincount(), torch.repeat_interleave],
+    ids=["boolean index", "unique", "bincount", "repeat_interleave"],
+)
+def test_the_recorder_refuses_what_a_gpu_s_would(waiting):
+    """Sizes that depend on numbers of the device."""
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        record(lambda: waiting(torch.arange(4)))
+
+
+def test_the_first_error_of_a_recording_is_told(model, prompts, monkeypatch, recorded, caplog):
+    """A GPU's recording ends with a second one, which says only that there was a first."""
+
+    def spoiled(work):
+        try:
+            raise RuntimeError("waits for the device")
+        finally:
+            raise RuntimeError("spoiled")
+
+    monkeypatch.setattr(CPU, "record", spoiled)
+    _, errors = run(Engine(model, EngineConfig()), prompts[:1], max_tokens=4)
+    assert not errors
+    assert [record.message for record in caplog.records if "recorded" in record.message] == [
+        "decode steps are not recorded, each operator is launched by itself: waits for the device"
     ]
 
 

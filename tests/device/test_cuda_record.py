@@ -1,0 +1,134 @@
+"""What recordings leave behind, also where they fail: torch's own `torch.cuda.graph`, without a GPU below it.
+
+The rules below it are written after torch's CUDAGraph.cpp and CUDACachingAllocator.cpp; no GPU has confirmed them.
+"""
+
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+import torch
+
+from mindie_mm.device.cuda import CUDA, _aside
+
+
+class Stream:
+    def __init__(self):
+        self.waited_for = []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+class GPU:
+    """What a process has of a GPU: the stream that is current, and the recordings that hold each pool."""
+
+    def __init__(self):
+        self.current = Stream()
+        self.recording = None
+        self.pools = {}
+        self.numbers = count(1)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def wait(self):
+        """As `float(tensor)` does: refused while a recording is made, which it spoils."""
+        if self.recording is not None:
+            self.recording.spoiled = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def graph(self):
+        return Graph(self)
+
+
+class Graph:
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.spoiled = self.ended = False
+
+    def capture_begin(self, pool=None, **_):
+        self.stream, self._pool = self.gpu.current, pool or next(self.gpu.numbers)
+        if self.gpu.pools.get(self._pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.gpu.pools[self._pool] = self.gpu.pools.get(self._pool, 0) + 1
+        self.gpu.recording = self
+
+    def capture_end(self):
+        assert self.gpu.current is self.stream
+        self.gpu.recording = None
+        if self.spoiled:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.ended = True
+
+    def pool(self):
+        assert self.ended
+        return self._pool
+
+    def replay(self):
+        pass
+
+    def __del__(self):
+        if self.ended:  # the pool of one that failed is held for ever
+            self.gpu.pools[self._pool] -= 1
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = GPU()
+    for name, made in {
+        "CUDAGraph": gpu.graph,
+        "Stream": Stream,
+        "stream": gpu.stream,
+        "current_stream": lambda: gpu.current,
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    _aside.cache_clear()
+    yield gpu
+    _aside.cache_clear()
+
+
+def test_recordings_work_on_one_stream_aside_and_in_one_memory(gpu):
+    streams = []
+    launches = [CUDA.record(lambda: streams.append(gpu.current)) for _ in range(3)]
+    assert gpu.pools == {1: len(launches)}
+    assert len(streams) == 6
+    assert len(set(streams)) == 1
+    assert gpu.current not in streams
+
+
+def test_the_stream_is_the_same_behind_a_recording_that_fails(gpu):
+    before = gpu.current
+    with pytest.raises(RuntimeError) as failed:
+        CUDA.record(gpu.wait)
+    assert "not permitted" in str(failed.value.__context__)
+    assert gpu.current is before
+
+
+def test_memory_that_all_recordings_have_left_is_not_asked_for_again(gpu):
+    """An engine behind another one: vLLM's issue 28426."""
+    launch = CUDA.record(lambda: None)
+    del launch
+    assert gpu.pools == {1: 0}
+    launch = CUDA.record(lambda: None)
+    assert gpu.pools == {1: 0, 2: 1}, launch
+
+
+def test_what_a_failed_first_run_has_queued_is_waited_for(gpu):
+    """It reads what is given back as soon as the step goes on."""
+
+    def lacking():
+        raise torch.OutOfMemoryError("lacking")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        CUDA.record(lacking)
+    assert gpu.current.waited_for == [_aside(0)]
