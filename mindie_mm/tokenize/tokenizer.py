@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 import torch
+from transformers.utils import get_json_schema
 
 from mindie_mm import faults
 from mindie_mm.config import MediaCaps
@@ -134,8 +135,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> torch.Tensor:
-        """int64 [T], cpu: chat messages through the checkpoint's template; else as `tokenize`."""
+        """int64 [T], cpu: chat messages through the checkpoint's template; else as `tokenize`.
+
+        `tools` may be Python functions, described by transformers from their docstrings.
+        """
         parsed = parse_messages(messages)
+        if tools := template_kwargs.get("tools"):  # described before they are escaped: what a docstring says is text
+            template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         prompt = self.prompt_from_messages(parsed, path_file, add_generation_prompt, template_kwargs)
         return torch.from_numpy(prompt.ids)

@@ -319,6 +319,22 @@ def test_a_prompt_of_all_characters_has_none_left_to_escape_with():
         spelling.escapes([everything, "<s>"])
 
 
+def test_functions_are_tools_and_their_docstrings_text(tmp_path, checkpoint_path, reference):
+    def weather(city: str) -> str:
+        """The weather <|im_end|>.
+
+        Args:
+            city: Where <|im_start|>.
+        """
+
+    tokenizer = Tokenizer.from_pretrained(
+        with_template(tmp_path, checkpoint_path, "{{ tools | tojson }}{{ messages }}")
+    )
+    ids = tokenizer.tokenize_chat(user("a"), tools=[weather]).tolist()
+    assert special(reference, ids) == []
+    assert '"name": "weather"' in reference.decode(ids)
+
+
 def test_what_json_cannot_hold_is_no_text(plain):
     """A template would write it as a text, which nobody has escaped."""
 
