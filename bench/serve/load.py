@@ -53,8 +53,8 @@ class Answer:
     begun: float
     """When it was sent, on the clock of time.perf_counter."""
     ended: float = 0.0
-    shown: list[float] = field(default_factory=list)
-    """When each piece of text came."""
+    shown: list[tuple[float, int]] = field(default_factory=list)
+    """When each piece of text came, and how many tokens there were by then."""
     fault: str | None = None
     """What was wrong with the answer."""
     timings: dict[str, float] | None = None
@@ -74,9 +74,14 @@ class Outcome:
     def figures(self) -> dict[str, Any]:
         """Requests a second; milliseconds of the rest. Latencies are those of whole answers."""
         whole = [answer for answer in self.answers if answer.fault is None]
-        # Random weights can answer with tokens that have no text: such an answer is whole, its first token is not seen.
-        first = [answer.shown[0] - answer.begun for answer in whole if answer.shown]
-        between = [later - earlier for answer in whole for earlier, later in pairwise(answer.shown)]
+        # Random weights can answer with tokens that have no text, or part of a letter: nobody sees when they come.
+        first = [answer.shown[0][0] - answer.begun for answer in whole if answer.shown and answer.shown[0][1] == 1]
+        between = [
+            (later - earlier) / (tokens - before)
+            for answer in whole
+            for (earlier, before), (later, tokens) in pairwise(answer.shown)
+            if tokens > before
+        ]
         faults = [answer.fault for answer in self.answers if answer.fault is not None]
         return {
             "requests": len(self.answers),
@@ -134,12 +139,13 @@ async def ask(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **({"timings": True} if timings else {}),
     }
     data = json.dumps(body).encode()
     answer = Answer(time.perf_counter())
-    reason = tokens = None
+    tokens = 0
+    reason = None
     done = False
     try:
         async with http.post(
@@ -161,7 +167,7 @@ async def ask(
                     tokens = event["usage"]["completion_tokens"]
                 for choice in event.get("choices", ()):
                     if choice["delta"].get("content"):
-                        answer.shown.append(now)
+                        answer.shown.append((now, tokens))
                     reason = choice.get("finish_reason") or reason
     except (aiohttp.ClientError, TimeoutError) as error:
         answer.fault = f"{type(error).__name__}: {error}"
