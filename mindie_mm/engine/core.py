@@ -12,7 +12,7 @@ from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.device import kind_of
 from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.block_pool import BlockPool
-from mindie_mm.engine.decode_graphs import DecodeGraphs
+from mindie_mm.engine.decode_graphs import DecodeGraphs, are_recorded
 from mindie_mm.engine.memory_profile import block_size, fitting_context, useful_blocks
 from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.prefix import share
@@ -46,8 +46,7 @@ class Engine(BaseEngine):
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
         cache = model.allocate_cache(blocks.num_blocks, blocks.block_size)
-        # Not with several ranks: one that could not record what the others do would leave them waiting.
-        recorded = kind_of(model.spec.device).records and ranks.count == 1 and not config.enforce_eager
+        recorded = are_recorded(kind_of(model.spec.device), config, ranks)
         self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if recorded else None)
 
     @property

@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import block_table, kind_of, upload
+from mindie_mm.config import EngineConfig
+from mindie_mm.device import Device, block_table, kind_of, upload
+from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import PagedCache, RecordedBatch
@@ -27,6 +29,22 @@ _log = logging.getLogger(__name__)
 MOST_SLOTS = 2**16
 """Most tokens of the KV cache that a recorded step gathers, padding included: beyond, launches are no longer what takes
 the time, and the padding to the longest sequence might."""
+
+
+def are_recorded(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
+    """Whether an engine on such a device records its decode steps."""
+    # Not with several ranks: one that could not record what the others do would leave them waiting.
+    return device.records and ranks.count == 1 and not config.enforce_eager
+
+
+def most_rows(max_num_seqs: int, block_size: int) -> int:
+    """Most rows of a recorded step."""
+    return max(1, min(_power(max_num_seqs), MOST_SLOTS // block_size))
+
+
+def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
+    """Most blocks that each row of such a step has, of sequences with so many tokens at most."""
+    return max(1, min(_power(-(-num_tokens // block_size)), MOST_SLOTS // (num_rows * block_size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +63,21 @@ class DecodeGraphs:
         self._cache = cache
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """By the rows of the step, and the blocks of each."""
-        self._works = True
-        """Whether what was tried could be recorded."""
-        self._logits = torch.empty(_power(max_num_seqs), spec.vocab_size, dtype=torch.float32, device=spec.device)
+        self._most_slots = MOST_SLOTS
+        """As MOST_SLOTS; less where memory lacked for as many, none where a step could not be recorded."""
+        num_rows = most_rows(max_num_seqs, cache.block_size)
+        self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
     def logits(self, step: abc.Sequence[Scheduled]) -> Tensor | None:
         """float32 [sequences, vocabulary] of a step, valid until the next one; None for one that is not recorded.
 
         That is every step with something of a prompt, and one whose sequences are too long.
         """
-        if not self._works or not all(_is_decode(scheduled) for scheduled in step):
+        if not self._most_slots or not all(_is_decode(scheduled) for scheduled in step):
             return None
         size = self._cache.block_size
         rows, blocks = _power(len(step)), _power(max(-(-scheduled.stop // size) for scheduled in step))
-        if rows * blocks * size > MOST_SLOTS:
+        if rows * blocks * size > self._most_slots:
             return None
         # The last sequence stands in the rows that are too many: the same numbers are written once more.
         inputs = upload(_inputs([*step, *[step[-1]] * (rows - len(step))], blocks, self._cache), self._logits.device)
@@ -85,9 +104,12 @@ class DecodeGraphs:
             # Whatever it is, the step itself has not failed: it is computed again, operator by operator.
             # Of two errors the first says why; the one behind it, that a recording was spoiled.
             why = error.__context__ or error
-            _log.warning("decode steps are not recorded, each operator is launched by itself: %s", why)
-            self._works = False
-            self._graphs.clear()
+            slots, which = rows * blocks * self._cache.block_size, ""
+            if isinstance(why, torch.OutOfMemoryError):  # sizes halve: this comes a few times at most
+                which = f" that gather {slots} tokens or more"
+            self._most_slots = slots // 2 if which else 0
+            _log.warning("decode steps%s are not recorded, each operator is launched by itself: %s", which, why)
+            self._graphs.clear()  # their memory is the step's; smaller ones are recorded again
             return None
 
 

@@ -18,6 +18,7 @@ import torch
 
 from mindie_mm.config import EngineConfig, MiB
 from mindie_mm.device import Device, kind_of, upload
+from mindie_mm.engine.decode_graphs import are_recorded, most_blocks, most_rows
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.runner import PROMPT_ROWS
 from mindie_mm.errors import DeviceError, MindieMMError
@@ -25,7 +26,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, RecordedBatch
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
 
@@ -161,10 +162,13 @@ class _WorstCase:
         seconds = self._device.measure_s if self._config.measure_s is None else self._config.measure_s
         if not seconds:
             return 0
-        seconds /= 1 + len(kinds)
+        model, device = self._model, type(self._device)
+        recorded = not isinstance(model, Seq2SeqModel) and are_recorded(device, self._config, self._ranks)
+        seconds /= 1 + len(kinds) + recorded
         decoder = self._decoder_bytes(kinds, seconds)
-        # Both together: a step's features are there while the decoder runs.
-        return decoder + max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
+        # All together: a step's features are there while the decoder runs, and recordings keep their memory.
+        towers = max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
+        return decoder + towers + (self._recorded_bytes(cast("Model", model), seconds) if recorded else 0)
 
     def _decoder_bytes(self, kinds: tuple[Kind, ...], seconds: float) -> int:
         most = self._max_model_len
@@ -196,6 +200,30 @@ class _WorstCase:
             [Splice(np.arange(num_tokens), features)],
             PagedBatch([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
             torch.arange(min(num_tokens, max(self._config.max_num_seqs, PROMPT_ROWS)), device=spec.device),
+        )
+
+    def _recorded_bytes(self, model: Model, seconds: float) -> int:
+        """Bytes that the recordings of decode steps keep: all work in one memory, of which nothing else is taken."""
+        spec, size = model.spec, block_size(model.spec, self._config)
+        most = most_rows(self._config.max_num_seqs, size)
+        blocks = most_blocks(most, self._max_model_len, size)
+        cache = model.allocate_cache(1, size, num_layers=1)
+        cache = PagedCache(cache.keys * spec.num_layers, cache.values * spec.num_layers, size)
+        sizes = [-(-most // part) for part in _PARTS]
+        trials = (_Trial(n, partial(self._decode, model, cache, n, blocks)) for n in sizes)
+        step = self._measure("a decode step", "rows", trials, most, seconds)
+        # Twice: of sizes that double, all smaller ones together took no more than the largest, and may have come first.
+        return 2 * step + most * spec.vocab_size * torch.float32.itemsize
+
+    @staticmethod
+    def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
+        """A step of one token each, as it is recorded, of sequences with so many blocks."""
+        device = model.spec.device
+        position = upload(model.positions(1, ()).of(0, 1), device)
+        ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        table, lengths = ids[:, None].expand(-1, num_blocks), ids + num_blocks * cache.block_size
+        return lambda: model.forward(
+            ids, position.expand(-1, num_rows), (), RecordedBatch(cache, ids, table, lengths), None
         )
 
     @staticmethod

@@ -130,6 +130,31 @@ def test_the_first_error_of_a_recording_is_told(model, prompts, monkeypatch, rec
     ]
 
 
+def test_sizes_that_memory_lacks_for_are_not_recorded_and_smaller_ones_are(
+    model, prompts, monkeypatch, recorded, caplog
+):
+    expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=30, ignore_eos=True)
+    engine, tried = Engine(model, EngineConfig(kv_block_size=16)), []
+    plain = CPU.record
+
+    def lacking(work):
+        tried.append(len(tried))
+        if len(tried) == 1:  # of three sequences, as of four
+            raise torch.OutOfMemoryError("lacking")
+        return plain(work)
+
+    monkeypatch.setattr(CPU, "record", lacking)
+    assert run(engine, prompts, max_tokens=30, ignore_eos=True) == expected
+    assert not recorded, "no larger one is tried"
+    assert len(tried) == 1
+    alone = run(Engine(model, EngineConfig(enforce_eager=True)), prompts[:1], max_tokens=30, ignore_eos=True)
+    assert run(engine, prompts[:1], max_tokens=30, ignore_eos=True) == alone
+    assert sum(recorded) == 29
+    (said,) = [record.message for record in caplog.records if "recorded" in record.message]
+    assert said.startswith("decode steps that gather ")
+    assert said.endswith(" tokens or more are not recorded, each operator is launched by itself: lacking")
+
+
 def test_long_sequences_are_not_recorded(model, prompts, monkeypatch, recorded):
     monkeypatch.setattr(decode_graphs, "MOST_SLOTS", 64)
     run(Engine(model, EngineConfig(kv_block_size=16)), prompts[:1], max_tokens=100, ignore_eos=True)

@@ -43,6 +43,12 @@ class Sized(CPU):
         return super().peak_bytes(work)
 
 
+class Recording(Sized):
+    """One that records its decode steps."""
+
+    records = True
+
+
 @pytest.fixture(scope="module")
 def small_pictures(tmp_path_factory):
     """The checkpoint of `random_checkpoint`, whose pictures are of 12,544 pixels at most."""
@@ -71,6 +77,14 @@ def test_a_larger_worst_case_leaves_less(random_checkpoint, small_pictures, own_
     assert none > small, "no tower"
     longer = own_room(small_pictures, (), max_num_batched_tokens=2048, max_model_len=4096)
     assert longer < none - 4 * MiB, "a longer step"
+
+
+def test_what_recordings_keep_counts(random_checkpoint, own_room):
+    wanted = {"max_num_seqs": 4096, "max_model_len": 1024}
+    many, few = (own_room(random_checkpoint, (), Recording(), **wanted | {"max_num_seqs": n}) for n in (4096, 2048))
+    assert few > many + 4 * MiB, "half as many logits"
+    for settings in ({"enforce_eager": True}, {"measure_s": 0}):
+        assert own_room(random_checkpoint, (), Recording(), **wanted, **settings) > few + 4 * MiB
 
 
 def test_an_item_is_as_large_as_a_prompt_can_hold(random_checkpoint, own_room):
