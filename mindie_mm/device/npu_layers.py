@@ -6,14 +6,12 @@ A layer is replaced because a fused one gives the same numbers, whatever its nam
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import rotation
-from mindie_mm.device.npu_kernels import HALF, PACKED, rms_norm, rotary, works
+from mindie_mm.device import npu_towers, rotation
+from mindie_mm.device.npu_kernels import rms_norm, rotary, works
 
 _LANE_BYTES = 32
 """A head's width in bytes must be a multiple of this, or the fused rotation is slower than the parts."""
@@ -37,22 +35,8 @@ class FusedRMSNorm(nn.Module):
 def fuse(module: nn.Module) -> None:
     """Replaces what `module` has of norms and rotations on an NPU; others stay as they are."""
     _fuse_norms(module)
-    _pack_towers(module)
+    npu_towers.pack(module)
     rotation.replace(module, rotation.TEXT, _rotate)
-
-
-def _pack_towers(module: nn.Module) -> None:
-    """Has towers attend to all of a step's pictures in one call, where they take them packed; else one by one.
-
-    transformers has that on npu_fusion_attention, under the name of flash attention.
-    """
-    for part in module.modules():
-        config: Any = getattr(part, "config", None)
-        if config is None or "cu_seqlens" not in signature(type(part).forward).parameters:
-            continue
-        weight = next(part.parameters())
-        if weight.device.type == "npu" and weight.dtype in HALF and works(PACKED, weight.device, weight.dtype):
-            config._attn_implementation = "flash_attention_2"  # noqa: SLF001 - of one tower, not of the whole model
 
 
 def _fuse_norms(module: nn.Module) -> None:

@@ -170,6 +170,39 @@ def test_norms_and_rotations_are_replaced_where_they_give_the_same_numbers():
         assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
 
 
+def windows(count: int) -> dict:
+    """A tower's layer over so many windows of one to three patches, on the CPU and on the NPU."""
+    import torch
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
+
+    from mindie_mm.device import npu_layers, open_device
+
+    device = open_device("npu").torch_device
+    torch.manual_seed(0)
+    config = Qwen2_5_VLVisionConfig(hidden_size=64, num_heads=4, attn_implementation="sdpa")
+    layer = torch.nn.ModuleList([Qwen2_5_VLVisionAttention(config)]).to(torch.bfloat16)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), (torch.arange(count) % 3 + 1).cumsum(0).int()])
+    hidden = torch.randn(int(bounds[-1]), 64, dtype=torch.bfloat16)
+    angles = torch.randn(len(hidden), 16).float()
+    with torch.inference_mode():
+        places = {"position_embeddings": (angles.cos(), angles.sin())}
+        expected = layer[0](hidden, bounds, **places)
+        npu_layers.fuse(layer.to(device))
+        places = {"position_embeddings": (angles.cos().to(device), angles.sin().to(device))}
+        with Recorder() as recorder:
+            found = layer[0](hidden.to(device), bounds, **places)
+    return {"names": recorder.names, "off": (found.float().cpu() - expected.float()).abs().max().item()}
+
+
+@pytest.mark.parametrize(("count", "calls"), [(1, 1), (1024, 1), (2500, 3)])
+def test_a_tower_has_more_windows_than_a_call_takes(count, calls):
+    """Of 3136x4088 pixels Qwen2.5-VL's makes 1036, of 768 frames of 336x140 pixels 2304."""
+    found = call(windows, count)
+    assert found["names"] == ["npu_fusion_attention"] * calls
+    assert found["off"] < HALF_TOLERANCE
+
+
 def left_alone() -> dict[str, bool]:
     import sys
     from types import ModuleType

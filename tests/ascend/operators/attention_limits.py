@@ -233,8 +233,8 @@ def _training_lengths(given: Arguments) -> Iterator[str]:
     rows, kv_rows = given["query"].shape[0], given["key"].shape[0]
     if not stops or not kv_stops or len(stops) != len(kv_stops):
         yield "actual_seq_qlen and actual_seq_kvlen must be given, of the same length, when the layout is TND."
-    elif len(stops) > 2048:
-        yield f"actual_seq_qlen has {len(stops)} sequences, 2048 at most."
+    elif len(stops) > 1024:  # "1 to 2K", and behind it "in varlen 1K at most"
+        yield f"actual_seq_qlen has {len(stops)} sequences, 1024 at most."
     elif max(stops) > rows or max(kv_stops) > kv_rows:
         yield f"the sequences end at {max(stops)} and {max(kv_stops)}, beyond {rows} and {kv_rows}."
 
