@@ -69,6 +69,14 @@ def test_an_internal_error_of_the_driver(said):
     assert "error code is 507899" in one.found
 
 
+def test_cann_without_its_operators(said):
+    """The toolkit alone: memory can be had, and nothing computed."""
+    one = said(missing="aten::matmul")["npu runtime"]
+    assert one.status == "error"
+    assert one.found.startswith("CANN's operators are not installed, or not of its version: RuntimeError: aclnnMatmul or ")
+    assert one.advice.startswith("install the ops package")
+
+
 def test_an_error_that_is_not_known(said):
     one = said(fail="aclrtGetMemInfo=500000")["npu runtime"]
     assert one.status == "error"

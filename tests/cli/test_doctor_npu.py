@@ -331,6 +331,19 @@ def test_memory_that_nobody_seems_to_have(tree):
     assert only(tree).advice.startswith("a process of another container has it, or a dead one")
 
 
+def test_memory_that_npu_smi_does_not_tell(tree):
+    table = smi_table(health=("OK", "Critical"))
+    told = table.replace("0    / 0          3395 / 65536", "NA   / NA         NA   / NA   ")
+    assert told != table
+    tree.npu_smi(told)
+    found = {one.subject: one for one in findings(tree.root)}
+    assert "NPU 1 chip 0 (910B2): Critical" in found["npu health"].found
+    assert found["npu use"].found == "no other process, 60.7 GiB free on each"
+    tree.npu_smi(told.replace("0    / 0          3397 / 65536", "NA   / NA         NA   / NA   "))
+    found = {one.subject: one for one in findings(tree.root)}
+    assert found["npu use"].found == "no other process, npu-smi does not say how much memory is free"
+
+
 def test_chips_of_an_a3_as_they_are_printed():
     """Two chips an NPU, with physical ids (vllm-project/vllm-ascend#12980)."""
     npus = smi.parse("""\

@@ -1,4 +1,4 @@
-"""`python -m mindie_mm.device.npu_doctor.probe`: starts the NPU and says in JSON what it has, or fails."""
+"""`python -m mindie_mm.device.npu_doctor.probe`: has the NPU multiply and says in JSON what it has, or fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def main() -> None:
     if reason := NPU.missing():
         raise SystemExit(reason)
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
-    device = torch.empty(1, device=NPU().torch_device).device  # starts it: before, it is asked nothing (107002)
+    # Starts it: before, it is asked nothing (107002). Memory is there without CANN's operators, a product is not.
+    ones = torch.ones(16, 16, dtype=torch.float16, device=NPU().torch_device)
+    if (total := (ones @ ones).sum().item()) != 16**3:
+        raise SystemExit(f"the NPU multiplies wrongly: {total} is {16**3}")
+    device = ones.device
     free_bytes, total_bytes = npu.mem_get_info(device)
     said = {
         "count": npu.device_count(),

@@ -46,6 +46,7 @@ class NPU:
     """OK, Warning, Alarm, Critical or UNKNOWN."""
     used_mib: int
     total_mib: int
+    """0 where it does not say."""
     processes: tuple[Process, ...] = ()
 
 
@@ -61,7 +62,8 @@ def parse(text: str) -> list[NPU]:
         elif found := _NPU.match(line):
             above = (int(found[1]), found[2], found[3])
         elif (found := _CHIP.match(line)) and above:
-            used, total = max(((int(u), int(t)) for u, t in _USAGE.findall(found[2])), key=lambda one: one[1])
+            usages = [(int(u), int(t)) for u, t in _USAGE.findall(found[2])]
+            used, total = max(usages, key=lambda one: one[1], default=(0, 0))  # "NA / NA" of one that does not answer
             npus[above[0], int(found[1])] = NPU(above[0], int(found[1]), above[1], above[2], used, total)
             above = None
     return [npus[key] for key in sorted(npus)]
@@ -115,8 +117,9 @@ def _use(npus: Mapping[int, NPU]) -> Finding:
     """By place, which is what ASCEND_RT_VISIBLE_DEVICES takes: cards of two chips have two, a container counts anew."""
     busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
     if not busy:
-        free = min(one.total_mib - one.used_mib for one in npus.values()) / 1024
-        return Finding("npu use", "ok", f"no other process, {free:.1f} GiB free on each")
+        free = [one.total_mib - one.used_mib for one in npus.values() if one.total_mib]
+        told = f"{min(free) / 1024:.1f} GiB free on each" if free else "npu-smi does not say how much memory is free"
+        return Finding("npu use", "ok", f"no other process, {told}")
     found = "; ".join(_occupied(one) for one in busy)
     idle = [str(place) for place, one in npus.items() if one not in busy]
     advice = (

@@ -69,7 +69,7 @@ SYMPTOMS = (
         f"{_OCCUPIED}; update a driver that is older than CANN wants",
     ),
     Symptom(
-        r"E30006|Failed to verify the OPP",
+        r"E30006|Failed to verify the OPP|not in lib\w*opapi\w*\.so",
         "CANN's operators are not installed, or not of its version",
         "install the ops package of this NPU (until 8.3 the kernels package) in the toolkit's version",
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def install(library: torch.library.Library) -> None:
     }
     for key in KEYS:
         for name, op in _registered(key):
+            missing = op._schema.name in os.environ.get("ASCEND_SIM_MISSING", "").split(",")
             replacement = ours.get(name) or kernel(op, check=limits.of(op._schema.name))
+            replacement = _refusing(op) if missing else replacement
             library.impl(name, replacement, key, allow_override=True)
 
 
@@ -48,6 +51,17 @@ def _registered(key: str) -> Iterator[tuple[str, Any]]:
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
         if name == "contiguous" or not any(_is_view(argument) for argument in op._schema.arguments):
             yield name, op
+
+
+def _refusing(op: Any) -> Callable[..., Any]:
+    """What torch_npu says of one whose package of CANN's is not there."""
+    function = f"aclnn{op._schema.name.removeprefix('aten::').title()}"
+    words = f"{function} or {function}GetWorkspaceSize not in libopapi.so, or libopapi.so not found."
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(words)
+
+    return refuse
 
 
 def _is_view(argument: Any) -> bool:
