@@ -73,7 +73,9 @@ def test_cann_without_its_operators(said):
     """The toolkit alone: memory can be had, and nothing computed."""
     one = said(missing="aten::matmul")["npu runtime"]
     assert one.status == "error"
-    assert one.found.startswith("CANN's operators are not installed, or not of its version: RuntimeError: aclnnMatmul or ")
+    assert one.found.startswith(
+        "CANN's operators are not installed, or not of its version: RuntimeError: aclnnMatmul or "
+    )
     assert one.advice.startswith("install the ops package")
 
 
