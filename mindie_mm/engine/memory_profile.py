@@ -223,7 +223,7 @@ class _WorstCase:
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         table, lengths = ids[:, None].expand(-1, num_blocks), ids + num_blocks * cache.block_size
         return lambda: model.forward(
-            ids, position.expand(-1, num_rows), (), RecordedBatch(cache, ids, table, lengths), None
+            ids, position.repeat(1, num_rows), (), RecordedBatch(cache, ids, table, lengths), None
         )
 
     @staticmethod
