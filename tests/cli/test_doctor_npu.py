@@ -9,6 +9,8 @@ import os
 import platform
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here, it would answer for itself"
 )
 
+ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 _NAMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES", "HCCL_IF_BASE_PORT")
 
@@ -524,6 +527,21 @@ def test_doctor_where_the_environment_is_not_set(tree, monkeypatch):
     assert found["device"]["status"] == found["CANN"]["status"] == found["npu runtime"]["status"] == "warning"
     assert found["device"]["found"].startswith("cpu, ")
     assert found["device"]["advice"] == "--device cpu if it is meant; else see what is said of npu below"
+
+
+def test_a_torch_npu_that_fails_with_errors_of_its_own(tree):
+    """Of another torch's version it looks in vain for what it replaces: auto goes on to what is there."""
+    site = tree.torch_npu("2.13.0", "import torch\ntorch.storage.no_such_name")
+    code = "from mindie_mm.device import open_device\nprint(open_device().name)\nopen_device('npu')"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{site}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout == "cpu\n"
+    assert "DeviceError: the device npu can't be used: torch_npu does not load (module 'torch.storage'" in ended.stderr
 
 
 def test_doctor_outlives_a_library_that_crashes(tree):
