@@ -437,6 +437,13 @@ def test_other_hccl_ports(tree, monkeypatch):
     assert "is 'any'" in only(tree).found
 
 
+def test_a_user_without_a_name(tree, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 987_654)
+    one = only(tree)
+    assert (one.subject, one.status) == ("HCCL user", "warning")
+    assert one.found.startswith("user 987654 is not in /etc/passwd; --tensor-parallel would fail")
+
+
 def test_one_npu_needs_no_ports(tree, monkeypatch):
     tree.write("/proc/sys/net/ipv4/ip_local_reserved_ports", "\n")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")

@@ -1,7 +1,9 @@
-"""The host's ports that HCCL listens on, where more than one NPU works on a request."""
+"""What HCCL wants where more than one NPU works on a request: ports of the host, and a user with a name."""
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Iterator
 
 from mindie_mm.device.finding import Finding
@@ -14,9 +16,10 @@ _IPV4 = "/proc/sys/net/ipv4"
 
 
 def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
-    """Whether they are free, and kept free; nothing where one NPU is visible: HCCL is not used there."""
+    """A user without a name; whether ports are free, and kept free. Nothing where one NPU is visible: HCCL is not used there."""
     if num_visible < 2:
         return
+    yield from _user()
     ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # goes before the base
     base = machine.variables.get("HCCL_IF_BASE_PORT", str(_BASE))
     if ranges == "auto":
@@ -43,6 +46,16 @@ def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
         yield Finding("HCCL ports", "warning", found, advice)
     else:
         yield Finding("HCCL ports", "ok", f"{span} are free and reserved")
+
+
+def _user() -> Iterator[Finding]:
+    """Of a user without a name, as a container may be told to run as (vllm-project/vllm-ascend#9490)."""
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        found = f"user {os.geteuid()} is not in /etc/passwd; --tensor-parallel would fail (HcclGetRootInfo, code 19)"
+        advice = "run as a user that is there, in this project's image 10001, or add a line for it"
+        yield Finding("HCCL user", "warning", found, advice)
 
 
 def _bound(machine: Machine) -> set[int]:
