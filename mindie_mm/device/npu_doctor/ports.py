@@ -16,7 +16,7 @@ _IPV4 = "/proc/sys/net/ipv4"
 
 
 def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
-    """A user without a name; whether ports are free, and kept free. Nothing where one NPU is visible: HCCL is not used there."""
+    """A user without a name; whether ports are free, and kept free. Nothing where one NPU is visible: no HCCL there."""
     if num_visible < 2:
         return
     yield from _user()
