@@ -17,7 +17,7 @@ from av.video.stream import VideoStream
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.matroska import without_compression
-from mindie_mm.media.metadata import check_metadata
+from mindie_mm.media.metadata import MAX_ATTACHED, check_metadata
 from mindie_mm.media.sample_tables import check_tables
 
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
@@ -25,15 +25,24 @@ _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 MAX_STREAMS = 64
 """Most streams of a container."""
 OPEN_S = 0.5
-"""Most processor time until a container's tracks are known, in seconds, if that takes more than `OPEN_BYTES`."""
-OPEN_BYTES = 2**23
-"""Bytes that may be read meanwhile, however long it takes; FFmpeg decodes frames of 5 MB at most to know its tracks."""
+"""Most processor time until a container's tracks are known, our own checks included, in seconds, if that takes more
+than `OPEN_BYTES`."""
+OPEN_BYTES = 3 * 2**21
+"""Bytes that may be read meanwhile in `DECODE_S`; FFmpeg decodes frames of 5 MB at most to know its tracks."""
+DECODE_S = 3.0
+"""Most processor time until then of any container, in seconds: a second's frames of 7680x4320 take one."""
+WHOLE_BYTES = MAX_ATTACHED + OPEN_BYTES
+"""Most bytes of what FFmpeg reads whole until then: pictures, texts, attached files, tables, first frames."""
 MAX_READ = 4
 """Most bytes of a stream's packets, as a multiple of the container's: samples of an MP4 may be the same bytes."""
 SPARE_BYTES = 2**24
 """Bytes that packets may have beyond that."""
 BARE = ("mp3", "aac")
 """Formats of frames one after another that decoders find by themselves: tags and zeroes lie between and behind them."""
+_BUFFER_BYTES = 2**15
+"""Of FFmpeg's buffer. What is larger it reads past it."""
+_PIECE_BYTES = 2**20
+"""Most bytes that are handed over at a time: they are a copy."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo"
@@ -50,27 +59,42 @@ CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
 class _Source(io.BytesIO):
     """A container's bytes, which FFmpeg reads a piece at a time.
 
-    FFmpeg bounds neither boxes nor chunks, tags or cues: 40 MiB of them took it up to 6 seconds.
+    FFmpeg bounds neither boxes nor chunks, tags or cues: 40 MiB of them took it up to 6 seconds. Nor does it bound what
+    it keeps whole, which it asks for by its size, and not by that of its buffer.
     """
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, began: float) -> None:
+        """`began` on this thread's clock."""
         super().__init__(data)
-        self.until = time.thread_time() + OPEN_S  # on this thread's clock
-        self.num_read = 0
-        self.is_late = False
+        self._num_bytes = len(data)
+        self._began = began
+        self._num_read = self._num_whole = 0
+        self._is_open = False
+        self._refusal = ""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Nothing more once it is too late, as at the end: PyAV prints what is raised here more than once."""
-        self.is_late = self.is_late or (self.num_read > OPEN_BYTES and time.thread_time() > self.until)
-        piece = b"" if self.is_late else super().read(size)
-        self.num_read += len(piece)
+        """Nothing more once a limit is passed, as at the end: PyAV prints what is raised here more than once."""
+        size = self._num_bytes if size is None or size < 0 else size
+        if not self._is_open:
+            self._refusal = self._refusal or self._refuses(size)
+        piece = b"" if self._refusal else super().read(min(size, _PIECE_BYTES))
+        self._num_read += len(piece)
+        self._num_whole += len(piece) if size > _BUFFER_BYTES else 0
         return piece
 
     def opened(self) -> None:
-        """Says that the tracks are known, or none are. LimitExceeded if that took too long."""
-        if self.is_late:
-            raise LimitExceeded(f"to find out what the container holds takes more than {OPEN_S} s, the limit")
-        self.until = math.inf
+        """Says that the tracks are known, or none are. LimitExceeded if that took too much."""
+        if self._refusal:
+            raise LimitExceeded(f"to find out what the container holds takes more than {self._refusal}, the limit")
+        self._is_open = True
+
+    def _refuses(self, size: int) -> str:
+        """The limit that is passed where FFmpeg asks for `size` bytes more, if one is."""
+        limit_s = OPEN_S if self._num_read > OPEN_BYTES else DECODE_S
+        if time.thread_time() - self._began > limit_s:
+            return f"{limit_s:g} s"
+        whole = min(size, self._num_bytes - self.tell()) if size > _BUFFER_BYTES else 0
+        return f"{WHOLE_BYTES} bytes at once" if self._num_whole + whole > WHOLE_BYTES else ""
 
 
 @contextmanager
@@ -90,6 +114,7 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     Raises what PyAV raises for what is none; LimitExceeded, MediaError. Frames of more than `max_pixels`, and of what
     whole blocks add to them, are not even decoded to find out what they are.
     """
+    began = time.thread_time()
     check_metadata(data)
     check_tables(data)
     options = {
@@ -99,9 +124,9 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
         "max_streams": str(MAX_STREAMS),
         "max_pixels": str(coded_pixels(max_pixels)),
     }
-    source = _Source(without_compression(data))
+    source = _Source(without_compression(data), began)
     try:
-        container: InputContainer = av.open(source, options=options)
+        container: InputContainer = av.open(source, options=options, buffer_size=_BUFFER_BYTES)
     finally:
         source.opened()
     return container

@@ -14,7 +14,9 @@ from mindie_mm.errors import LimitExceeded, MediaError
 MAX_TABLES = 2**19
 """Most tables of samples of an MP4: a fragment for each frame of four hours."""
 MAX_BOXES = 2**17
-"""Most outermost boxes of an MP4 that are told apart; tables are looked for in all of one that has more."""
+"""Most outermost boxes of an MP4: two for each of 65,000 fragments, which FFmpeg takes more than a second to read."""
+MAX_INDEX = 2**25
+"""Most bytes of boxes that may hold tables: a frame takes some 30, a fragment 200, a cover as many as it has."""
 EDITS_OF_ALL = 16
 """Most edits that may each show as many samples as a container has bytes: FFmpeg copies the index for each."""
 _PIECE = 160
@@ -130,7 +132,7 @@ def _number(data: bytes, place: int) -> int:
 def _read_spans(data: bytes) -> list[Span]:
     """Where in `data` FFmpeg reads boxes of an MP4: nowhere, for other formats; everywhere, where it is not certain.
 
-    Media data are left out: they have a table's name in them by chance, once in 2**32 bytes.
+    Media data are left out: they have a table's name in them by chance, once in 2**32 bytes. LimitExceeded.
     """
     starts, spans = list[int](), list[Span]()
     place, end = 0, len(data)
@@ -141,12 +143,14 @@ def _read_spans(data: bytes) -> list[Span]:
         if size and size < head:
             break
         if len(starts) == MAX_BOXES:
-            return [(0, end)]
+            raise LimitExceeded(f"the container has more than {MAX_BOXES} outermost boxes, the limit")
         starts.append(place)
         stop = min(place + size, end) if size else end
         if kind in _READ:
             spans.append((place, stop))
         place = stop
+    if (num_bytes := sum(stop - start for start, stop in spans)) > MAX_INDEX:
+        raise LimitExceeded(f"the container's index has {num_bytes} bytes; the limit is {MAX_INDEX}")
     certain = _stays_within(data, spans) and _reads_in_order(data, spans, {*starts, end})
     return spans if certain else [(0, end)]
 

@@ -1,9 +1,12 @@
-"""Containers of millions of empty parts, which FFmpeg goes through one by one before it says what they hold."""
+"""Containers of millions of parts, which FFmpeg goes through one by one, or of large ones, which it keeps whole."""
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -12,7 +15,11 @@ from mindie_mm.media import container
 from mindie_mm.media.audio import EncodedAudio
 from mindie_mm.media.video import EncodedVideo
 from tests.attacks import clips
+from tests.attacks.clips import Make, box
+from tests.attacks.watched import Watched
+from tests.sound_samples import encode_sound, tone
 
+MiB = 2**20
 FREE, CHUNK = struct.pack(">I", 8) + b"free", b"junk" + bytes(4)
 
 
@@ -20,7 +27,7 @@ def in_index(parts: bytes) -> bytes:
     film = clips.video()
     start = film.index(b"moov") - 4
     stop = start + int.from_bytes(film[start : start + 4])
-    return film[:start] + clips.box(b"moov", film[start + 8 : stop] + parts) + film[stop:]
+    return film[:start] + box(b"moov", film[start + 8 : stop] + parts) + film[stop:]
 
 
 def in_wav(parts: bytes) -> bytes:
@@ -30,7 +37,7 @@ def in_wav(parts: bytes) -> bytes:
 
 
 FLOODS: dict[str, tuple[Callable[[bytes], object], Callable[[bytes], bytes], bytes]] = {
-    "boxes of an MP4": (EncodedVideo.open, lambda parts: clips.video() + parts, FREE),
+    "boxes of an MP4": (EncodedVideo.open, lambda parts: clips.video() + parts, box(b"free", bytes(72))),
     "boxes of its index": (EncodedVideo.open, in_index, FREE),
     "nothing in the tags of a Matroska": (
         EncodedVideo.open,
@@ -58,3 +65,164 @@ def test_a_flood_of_parts_is_read_for_a_limited_time(
     with pytest.raises(LimitExceeded, match=r"to find out what the container holds takes more than 0\.02 s, the limit"):
         opened(made((2**23 // len(part)) * part))
     assert capfd.readouterr().err == "", "PyAV prints what it drops"
+
+
+def times(piece: bytes, num_bytes: int = 62 * MiB) -> bytes:
+    return piece * (num_bytes // len(piece))
+
+
+def chunk(kind: bytes, content: bytes, order: str = "<") -> bytes:
+    return kind + struct.pack(f"{order}I", len(content)) + content + bytes(len(content) % 2)
+
+
+def cover(num_bytes: int) -> bytes:
+    """A film with a picture for its cover."""
+    picture = box(b"covr", box(b"data", struct.pack(">II3s", 13, 0, b"\xff\xd8\xff") + bytes(num_bytes)))
+    handler = box(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
+    return in_index(box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", picture))))
+
+
+def aiff(chunks: bytes) -> bytes:
+    data = encode_sound(tone(0.1, 16_000), 16_000, "AIFF")
+    at = data.index(b"COMM")
+    return chunk(b"FORM", data[8:at] + chunks + data[at:], ">")
+
+
+def flac_pictures(num_bytes: int, count: int) -> bytes:
+    data = encode_sound(tone(0.1, 16_000), 16_000, "FLAC")
+    head = struct.pack(">II9s20xI", 3, 9, b"image/png", num_bytes)
+    block = b"\6" + (len(head) + num_bytes).to_bytes(3) + head + bytes(num_bytes)
+    return data[:4] + b"\0" + data[5:42] + count * block + data[42:]
+
+
+def avi(chunks: bytes) -> bytes:
+    data = clips.video("avi", "mpeg4")
+    at = data.rindex(b"LIST", 0, data.index(b"movi"))
+    return chunk(b"RIFF", data[8:at] + chunks + data[at:])
+
+
+def asf(objects: bytes) -> bytes:
+    """Windows Media with further objects in its head, which count as one."""
+    data = clips.video("asf", "mpeg4")
+    size, count = struct.unpack("<QI", data[16:28])
+    return data[:16] + struct.pack("<QI", size + len(objects), count + 1) + data[28:size] + objects + data[size:]
+
+
+def asf_markers(count: int) -> bytes:
+    marker = struct.pack("<8xQHIII2x", 0, 14, 0, 0, 1)
+    head = bytes.fromhex("01cd87f451a9cf118ee600c00c205365") + struct.pack("<Q", 24 + 24 + count * len(marker))
+    return asf(head + bytes(16) + struct.pack("<IHH", count, 0, 0) + count * marker)
+
+
+def flv(script: bytes) -> bytes:
+    """A Flash film behind a first object."""
+    data, said = clips.video("flv", "flv"), b"\2\0\nonMetaData" + script
+    return data[:13] + b"\x12" + len(said).to_bytes(3) + bytes(7) + said + struct.pack(">I", 11 + len(said)) + data[13:]
+
+
+def named(values: dict[bytes, bytes]) -> bytes:
+    """AMF0: an array of named values."""
+    pairs = (struct.pack(">H", len(name)) + name + value for name, value in values.items())
+    return b"\x08" + struct.pack(">I", len(values)) + b"".join(pairs) + b"\0\0\x09"
+
+
+NUMBER = bytes(9)
+NAMES = {b"%x" % at: NUMBER for at in range(100_000)}
+Opened = Callable[[bytes], object]
+FAST = ""
+"""Said of nothing: a machine that is fast enough opens it."""
+LARGE: dict[str, tuple[Opened, Make, str]] = {
+    "an MP4's cover": (EncodedVideo.open, lambda: cover(62 * MiB), "index has [0-9]+ bytes; the limit is 33554432"),
+    "a cover of half that": (EncodedVideo.open, lambda: cover(30 * MiB), "more than 23068672 bytes at once"),
+    "chapters of an MP4": (
+        EncodedVideo.open,
+        lambda: in_index(box(b"udta", times(box(b"chpl", bytes(8) + b"\xff" + (bytes(8) + b"\1a") * 255)))),
+        "index has",
+    ),
+    "texts of an MP4": (
+        EncodedVideo.open,
+        lambda: in_index(box(b"udta", times(box(b"\xa9cmt", struct.pack(">HH", 1, 0x15C7) + b"a")))),
+        "index has",
+    ),
+    "texts of half that": (
+        EncodedVideo.open,
+        lambda: in_index(box(b"udta", times(box(b"\xa9cmt", struct.pack(">HH", 1, 0x15C7) + b"a"), 31 * MiB))),
+        FAST,
+    ),
+    "a name of an AIFF": (EncodedAudio.open, lambda: aiff(chunk(b"NAME", b"a" * (62 * MiB), ">")), "bytes at once"),
+    "chunks of an AIFF": (EncodedAudio.open, lambda: aiff(times(chunk(b"ANNO", b"a", ">"))), FAST),
+    "pictures of a FLAC": (EncodedAudio.open, lambda: flac_pictures(15 * MiB, 4), "bytes at once"),
+    "lists of an AVI": (EncodedVideo.open, lambda: avi(times(chunk(b"LIST", b"strl"))), FAST),
+    "chunks of an AVI": (EncodedVideo.open, lambda: avi(times(CHUNK)), FAST),
+    "boxes of an MP4": (
+        EncodedVideo.open,
+        lambda: clips.video() + times(FREE),
+        "more than 131072 outermost boxes, the limit",
+    ),
+    "markers of an ASF": (EncodedVideo.open, lambda: asf_markers(2 * 10**6), "2000000 markers; the limit is 4096"),
+    "names of an FLV": (EncodedVideo.open, lambda: flv(named(NAMES)), "4097 or more tags; the limit is 4096"),
+    "names within an FLV's": (
+        EncodedVideo.open,
+        lambda: flv(named({b"a": b"\x0a" + struct.pack(">I", 1) + named({b"b": named(NAMES)})})),
+        "4097 or more tags; the limit is 4096",
+    ),
+    "objects within an FLV's": (
+        EncodedVideo.open,
+        lambda: flv(b"\x0a\0\0\0\1" * (2 * MiB)),
+        "131073 or more values of tags; the limit is 131072",
+    ),
+}
+
+
+@pytest.mark.parametrize(("opened", "make", "said"), LARGE.values(), ids=LARGE)
+def test_what_a_large_file_may_take(opened: Opened, make: Make, said: str) -> None:
+    data = make()
+
+    def refused() -> float:
+        started = time.process_time()  # the machine's other work is not the attack's
+        with pytest.raises(LimitExceeded, match=said) if said else suppress(LimitExceeded):
+            opened(data)
+        return time.process_time() - started
+
+    seconds, _, further = Watched([os.getpid()]).during(refused)
+    assert seconds < 1
+    assert further < 64 * MiB
+
+
+def test_a_small_file_is_read_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "DECODE_S", -1)
+    with pytest.raises(LimitExceeded, match="what the container holds takes more than -1 s, the limit"):
+        EncodedVideo.open(clips.video())
+
+
+INDEX = b"\x0a" + struct.pack(">I", 3000) + 3000 * NUMBER
+HONEST: dict[str, tuple[Opened, Make]] = {
+    "an MP4's cover": (EncodedVideo.open, lambda: cover(16 * MiB)),
+    "a FLAC's picture": (EncodedAudio.open, lambda: flac_pictures(15 * MiB, 1)),
+    "an AIFF's text": (EncodedAudio.open, lambda: aiff(chunk(b"ANNO", b"a" * MiB, ">"))),
+    "an AVI's XMP": (EncodedVideo.open, lambda: avi(chunk(b"_PMX", b"<" * MiB))),
+    "an ASF's markers": (EncodedVideo.open, lambda: asf_markers(100)),
+    "an FLV's index": (
+        EncodedVideo.open,
+        lambda: flv(named({b"duration": NUMBER, b"keyframes": b"\3" + named({b"times": INDEX, b"at": INDEX})[5:]})),
+    ),
+    "an FLV's values": (
+        EncodedVideo.open,
+        lambda: flv(named({b"a": b"\2\0\1b", b"c": b"\1\1", b"d": b"\5", b"e": b"\x0b" + bytes(10)})),
+    ),
+}
+
+
+@pytest.mark.parametrize(("opened", "make"), HONEST.values(), ids=HONEST)
+def test_files_that_say_much(opened: Opened, make: Make) -> None:
+    data = make()
+    _, _, further = Watched([os.getpid()]).during(lambda: opened(data))
+    assert further < 64 * MiB
+
+
+def test_values_behind_those_of_an_flv_are_counted() -> None:
+    """Each kind of value, then too many names: what is behind a value is found where it is."""
+    kinds = [b"\0" + b"\xff" * 8, b"\1\1", b"\2\0\3abc", b"\3\0\0\x09", b"\x08\0\0\0\0\0\0\x09", b"\x0a\0\0\0\1\5"]
+    values = {b"k%d" % at: kind for at, kind in enumerate([*kinds, b"\6", b"\x0b" + b"\xff" * 10, b"\x0d"])}
+    with pytest.raises(LimitExceeded, match="4097 or more tags; the limit is 4096"):
+        EncodedVideo.open(flv(named(values | NAMES)))
