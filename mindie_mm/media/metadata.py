@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_TAGS = 2**12
 """Most tags, chapters or attached files."""
@@ -21,6 +21,8 @@ MAX_ATTACHED = 2**24
 """Most bytes of ID3 tags with their pictures, and of files attached in Matroska: FFmpeg holds them up to four times."""
 MAX_INFO = 2**16
 """Most bytes of the lists of texts in RIFF, where a text takes eight or more."""
+MAX_PAGES = 2**19
+"""Most pages in Ogg: one of 128 bytes for each 20 ms of three hours."""
 MAX_MAKER = 128
 """Most bytes in front of the number of comments in Ogg, which cuts nothing into pages before the 255th byte."""
 
@@ -65,11 +67,27 @@ _CAF_INFO = re.compile(rb"info.{8}(.{4})[^\0]{1,31}\0", re.DOTALL)
 _W64_INFO = re.compile(re.escape(bytes.fromhex("bc945f925a52d21186dc00c04f8edb8a")) + rb".{8}(.{4})", re.DOTALL)
 """Lists of texts, the first by its bytes, the others by their number."""
 _COMMENTS = (b"OpusTags", b"\3vorbis", b"\x81theora")
-"""What comments begin with in Ogg, looked for one by one: together they take ten times as long."""
+"""What comments begin with in Ogg, looked for one by one: a search for all takes ten times as long."""
+_PAGE = b"OggS\0"
+_OGG_FLAC = b"\x7fFLAC"
+_OGG_UNREAD = (
+    b"Speex   ",
+    b"CELT    ",
+    b"OVP80",
+    b"\x80daala",
+    b"\1video\0",
+    b"\1audio\0",
+    b"\1text\0",
+    b"Direct Show Sam",
+)
+"""What streams in Ogg begin with that have comments, too, behind nothing that tells them, and are not decoded here."""
 
 
 def check_metadata(data: bytes) -> None:
-    """LimitExceeded for more tags, chapters, cues or attached files than a decoder should have to read."""
+    """LimitExceeded for more tags, chapters, cues or attached files than a decoder should have to read.
+
+    MediaError for an Ogg of streams that are not decoded, and whose tags are not told.
+    """
     if _MATROSKA in data[: 2**12]:
         for what, holder, name, limit in _COUNTED:
             by_chance = len(data) // _BY_CHANCE if limit == MAX_PLACES else 0
@@ -155,11 +173,37 @@ def _check_id3(data: bytes, place: int) -> int:
 
 def _check_ogg(data: bytes) -> None:
     num_comments = 0
+    for start in _ogg_comments(data):
+        _check("bytes that name its maker", int.from_bytes(data[start : start + 4], "little"), MAX_MAKER)
+        num_comments += _num_comments(data, start)
+        _check("comments", num_comments, MAX_TAGS)
+
+
+def _places(data: bytes, name: bytes) -> Iterator[int]:
+    """Where `name` is; `re` looks for it ten times as long."""
+    place = -1
+    while (place := data.find(name, place + 1)) >= 0:
+        yield place
+
+
+def _ogg_comments(data: bytes) -> Iterator[int]:
+    """Where lists of comments begin. MediaError for streams in which they are not told."""
     for name in _COMMENTS:
-        for head in islice(re.finditer(re.escape(name), data), MAX_TAGS):
-            _check("bytes that name its maker", int.from_bytes(data[head.end() : head.end() + 4], "little"), MAX_MAKER)
-            num_comments += _num_comments(data, head.end())
-            _check("comments", num_comments, MAX_TAGS)
+        yield from islice((at + len(name) for at in _places(data, name)), MAX_TAGS)
+    is_flac = False
+    for num_before, page in enumerate(_places(data, _PAGE)):
+        _check("or more pages", num_before, MAX_PAGES)
+        sizes = data[page + 27 : page + 27 + int.from_bytes(data[page + 26 : page + 27])]
+        start = page + 27 + len(sizes)
+        if data.startswith(_OGG_UNREAD, start):
+            raise MediaError("the container has a stream of a codec that is not decoded here")
+        is_flac = is_flac or data.startswith(_OGG_FLAC, start)
+        is_first = True
+        for size in sizes if is_flac else b"":
+            if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # sound begins with FF
+                yield start + 4
+            start += size
+            is_first = size < 255
 
 
 def _check_flac(data: bytes, place: int) -> None:
