@@ -190,7 +190,7 @@ def _ogg_comments(data: bytes) -> Iterator[int]:
     """Where lists of comments begin. MediaError for streams in which they are not told."""
     for name in _COMMENTS:
         yield from islice((at + len(name) for at in _places(data, name)), MAX_TAGS)
-    is_flac = False
+    is_flac, num_pieces = False, 0
     for num_before, page in enumerate(_places(data, _PAGE)):
         _check("or more pages", num_before, MAX_PAGES)
         sizes = data[page + 27 : page + 27 + int.from_bytes(data[page + 26 : page + 27])]
@@ -198,6 +198,8 @@ def _ogg_comments(data: bytes) -> Iterator[int]:
         if data.startswith(_OGG_UNREAD, start):
             raise MediaError("the container has a stream of a codec that is not decoded here")
         is_flac = is_flac or data.startswith(_OGG_FLAC, start)
+        num_pieces += len(sizes) if is_flac else 0
+        _check("pieces of pages", num_pieces, MAX_PAGES)
         is_first = True
         for size in sizes if is_flac else b"":
             if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # sound begins with FF

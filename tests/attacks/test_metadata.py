@@ -177,6 +177,10 @@ FLOODS: dict[str, tuple[Make, str]] = {
     "comments of Ogg": (lambda: opus(struct.pack("<II", 0, 4097)), "4097 comments; the limit is 4096"),
     "comments of FLAC in Ogg": (lambda: flac_in_ogg(NUM), "20000 comments; the limit is 4096"),
     "pages of Ogg": (lambda: times(b"OggS" + bytes(23), 16 * MiB), "524289 or more pages; the limit is 524288"),
+    "pieces of FLAC in Ogg": (
+        lambda: flac_in_ogg(1) + times(b"OggS" + bytes(22) + b"\xff" + bytes(255), 16 * MiB),
+        "pieces of pages; the limit is 524288",
+    ),
     "comments of Speex": (lambda: speex(NUM), "a stream of a codec that is not decoded here"),
     "comments of Ogg behind a page": (
         lambda: opus(struct.pack("<I", 300)),
