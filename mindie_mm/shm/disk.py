@@ -254,10 +254,11 @@ class DiskArena:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.abandon()  # also what `close` refused to finish
 
     def _published(self) -> Iterator[int]:
         """Entries of the blocks that readers will find."""

@@ -307,6 +307,15 @@ class TestDiskArena(StoreContract):
         with store.allocate(SPECS), pytest.raises(InputError, match="still being filled"):
             store.roll_back(0)
 
+    def test_a_writer_left_while_a_block_is_filled_leaves_nothing(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(InputError, match=r"blocks \[0\] are still being filled"),
+            DiskArena.create(tmp_path / "a", 7, CAPACITY) as arena,
+        ):
+            arena.allocate(SPECS)
+        assert list(tmp_path.iterdir()) == []
+        DiskArena.create(tmp_path / "a", 7, CAPACITY).abandon()  # and no lock is held
+
     @pytest.mark.parametrize("num_entries", [0, 16385])
     def test_a_file_of_too_many_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
         with pytest.raises(InputError, match=f"a file of {num_entries} blocks; it takes 1 to 16384"):
