@@ -127,6 +127,10 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     source = _Source(without_compression(data), began)
     try:
         container: InputContainer = av.open(source, options=options, buffer_size=_BUFFER_BYTES)
+    except av.MemoryError:  # FFmpeg says no more of streams beyond `max_streams`
+        raise LimitExceeded(
+            f"the container has more than {MAX_STREAMS} streams, the limit, or takes more memory than there is"
+        ) from None
     finally:
         source.opened()
     return container

@@ -195,6 +195,22 @@ def test_frames_are_upright(degrees, container):
     assert np.array_equal(np.stack(list(video.decode([0, 20]))), upright)
 
 
+@pytest.mark.parametrize("num_streams", [64, 65])
+def test_streams_are_counted(num_streams):
+    file = io.BytesIO()
+    with av.open(io.BytesIO(_clip())) as source, av.open(file, "w", format="mp4") as target:
+        streams = [target.add_stream_from_template(source.streams.video[0]) for _ in range(num_streams)]
+        for packet in source.demux(video=0):
+            for stream in streams if packet.dts is not None else ():
+                packet.stream = stream
+                target.mux(packet)
+    if num_streams == 64:
+        assert EncodedVideo.open(file.getvalue()).num_frames
+    else:
+        with pytest.raises(LimitExceeded, match=r"^the container has more than 64 streams, the limit, or takes more"):
+            EncodedVideo.open(file.getvalue())
+
+
 def test_a_preview_beside_the_film_is_passed_over():
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
