@@ -31,6 +31,7 @@ from service.body import (
     Stop,
     Templated,
     TopP,
+    must_be,
 )
 from service.call import Call
 from service.incoming import Form, IncomingDep
@@ -95,7 +96,7 @@ class InputsBody(Body):
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
     """Names that stand in `parameters` alone."""
 
-    inputs: str | Array[dict[str, Any]]
+    inputs: Annotated[str | Array[dict[str, Any]], must_be("a text, or a list of dicts, each an item")]
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
     chat_template: Templated | None = None
     """None: true. False: the items of a list follow one another with no template around them."""

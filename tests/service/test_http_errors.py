@@ -301,6 +301,8 @@ def test_a_union_is_told_in_one_sentence(http: Any) -> None:
         assert (error["message"].removesuffix(f", not {prompt}"), error["param"]) == (said, "prompt")
     error = check(http.post(CHAT, json={"messages": HELLO, "stop": ["a", 1]}), 400)
     assert (error["message"], error["param"]) == ("stop: must be a text or a list of texts", "stop")
+    error = check(http.post("/infer", json={"inputs": [1, 2]}), 400)
+    assert (error["message"], error["param"]) == ("inputs: must be a text, or a list of dicts, each an item", "inputs")
 
 
 def test_a_prompt_that_is_too_long(client: openai.OpenAI, http: Any) -> None:
