@@ -19,6 +19,7 @@ from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.matroska import without_compression
 from mindie_mm.media.metadata import MAX_ATTACHED, check_metadata
 from mindie_mm.media.sample_tables import check_tables
+from mindie_mm.media.transport import whole_packets
 
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 
@@ -39,6 +40,10 @@ SPARE_BYTES = 2**24
 """Bytes that packets may have beyond that."""
 BARE = ("mp3", "aac")
 """Formats of frames one after another that decoders find by themselves: tags and zeroes lie between and behind them."""
+_TRANSPORT_STREAM = "mpegts"
+_PROBE_PACKETS = 100
+"""Most packets that are looked at to find out what a stream is of which the container does not say it: each by all that
+FFmpeg knows, anew, which took 64 streams 3 seconds."""
 _BUFFER_BYTES = 2**15
 """Of FFmpeg's buffer. What is larger it reads past it."""
 _PIECE_BYTES = 2**20
@@ -117,23 +122,42 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     began = time.thread_time()
     check_metadata(data)
     check_tables(data)
+    others = [name for name in formats if name != _TRANSPORT_STREAM]
+    try:
+        return _open(without_compression(data), others, max_pixels, began)
+    except av.ArgumentError:  # it is of none of these
+        if _TRANSPORT_STREAM not in formats:
+            raise
+    return _open(whole_packets(data), [_TRANSPORT_STREAM], max_pixels, began)
+
+
+def _open(data: bytes, formats: Sequence[str], max_pixels: int, began: float) -> InputContainer:
     options = {
         "format_whitelist": ",".join(formats),
         "protocol_whitelist": "none",
         "codec_whitelist": ",".join(CODECS),
         "max_streams": str(MAX_STREAMS),
+        "max_probe_packets": str(_PROBE_PACKETS),
         "max_pixels": str(coded_pixels(max_pixels)),
     }
-    source = _Source(without_compression(data), began)
+    source = _Source(data, began)
     try:
-        container: InputContainer = av.open(source, options=options, buffer_size=_BUFFER_BYTES)
-    except av.MemoryError:  # FFmpeg says no more of streams beyond `max_streams`
-        raise LimitExceeded(
-            f"the container has more than {MAX_STREAMS} streams, the limit, or takes more memory than there is"
-        ) from None
+        with _adding_streams():
+            container: InputContainer = av.open(source, options=options, buffer_size=_BUFFER_BYTES)
     finally:
         source.opened()
     return container
+
+
+@contextmanager
+def _adding_streams() -> Iterator[None]:
+    """LimitExceeded where FFmpeg has no room for one: of those beyond `max_streams` it says no more."""
+    try:
+        yield
+    except av.MemoryError:
+        raise LimitExceeded(
+            f"the container has more than {MAX_STREAMS} streams, the limit, or takes more memory than there is"
+        ) from None
 
 
 def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> Any:
@@ -153,12 +177,13 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
         if other.index != stream.index:
             other.discard = Discard.all
     read, limit = 0, MAX_READ * num_bytes + SPARE_BYTES
-    for packet in container.demux(stream):
-        read += packet.size
-        if read > limit:
-            raise LimitExceeded(f"the container's {num_bytes} bytes make packets of more than {limit}, the limit")
-        if packet.size:
-            yield packet
+    with _adding_streams(), suppress(IndexError):  # PyAV's, at the end, where some were first met on the way
+        for packet in container.demux(stream):
+            read += packet.size
+            if read > limit:
+                raise LimitExceeded(f"the container's {num_bytes} bytes make packets of more than {limit}, the limit")
+            if packet.size:
+                yield packet
 
 
 def frames_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.media_samples import encode_video, encoded, moving_frames, video_packets
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
+from tests.transport_samples import lists
 
 Make = Callable[[], bytes]
 RATE = 16_000
@@ -378,6 +379,7 @@ VIDEO_BOMBS: dict[str, Make] = {
     "matroska of 20000 blocks that each begin with 5 MB": lambda: matroska(
         matroska_track(1, b"V_VP8", compressed(3, bytes(5_000_000))), [(1, b"\0")] * 20_000
     ),
+    "transport stream of 20000 programs": lambda: video("mpegts", "mpeg2video") + lists(480),
     "motion jpeg of 1500 scans in avi": lambda: motion_jpeg(1500),
     "motion jpeg of 1500 scans in mov": lambda: motion_jpeg(1500, "mov"),
 }

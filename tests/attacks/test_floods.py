@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media import container
 from mindie_mm.media.audio import EncodedAudio
 from mindie_mm.media.video import EncodedVideo
@@ -18,6 +18,7 @@ from tests.attacks import clips
 from tests.attacks.clips import Make, box
 from tests.attacks.watched import Watched
 from tests.sound_samples import encode_sound, tone
+from tests.transport_samples import EMPTY, begun, lists
 
 MiB = 2**20
 FREE, CHUNK = struct.pack(">I", 8) + b"free", b"junk" + bytes(4)
@@ -126,6 +127,10 @@ def named(values: dict[bytes, bytes]) -> bytes:
     return b"\x08" + struct.pack(">I", len(values)) + b"".join(pairs) + b"\0\0\x09"
 
 
+def transport(packets: bytes) -> bytes:
+    return clips.video("mpegts", "mpeg2video") + packets
+
+
 NUMBER = bytes(9)
 NAMES = {b"%x" % at: NUMBER for at in range(100_000)}
 Opened = Callable[[bytes], object]
@@ -171,6 +176,11 @@ LARGE: dict[str, tuple[Opened, Make, str]] = {
         lambda: flv(b"\x0a\0\0\0\1" * (2 * MiB)),
         "131073 or more values of tags; the limit is 131072",
     ),
+    "programs of a transport stream": (
+        EncodedVideo.open,
+        lambda: transport(lists(480)),
+        "lists its programs anew more than 32 times",
+    ),
 }
 
 
@@ -187,6 +197,16 @@ def test_what_a_large_file_may_take(opened: Opened, make: Make, said: str) -> No
     seconds, _, further = Watched([os.getpid()]).during(refused)
     assert seconds < 1
     assert further < 64 * MiB
+
+
+@pytest.mark.parametrize(
+    "packets", [lists(30) + times(EMPTY), times(begun(60), 5 * MiB)], ids=["programs", "streams that nobody names"]
+)
+def test_what_a_transport_stream_may_list_takes_little_time(packets: bytes) -> None:
+    data, started = transport(packets), time.process_time()
+    with suppress(LimitExceeded, MediaError):
+        EncodedVideo.open(data)
+    assert time.process_time() - started < 1
 
 
 def test_a_small_file_is_read_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
