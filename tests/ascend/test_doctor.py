@@ -79,6 +79,12 @@ def test_cann_without_its_operators(said):
     assert one.advice.startswith("install the ops package")
 
 
+def test_an_npu_that_multiplies_wrongly(said):
+    one = said(idle="aten::matmul")["npu runtime"]
+    assert one.status == "error"
+    assert one.found == "starting the NPU ends with status 1: the NPU multiplies wrongly: 4096 comes out as nan"
+
+
 def test_an_error_that_is_not_known(said):
     one = said(fail="aclrtGetMemInfo=500000")["npu runtime"]
     assert one.status == "error"

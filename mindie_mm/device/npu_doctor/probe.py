@@ -18,7 +18,7 @@ def main() -> None:
     # Starts it: before, it is asked nothing (107002). Memory is there without CANN's operators, a product is not.
     ones = torch.ones(16, 16, dtype=torch.float16, device=NPU().torch_device)
     if (total := (ones @ ones).sum().item()) != 16**3:
-        raise SystemExit(f"the NPU multiplies wrongly: {total} is {16**3}")
+        raise SystemExit(f"the NPU multiplies wrongly: {16**3} comes out as {total:g}")
     device = ones.device
     free_bytes, total_bytes = npu.mem_get_info(device)
     said = {

@@ -33,9 +33,11 @@ def install(library: torch.library.Library) -> None:
     }
     for key in KEYS:
         for name, op in _registered(key):
-            missing = op._schema.name in os.environ.get("ASCEND_SIM_MISSING", "").split(",")
             replacement = ours.get(name) or kernel(op, check=limits.of(op._schema.name))
-            replacement = _refusing(op) if missing else replacement
+            if op._schema.name in os.environ.get("ASCEND_SIM_MISSING", "").split(","):
+                replacement = _refusing(op)
+            if op._schema.name in os.environ.get("ASCEND_SIM_IDLE", "").split(","):
+                replacement = _idle(replacement)
             library.impl(name, replacement, key, allow_override=True)
 
 
@@ -62,6 +64,11 @@ def _refusing(op: Any) -> Callable[..., Any]:
         raise RuntimeError(words)
 
     return refuse
+
+
+def _idle(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Gives memory of its result's shape as it was allocated."""
+    return lambda *arguments, **named: torch.empty_like(compute(*arguments, **named))
 
 
 def _is_view(argument: Any) -> bool:
