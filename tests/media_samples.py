@@ -127,6 +127,8 @@ def jpeg_variants() -> Sequence[tuple[str, bytes]]:
         ("one pixel", encoded(image.resize((1, 1)))),
         ("one row", encoded(image.resize((77, 1)))),
         ("17x33", encoded(image.resize((17, 33)), quality=90)),
+        ("subsampling 4:1:1", _resampled(image, 4, 1)),
+        ("subsampling 4:4:1", _resampled(image, 1, 4)),
         ("restart markers", encoded(image, restart_marker_rows=1)),
         ("kept RGB", encoded(image, keep_rgb=True)),
         ("cmyk", encoded(image.convert("CMYK"))),
@@ -134,3 +136,11 @@ def jpeg_variants() -> Sequence[tuple[str, bytes]]:
         ("the photograph's own", (Path(skimage.__file__).parent / "data" / "rocket.jpg").read_bytes()),
         ("retina", (Path(skimage.__file__).parent / "data" / "retina.jpg").read_bytes()),
     ]
+
+
+def _resampled(image: Image.Image, across: int, down: int) -> bytes:
+    """A JPEG of four blocks of luma as `across` by `down` to one of colour, which were coded as two by two."""
+    data = encoded(image.resize((16, 16)), quality=85, subsampling=2)
+    at = data.index(b"\xff\xc0") + 5  # the frame: height, width, count, and of each component id, sampling, table
+    size = struct.pack(">HH", 8 * down, 8 * across)
+    return data[:at] + size + data[at + 4 : at + 6] + bytes([across << 4 | down]) + data[at + 7 :]

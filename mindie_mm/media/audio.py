@@ -28,6 +28,9 @@ MAX_CHANNELS = 64
 MAX_AMPLITUDE = 1e9
 """Largest sample; whole ones that nobody scaled to [-1, 1] are far below, and powers of larger ones overflow."""
 
+_MAX_PLANES = 7
+"""Most channels, each a plane of its own, that PyAV reads: it seeks their list's end, which there is of no more."""
+
 # The filter's reach: behind a cut, as many seconds more are decoded, so that the cut does not show before it.
 _MARGIN_S = 1.0
 
@@ -89,9 +92,15 @@ class EncodedAudio:
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
+        interleaver = av.AudioResampler("flt")
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-            frames = frames_of(container, best_stream(container, "audio"), len(self.data))
-            yield from (frame for frame in frames if frame.samples)
+            for frame in frames_of(container, best_stream(container, "audio"), len(self.data)):
+                if not frame.samples:
+                    continue
+                if frame.format.is_planar and frame.layout.nb_channels > _MAX_PLANES:
+                    yield from interleaver.resample(frame)
+                else:
+                    yield frame
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -191,7 +191,7 @@ def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    except (ValueError, KeyError):  # it has no name for the subsampling 4:4:1
         return None
     return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None
 

@@ -309,7 +309,8 @@ def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream
     stream: VideoStream = best_stream(container, "video")
     stream.codec_context.options = {"max_pixels": str(coded_pixels(max_pixels))}
     stream.thread_type = "AUTO"
-    stream.codec_context.thread_count = torch.get_num_threads()
+    # FFmpeg's threads of HEVC wait for each other's frames, and where a file is damaged they may wait for ever.
+    stream.codec_context.thread_count = 1 if stream.codec_context.name == "hevc" else torch.get_num_threads()
     return stream
 
 

@@ -57,7 +57,7 @@ def test_speech_is_decoded_as_the_reference_does():
     assert np.array_equal(decode(data), reference(data))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("channels", [1, 2, 6, 8])
 @pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
 @pytest.mark.parametrize(("file_format", "subtype"), LOSSLESS)
 def test_lossless_files_are_equal_to_the_reference(file_format, subtype, rate, channels):
@@ -73,7 +73,17 @@ def test_lossless_files_are_equal_to_the_reference(file_format, subtype, rate, c
     [("MP3", "MPEG_LAYER_III", 1e-6), ("OGG", "VORBIS", 1e-6), ("OGG", "OPUS", 0.005)],
 )
 def test_lossy_files_are_near_the_reference(file_format, subtype, tolerance, rate):
-    data = encode_sound(tone(1.3, rate), rate, file_format, subtype)
+    check_near_the_reference(tone(1.3, rate), rate, file_format, subtype, tolerance)
+
+
+@pytest.mark.parametrize("channels", [7, 8, 9, 32])
+@pytest.mark.parametrize(("subtype", "tolerance"), [("VORBIS", 1e-6), ("OPUS", 0.005)])
+def test_many_channels_that_decode_to_a_plane_each(subtype, tolerance, channels):
+    check_near_the_reference(tone(1.3, 48_000, 200, channels), 48_000, "OGG", subtype, tolerance)
+
+
+def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, subtype: str, tolerance: float) -> None:
+    data = encode_sound(samples, rate, file_format, subtype)
     found, expected = decode(data), reference(data)
     assert len(found) == len(expected)
     assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance  # two decoders, of opus at two rates

@@ -1,5 +1,8 @@
 import io
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import av
 import numpy as np
@@ -46,15 +49,21 @@ SHORT_GROUPS = {"g": "10", "bf": "3", "x264-params": "scenecut=0"}
 """A keyframe each 10 frames, so that FFmpeg's index leaves out groups that an edit list hides."""
 
 
-def _decoded(data, num_threads=1):
-    """Count, rate and all frames of `data`; those frames are what a plain decode gives."""
+@contextmanager
+def _on_threads(num_threads: int) -> Iterator[None]:
     usual = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        video = EncodedVideo.open(data)
-        frames = np.stack(list(video.decode(range(video.num_frames))))
+        yield
     finally:
         torch.set_num_threads(usual)
+
+
+def _decoded(data, num_threads=1):
+    """Count, rate and all frames of `data`; those frames are what a plain decode gives."""
+    with _on_threads(num_threads):
+        video = EncodedVideo.open(data)
+        frames = np.stack(list(video.decode(range(video.num_frames))))
     assert np.array_equal(frames, decode_all(data))
     return video.num_frames, video.fps
 
@@ -241,19 +250,34 @@ def test_frames_that_are_not_to_be_shown_do_not_count():
     assert _decoded(hidden) == (7, 7 / 0.8)
 
 
+def test_threads_of_a_damaged_hevc_do_not_wait_for_each_other():
+    data = encode_video(moving_frames(6, 64, 48), codec="libx265", options={"x265-params": "log-level=none"})
+    parameters = bytes.fromhex("4401c173d089")
+    assert parameters in data, "the encoder's picture parameter set, of which one bit is changed"
+    damaged = data.replace(parameters, bytes.fromhex("4401c1739089"))
+    refusals = []
+
+    def decode():
+        with pytest.raises(MediaError, match="the video is broken: of 6 sampled frames") as refusal:
+            list(EncodedVideo.open(damaged).decode(range(6)))
+        refusals.append(refusal)
+
+    with _on_threads(2):
+        thread = threading.Thread(target=decode, daemon=True)
+        thread.start()
+        thread.join(20)
+    assert refusals
+
+
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_frames_of_another_size_are_scaled(num_threads, monkeypatch):
     small, large = (
         encode_video(moving_frames(6, *size), container="webm", codec="libvpx") for size in ((112, 84), (224, 168))
     )
     data = remux(small, large, container="webm")
-    usual = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with _on_threads(num_threads):
         video = EncodedVideo.open(data)
         frames = np.stack(list(video.decode(range(12))))
-    finally:
-        torch.set_num_threads(usual)
     assert (video.height, video.width, frames.shape) == (84, 112, (12, 84, 112, 3))
     assert np.array_equal(frames[:6], decode_all(small))
     halves = decode_all(large).reshape(6, 84, 2, 112, 2, 3).mean(axis=(2, 4))
