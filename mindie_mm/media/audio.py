@@ -29,7 +29,7 @@ MAX_AMPLITUDE = 1e9
 """Largest sample; whole ones that nobody scaled to [-1, 1] are far below, and powers of larger ones overflow."""
 
 _MAX_PLANES = 7
-"""Most channels, each a plane of its own, that PyAV reads: it seeks their list's end, which there is of no more."""
+"""Most planes of a frame that PyAV finds: it looks for the end of their list, which longer lists lack."""
 
 # The filter's reach: behind a cut, as many seconds more are decoded, so that the cut does not show before it.
 _MARGIN_S = 1.0
@@ -149,7 +149,8 @@ def _mono(frame: av.AudioFrame) -> Samples:
         scaled -= 128  # bytes are the only unsigned samples there are
     if array.dtype.kind != "f":
         scaled *= np.float32(2.0 ** (1 - 8 * array.dtype.itemsize))
-    mono: Samples = scaled[0] if len(scaled) == 1 else scaled.mean(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused once it is together
+        mono: Samples = scaled[0] if len(scaled) == 1 else scaled.mean(axis=0)
     return mono
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from tests.fuzz import attached, parsers
+from tests.fuzz import attached, media, parsers
 from tests.fuzz.mutate import mutated
 from tests.fuzz.target import Target
 
@@ -23,10 +23,12 @@ TARGETS: Mapping[str, Callable[[], AbstractContextManager[Target]]] = {
     "mindie_words": parsers.mindie_words,
     "living_arena": attached.living_arena,
     "arena_file": attached.arena_file,
+    "pictures": media.pictures,
+    "videos": media.videos,
+    "sounds": media.sounds,
 }
-SLOW = {"living_arena": 10, "arena_file": 10}
-"""Targets of so many times fewer inputs: each makes a block, or a file, of its own."""
-MAX_BYTES = 2048
+SLOW = {"living_arena": 10, "arena_file": 10, "pictures": 10, "videos": 10, "sounds": 10}
+"""Targets of so many times fewer inputs: each makes a block, or a file, of its own, or decodes one."""
 HANG_S = 30.0
 _KEPT = 256
 
@@ -54,7 +56,7 @@ def run(name: str, inputs: int, seed: int) -> Result:
         for number in range(inputs):
             if number % 1024 == 0:
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
-            data = mutated(draw.choice(corpus), draw, corpus, MAX_BYTES)
+            data = mutated(draw.choice(corpus), draw, corpus, target.max_bytes)
             if _accepts(target, data):
                 accepted += 1
                 # What is accepted leads further; the seeds stay.
@@ -104,7 +106,7 @@ def run_guided(name: str, inputs: int, seed: int) -> None:
                 return mutated(data, draw, target.seeds, max_size)
             return bytes(atheris.Mutate(data, max_size))
 
-        options = [f"-runs={inputs}", f"-seed={seed}", f"-max_len={MAX_BYTES}", f"-timeout={HANG_S:.0f}"]
+        options = [f"-runs={inputs}", f"-seed={seed}", f"-max_len={target.max_bytes}", f"-timeout={HANG_S:.0f}"]
         options += ["-rss_limit_mb=2048", "-verbosity=0", f"-artifact_prefix={corpus}/", corpus]
         atheris.Setup([name, *options], check, custom_mutator=mutate)
         atheris.Fuzz()

@@ -16,6 +16,8 @@ class Target:
     """Inputs that it accepts, to begin with."""
     check: Callable[[bytes], bool]
     """Whether the code accepts the input. AssertionError, or anything else that it raises, is a finding."""
+    max_bytes: int = 2048
+    """Of an input."""
 
 
 def sealed(header: bytes) -> bytes:

@@ -1,0 +1,103 @@
+"""What reads media: pictures, videos and sounds of every format decoded here, from containers to pixels and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from PIL import Image
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.errors import InputError
+from mindie_mm.media.audio import open_audio
+from mindie_mm.media.caps import under
+from mindie_mm.media.image import open_image
+from mindie_mm.media.video import EncodedVideo
+from tests.fuzz.target import Target
+from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames
+from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
+from tests.transport_samples import spaced
+
+_MAX_BYTES = 2**16
+_RATE = 16_000
+_CAPS = MediaCaps(max_image_pixels=2**20, max_video_pixels=2**20)
+_VIDEOS = (
+    ("mp4", "libx264", {"bf": "2", "g": "4"}),
+    ("mp4", "libx265", {"x265-params": "log-level=none"}),
+    ("mp4", "mpeg4", {}),
+    ("mov", "mjpeg", {}),
+    ("matroska", "ffv1", {}),
+    ("webm", "libvpx", {"token-parts": "2"}),
+    ("webm", "libvpx-vp9", {"row-mt": "1"}),
+    ("avi", "mpeg4", {"bf": "2"}),
+    ("asf", "wmv2", {}),
+    ("flv", "flv", {}),
+    ("mpegts", "mpeg2video", {}),
+    ("mpegts", "libx264", {}),
+    ("mpeg", "mpeg1video", {}),
+)
+_SOUNDS = (
+    ("WAV", "PCM_16", 1),
+    ("W64", "FLOAT", 2),
+    ("AIFF", "PCM_24", 1),
+    ("CAF", "PCM_16", 1),
+    ("FLAC", "PCM_16", 8),
+    ("MP3", "MPEG_LAYER_III", 2),
+    ("OGG", "VORBIS", 9),
+    ("OGG", "OPUS", 8),
+)
+_SOUNDS_OF_FFMPEG = (
+    ("adts", "aac"),
+    ("ipod", "aac"),
+    ("ipod", "alac"),
+    ("asf", "wmav2"),
+    ("matroska", "ac3"),
+)
+
+
+@contextmanager
+def pictures() -> Iterator[Target]:
+    """`open_image`, and its pixels. Input: the file."""
+    image = Image.fromarray(moving_frames(1, 50, 40)[0])
+    seeds = [data for _, data in jpeg_variants() if len(data) < _MAX_BYTES // 4]
+    seeds += [encoded(image, file_format) for file_format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")]
+    seeds += [encoded(image.convert("P"), "PNG"), encoded(image.convert("I;16"), "PNG")]
+    seeds += [
+        encoded(image, "TIFF", compression=kind) for kind in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")
+    ]
+    yield Target(tuple(seeds), _reads(lambda data: open_image(data).decode()), _MAX_BYTES)
+
+
+@contextmanager
+def videos() -> Iterator[Target]:
+    """`EncodedVideo`: first, middle and last frame. Input: the file."""
+    frames = moving_frames(6, 64, 48)
+    seeds = [encode_video(frames, 25, container, codec, options) for container, codec, options in _VIDEOS]
+    yield Target((*seeds, spaced(seeds[-2], b"\0\0\0\1")), _reads(_sample), _MAX_BYTES)
+
+
+def _sample(data: bytes) -> None:
+    video = EncodedVideo.open(data)
+    indices = sorted({0, video.num_frames // 2, video.num_frames - 1})
+    video.count(indices)
+    assert len(list(video.decode(indices))) == len(indices)
+
+
+@contextmanager
+def sounds() -> Iterator[Target]:
+    """`open_audio`, and its samples. Input: the file."""
+    seeds = [encode_sound(tone(0.1, 48_000, 200, channels), 48_000, *kind) for *kind, channels in _SOUNDS]
+    seeds += [encode_with_ffmpeg(tone(0.2, 48_000), 48_000, *kind) for kind in _SOUNDS_OF_FFMPEG]
+    yield Target(tuple(seeds), _reads(lambda data: open_audio(data).decode(_RATE, 30 * _RATE)), _MAX_BYTES)
+
+
+def _reads(read: Callable[[bytes], object]) -> Callable[[bytes], bool]:
+    def check(data: bytes) -> bool:
+        try:
+            with under(_CAPS):
+                read(data)
+        except (InputError, MemoryError):  # FFmpeg says of some damaged ones that it has no memory
+            return False
+        return True
+
+    return check
