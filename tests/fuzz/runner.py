@@ -54,7 +54,7 @@ def run(name: str, inputs: int, seed: int) -> Result:
     with TARGETS[name]() as target:
         corpus = list(target.seeds)
         for number in range(inputs):
-            if number % 1024 == 0:
+            if number % 64 == 0:
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
             data = mutated(draw.choice(corpus), draw, corpus, target.max_bytes)
             if _accepts(target, data):
