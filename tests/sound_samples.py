@@ -38,16 +38,16 @@ def encode_sound(samples: np.ndarray, rate: int, file_format: str = "WAV", subty
     return file.getvalue()
 
 
-def encode_with_ffmpeg(samples: np.ndarray, rate: int, container: str, codec: str) -> bytes:
-    """float32 [samples] as a file's bytes, by FFmpeg: what libsndfile does not write."""
+def encode_with_ffmpeg(samples: np.ndarray, rate: int, container: str, codec: str, layout: str = "mono") -> bytes:
+    """float32 [samples] or [samples, channels] as a file's bytes, by FFmpeg: what libsndfile does not write."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
-        stream = output.add_stream(codec, rate=rate, layout="mono")
+        stream = output.add_stream(codec, rate=rate, layout=layout)
         stream.format = stream.codec.audio_formats[0]
         stream.bit_rate = 96_000
-        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples.reshape(1, -1), format="flt", layout=layout)
         frame.sample_rate = rate
-        for piece in av.AudioResampler(stream.format, "mono", rate, frame_size=stream.frame_size).resample(frame):
+        for piece in av.AudioResampler(stream.format, layout, rate, frame_size=stream.frame_size).resample(frame):
             output.mux(stream.encode(piece))
         output.mux(stream.encode())
     return file.getvalue()

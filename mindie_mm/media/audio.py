@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import av
 import numpy as np
 import soxr
+from av.audio.stream import AudioStream
+from av.container import InputContainer
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
@@ -56,9 +58,8 @@ class EncodedAudio:
         limits = caps()
         unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
-            stream = best_stream(container, "audio")
-            check_codec(stream.codec_context, "the file's sound")
-            rate, num_channels = stream.rate or 0, stream.channels or 0
+            stream, num_channels = _stream_of(container)
+            rate = stream.rate or 0
             durations = [container.duration and container.duration / av.time_base]
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
@@ -94,7 +95,7 @@ class EncodedAudio:
     def _frames(self) -> Iterator[av.AudioFrame]:
         interleaver = av.AudioResampler("flt")
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-            for frame in frames_of(container, best_stream(container, "audio"), len(self.data)):
+            for frame in frames_of(container, _stream_of(container)[0], len(self.data)):
                 if not frame.samples:
                     continue
                 if frame.format.is_planar and frame.layout.nb_channels > _MAX_PLANES:
@@ -127,6 +128,19 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
     if rate is not None:
         raise InputError(f"sampling_rate {rate} is given of an encoded clip, which states its own")
     return EncodedAudio.open(data)
+
+
+def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
+    """What is heard, and its number of channels. MediaError.
+
+    Where the channels stand is forgotten: asked for a layout, PyAV frees the list of places that some containers have
+    (CAF, AIFF, MOV), which is FFmpeg's, and would do so again for each frame.
+    """
+    stream: AudioStream = best_stream(container, "audio")
+    check_codec(stream.codec_context, "the file's sound")
+    if num_channels := stream.codec_context.channels:  # the list is freed by this, and let go of by the next
+        stream.codec_context.layout = f"{num_channels} channels"
+    return stream, num_channels
 
 
 def _check_rate(rate: int) -> int:

@@ -55,6 +55,9 @@ _SOUNDS_OF_FFMPEG = (
 )
 
 
+_SURROUND = (("caf", "pcm_s16be"), ("aiff", "pcm_s16be"), ("mov", "pcm_s16le"), ("ipod", "aac"))
+
+
 @contextmanager
 def pictures() -> Iterator[Target]:
     """`open_image`, and its pixels. Input: the file."""
@@ -88,6 +91,7 @@ def sounds() -> Iterator[Target]:
     """`open_audio`, and its samples. Input: the file."""
     seeds = [encode_sound(tone(0.1, 48_000, 200, channels), 48_000, *kind) for *kind, channels in _SOUNDS]
     seeds += [encode_with_ffmpeg(tone(0.2, 48_000), 48_000, *kind) for kind in _SOUNDS_OF_FFMPEG]
+    seeds += [encode_with_ffmpeg(tone(0.1, 48_000, 200, 8), 48_000, *kind, "7.1") for kind in _SURROUND]
     yield Target(tuple(seeds), _reads(lambda data: open_audio(data).decode(_RATE, 30 * _RATE)), _MAX_BYTES)
 
 

@@ -82,6 +82,15 @@ def test_many_channels_that_decode_to_a_plane_each(subtype, tolerance, channels)
     check_near_the_reference(tone(1.3, 48_000, 200, channels), 48_000, "OGG", subtype, tolerance)
 
 
+@pytest.mark.parametrize("layout", ["stereo", "5.1", "7.1"])
+@pytest.mark.parametrize(("container", "codec"), [("caf", "pcm_s16be"), ("aiff", "pcm_s16be"), ("w64", "pcm_s16le")])
+def test_containers_that_say_where_the_channels_stand(container, codec, layout):
+    samples = tone(0.7, RATE, 200, av.AudioLayout(layout).nb_channels)
+    data = encode_with_ffmpeg(samples, RATE, container, codec, layout)
+    for _ in range(5):
+        assert np.array_equal(decode(data), reference(data))
+
+
 def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, subtype: str, tolerance: float) -> None:
     data = encode_sound(samples, rate, file_format, subtype)
     found, expected = decode(data), reference(data)
@@ -95,6 +104,7 @@ def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, s
         ("mp4", "aac"),
         ("adts", "aac"),
         ("ipod", "alac"),
+        ("mov", "pcm_s16le"),
         ("webm", "libopus"),
         ("matroska", "libmp3lame"),
         ("asf", "wmav2"),
