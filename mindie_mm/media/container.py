@@ -55,7 +55,7 @@ _VIDEO_CODECS = (
 _SOUND_CODECS = (
     "aac,aac_latm,ac3,eac3,alac,amrnb,amrwb,flac,mp2,mp2float,mp3,mp3float,opus,vorbis,wmav1,wmav2,wmapro,gsm_ms,"
     "adpcm_ima_qt,adpcm_ima_wav,adpcm_ms,pcm_alaw,pcm_mulaw,pcm_f32be,pcm_f32le,pcm_f64be,pcm_f64le,pcm_s16be,"
-    "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s64be,pcm_s64le,pcm_s8,pcm_u8"
+    "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,pcm_u8"
 )
 CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
 """Decoders that are run, by FFmpeg's names. It has some hundreds more, of games and cameras: few are ever fuzzed."""
