@@ -158,12 +158,12 @@ def _mono(frame: av.AudioFrame) -> Samples:
     """float32 [samples]: whole numbers scaled to [-1, 1), the channels averaged."""
     array = frame.to_ndarray()
     channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
-    scaled: Samples = channels.astype(np.float32)
-    if array.dtype.kind == "u":
-        scaled -= 128  # bytes are the only unsigned samples there are
-    if array.dtype.kind != "f":
-        scaled *= np.float32(2.0 ** (1 - 8 * array.dtype.itemsize))
     with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused once it is together
+        scaled: Samples = channels.astype(np.float32)
+        if array.dtype.kind == "u":
+            scaled -= 128  # bytes are the only unsigned samples there are
+        if array.dtype.kind != "f":
+            scaled *= np.float32(2.0 ** (1 - 8 * array.dtype.itemsize))
         mono: Samples = scaled[0] if len(scaled) == 1 else scaled.mean(axis=0)
     return mono
 

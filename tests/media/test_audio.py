@@ -138,6 +138,15 @@ def test_the_default_track_is_taken():
     assert set(decode(file.getvalue())) == {np.float32(200 / 2**15)}
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sample", [1e300, -1e39, np.nan, np.inf])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_samples_that_are_no_numbers_are_refused_without_a_warning(channels, sample):
+    data = encode_sound(np.full((100, channels), sample), RATE, "WAV", "DOUBLE")
+    with pytest.raises(MediaError, match="the clip has samples of"):
+        decode(data)
+
+
 @pytest.mark.parametrize("rate", [RATE, 44_100])
 def test_what_lies_behind_the_limit_is_not_decoded(rate):
     data = encode_sound(tone(9.0, rate), rate, "WAV", "FLOAT")
