@@ -82,7 +82,7 @@ def test_a_larger_worst_case_leaves_less(random_checkpoint, small_pictures, own_
 def test_what_recordings_keep_counts(random_checkpoint, own_room):
     wanted = {"max_num_seqs": 4096, "max_model_len": 1024}
     many, few = (own_room(random_checkpoint, (), Recording(), **wanted | {"max_num_seqs": n}) for n in (4096, 2048))
-    assert few > many + 4 * MiB, "half as many logits"
+    assert few > many + 2 * MiB, "half as many logits: 3 MiB; what a step takes is measured, and varies"
     for settings in ({"enforce_eager": True}, {"measure_s": 0}):
         assert own_room(random_checkpoint, (), Recording(), **wanted, **settings) > few + 4 * MiB
 
