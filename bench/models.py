@@ -140,6 +140,7 @@ REAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
         "processor_config": {"image_seq_len": 64},
     },
+    "molmo2": {"video_preprocessor_config": {"num_frames": 64}},
     "fuyu": {
         "config": {"patch_size": 30},
         "preprocessor_config": {"size": {"height": 1080, "width": 1920}, "patch_size": {"height": 30, "width": 30}},

@@ -1,6 +1,7 @@
 """transformers' own processors, over the stand-in for torchvision that they refuse to do without.
 
-Import what is compared with from here: the import puts tests/stubs on sys.path before transformers looks for it.
+Import what is compared with from here: the import puts tests/stubs on sys.path before transformers looks for it, once;
+ImportError where it has looked already, and would silently fall back to Pillow's arithmetic.
 """
 
 import sys
@@ -8,13 +9,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "stubs"))
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, is_torchvision_available
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.video_utils import VideoMetadata
+
+if not is_torchvision_available():
+    raise ImportError("transformers was asked for torchvision before tests/stubs was on sys.path: it compares by PIL")
 
 __all__ = [
     "AutoTokenizer",

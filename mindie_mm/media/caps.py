@@ -40,12 +40,13 @@ class Work:
             )
 
 
+_DEFAULTS = MediaCaps()
 _work: ContextVar[Work | None] = ContextVar("media_work", default=None)
 
 
 def work() -> Work:
     """What this context's request takes so far; of nobody's request where nobody set caps, and under the defaults."""
-    return _work.get() or Work(MediaCaps())
+    return _work.get() or Work(_DEFAULTS)
 
 
 def caps() -> MediaCaps:
