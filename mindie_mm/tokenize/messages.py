@@ -1,4 +1,4 @@
-"""What travels between the tokenizer pool and its processes, as msgpack."""
+"""What travels between the tokenizer pool and its processes, as msgpack: a TokenizeRequest there, its Reply back."""
 
 from __future__ import annotations
 
@@ -53,13 +53,6 @@ class Setup(msgspec.Struct, frozen=True):
         return cls(str(model), **{name: getattr(config, name) for name in cls.__struct_fields__[1:]})
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
-    """Pool to process."""
-
-    id: int
-    request: TokenizeRequest
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Process to pool, once: the checkpoint is read. A Failure in its place says what kept it from starting."""
 
@@ -68,9 +61,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
-    """Process to pool: the prompt of request `id`."""
+    """Process to pool: the prompt of the request in work."""
 
-    id: int
     ids: bytes
     """int64, native byte order."""
     spans: tuple[MediaSpan, ...]
@@ -80,15 +72,14 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
         return Prompt(np.frombuffer(self.ids, np.int64), self.spans)
 
     @classmethod
-    def of(cls, request_id: int, prompt: Prompt) -> Tokenized:
+    def of(cls, prompt: Prompt) -> Tokenized:
         """The reply that carries `prompt`."""
-        return cls(request_id, prompt.ids.tobytes(), prompt.spans)
+        return cls(prompt.ids.tobytes(), prompt.spans)
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Process to pool: request `id` failed."""
+    """Process to pool: the request in work failed."""
 
-    id: int
     error: Failure
 
 

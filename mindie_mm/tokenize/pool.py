@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -16,70 +17,55 @@ from mindie_mm.ipc import Child
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.shm import collect, free
 from mindie_mm.tasks import gather
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized, TokenizeRequest
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Setup, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 
 _MODULE = "mindie_mm.tokenize.process"
 
-
 _STARTING = "others are being started"
+_CLOSED = "the tokenizer pool is closed"
 
 GIVEN_UP_S = 5.0
 """How long a process may go on working on a request that nobody waits for any more.
 
-Decoding has no time limit of its own, and the others wait behind it. Less would cost more: with the process goes its
+Decoding has no time limit of its own, and others wait for the process. Less would cost more: with the process goes its
 arena, and what the engine has not yet attached of it is made anew.
 """
 
 
-class _NotBegun(Exception):
-    """The process died over the request in front of this one, which another process takes then."""
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request, waiting for a process or in work."""
+
+    message: bytes
+    prompt: asyncio.Future[Prompt]
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """One tokenizer process, from its readiness to its death."""
+    """One tokenizer process, from its readiness to its death. It has one request at a time."""
 
     child: Child
-    pending: dict[int, asyncio.Future[Prompt]] = field(default_factory=dict)
-    """Requests that it has not answered, by id, in the order in which it takes them."""
+    job: _Job | None = None
+    """What it has in work."""
     ended: bool = False
     """Whether it was killed over a request that was given up, and not died over one."""
     _grace: asyncio.TimerHandle | None = None
     """Runs while the request in work is one that was given up."""
 
-    def given_up(self, request_id: int) -> None:
-        """The caller of this request was cancelled. One that is not in work yet has its time when it is."""
-        if request_id == next(iter(self.pending), None):
-            self._watch()
+    def given_up(self) -> None:
+        """The caller of the request in work was cancelled."""
+        self._grace = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._end)
 
-    def answered(self, request_id: int) -> None:
-        """Its reply has come; the next one is in work."""
-        del self.pending[request_id]
-        self._watch()
-
-    def fail_pending(self) -> None:
-        """Fails the one that it died over; a request that kills one process after another costs no other its turn."""
-        self._stop_watching()
-        why = f"tokenizer process {self.child.pid} died with status {self.child.status}"
-        for index, future in enumerate(self.pending.values()):
-            if not future.done():
-                future.set_exception(_NotBegun(why) if index or self.ended else ProcessDied(why))
-        self.pending.clear()
-
-    def _watch(self) -> None:
-        """Gives the request in work, if it was given up, its time from now on."""
-        self._stop_watching()
-        future = next(iter(self.pending.values()), None)
-        if future is not None and future.cancelled():
-            self._grace = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._end)
-
-    def _stop_watching(self) -> None:
+    def finish(self) -> asyncio.Future[Prompt] | None:
+        """What the caller of the request in work, if there is one, waits for: it is in work no longer."""
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
+        job, self.job = self.job, None
+        return job.prompt if job is not None else None
 
     def _end(self) -> None:
         why = f"it has worked for {GIVEN_UP_S:g} s on a request that was given up"
@@ -99,12 +85,14 @@ class TokenizerPool:
         """Processes that take none yet, or no more, and are not reaped."""
         self._keepers: list[asyncio.Task[None]] = []
         self._starters: list[Starter] = []
+        self._waiting: deque[_Job] = deque()
+        """Requests that no process has in work, in the order in which they came."""
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while they wait and no process takes requests."""
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
         self.shown_tokens: list[str] = []
         """As `Tokenizer.shown_tokens`; known once a process is ready."""
-        self._next_id = 0
-        self._some_alive = asyncio.Event()
         self._why_down = _STARTING
         self._closed = False
 
@@ -141,49 +129,56 @@ class TokenizerPool:
             raise ProcessDied(f"no tokenizer process is alive; {self._why_down}")
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The prompt of `request`, from the least busy process; waits for one while none is alive.
+        """The prompt of `request`, from the first process that is free; waits for one while none is alive.
 
-        Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation the
-        blocks of the abandoned prompt are freed when it arrives; a process that works on it for GIVEN_UP_S more is
-        killed, and another takes what waits behind.
+        Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation a request
+        that no process has begun is dropped; the blocks of one in work are freed when its prompt arrives, and a process
+        that works on it for GIVEN_UP_S more is killed.
         """
-        while True:
-            while not self._processes and not self._closed:
-                await self._wait_for_process()
-            if self._closed:
-                raise ProcessDied("the tokenizer pool is closed")
-            process = min(self._processes, key=lambda process: len(process.pending))
-            self._next_id += 1
-            request_id = self._next_id
-            future: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
-            message = self._encoder.encode(Request(request_id, request))
-            process.pending[request_id] = future
-            process.child.channel.send(message)
-            try:
-                return await future
-            except _NotBegun:
-                continue
-            except asyncio.CancelledError:
-                process.given_up(request_id)
-                raise
+        if self._closed:
+            raise ProcessDied(_CLOSED)
+        job = _Job(self._encoder.encode(request), asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._hand_out()
+        try:
+            return await job.prompt
+        except asyncio.CancelledError:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            for process in self._processes:
+                if process.job is job:
+                    process.given_up()
+            raise
 
     async def close(self) -> None:
         """Stops every process; what is pending fails with ProcessDied."""
         self._closed = True
+        self._fail_waiting(_CLOSED)
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._keepers.clear()
         await asyncio.gather(*map(self._bury, [*self._processes, *self._dying]))
-        self._some_alive.set()  # those who wait learn that the pool is closed
 
-    async def _wait_for_process(self) -> None:
-        try:
-            async with asyncio.timeout(RESTART_WAIT_S):
-                await self._some_alive.wait()
-        except TimeoutError:
-            why = f"no tokenizer process could be started within {RESTART_WAIT_S:g} s; {self._why_down}"
-            raise ProcessDied(why) from None
+    def _hand_out(self) -> None:
+        """Gives those that wait to processes that are free; they wait RESTART_WAIT_S for one where none is alive."""
+        for process in self._processes:
+            if self._waiting and process.job is None and not process.ended:
+                process.job = self._waiting.popleft()
+                process.child.channel.send(process.job.message)
+        if self._patience is not None and (self._processes or not self._waiting):
+            self._patience.cancel()
+            self._patience = None
+        elif self._patience is None and self._waiting and not self._processes:
+            self._patience = asyncio.get_running_loop().call_later(RESTART_WAIT_S, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        self._fail_waiting(f"no tokenizer process could be started within {RESTART_WAIT_S:g} s; {self._why_down}")
+
+    def _fail_waiting(self, why: str) -> None:
+        while self._waiting:
+            _fail(self._waiting.popleft().prompt, why)
+        self._hand_out()
 
     async def _start_process(self) -> _Process:
         collect()  # what earlier processes left may take the room of the new arena
@@ -198,7 +193,7 @@ class TokenizerPool:
         self._why_down, self.shown_tokens = _STARTING, ready.shown_tokens
         self._dying.remove(process)
         self._processes.append(process)
-        self._some_alive.set()
+        self._hand_out()
         return process
 
     async def _keep(self, process: _Process, starter: Starter) -> None:
@@ -214,17 +209,17 @@ class TokenizerPool:
             process = await starter.again(self._start_process)
 
     async def _bury(self, process: _Process) -> None:
-        """Ends and reaps a process, and fails what it has not answered. Once more, if it was cancelled in between."""
+        """Ends and reaps a process, and fails what it has in work. Once more, if it was cancelled in between."""
         if process in self._processes:
             self._processes.remove(process)
             self._dying.append(process)
-            if not self._processes:
-                self._some_alive.clear()
+            self._hand_out()
         try:
             await process.child.end()
             self._dying.remove(process)
         finally:
-            process.fail_pending()
+            if (prompt := process.finish()) is not None:
+                _fail(prompt, f"tokenizer process {process.child.pid} died with status {process.child.status}")
         with logged("the arena of a tokenizer process cannot be collected"):
             collect()  # it is still there if the process was killed
 
@@ -236,17 +231,24 @@ class TokenizerPool:
             except EOFError:
                 return
             starter.proved()
-            _hand_over(reply, process.pending[reply.id])
-            process.answered(reply.id)
+            prompt = process.finish()
+            assert prompt is not None, "a process answers what it was asked"
+            self._hand_out()
+            _hand_over(reply, prompt)
 
 
-def _hand_over(reply: Tokenized | Failed, future: asyncio.Future[Prompt]) -> None:
+def _fail(prompt: asyncio.Future[Prompt], why: str) -> None:
+    if not prompt.done():  # its caller was cancelled
+        prompt.set_exception(ProcessDied(why))
+
+
+def _hand_over(reply: Tokenized | Failed, prompt: asyncio.Future[Prompt]) -> None:
     if isinstance(reply, Failed):
-        if not future.cancelled():
-            future.set_exception(reply.error.exception())
-    elif future.cancelled():
+        if not prompt.cancelled():
+            prompt.set_exception(reply.error.exception())
+    elif prompt.cancelled():
         with logged("the blocks of a request that was given up cannot be freed"):  # its directory's removal tries again
             for ref in reply.prompt().refs():
                 free(ref)
     else:
-        future.set_result(reply.prompt())
+        prompt.set_result(reply.prompt())

@@ -20,7 +20,7 @@ from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Request, Setup, Tokenized
+from mindie_mm.tokenize.messages import Failed, Ready, Reply, Setup, Tokenized, TokenizeRequest
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.tokenizer import Tokenizer
 from mindie_mm.tokenize.wires import NativeWire
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
     """Answers requests until the channel closes, or the arena is lost: the next process makes another."""
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Request)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TokenizeRequest)
     while True:
         try:
             message = channel.recv()
@@ -40,15 +40,15 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
         request = decoder.decode(message)
         reply: Reply
         try:
-            reply = Tokenized.of(request.id, answer(tokenizer, request.request))
+            reply = Tokenized.of(answer(tokenizer, request))
         except MindieMMError as error:
             if arena.lost:
-                _log.error("request %d: %s", request.id, error)
+                _log.error("a request: %s", error)
                 return
-            reply = Failed(request.id, Failure.of(error))
-        except Exception as error:  # noqa: BLE001 - one request fails, not all that wait behind it
-            _log.exception("request %d", request.id)
-            reply = Failed(request.id, Failure.of(_error_of(error)))
+            reply = Failed(Failure.of(error))
+        except Exception as error:  # noqa: BLE001 - one request fails, not the process
+            _log.exception("a request")
+            reply = Failed(Failure.of(_error_of(error)))
         faults.point("before-reply")
         channel.send(encoder.encode(reply))
         faults.point("after-reply")

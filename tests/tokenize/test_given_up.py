@@ -137,15 +137,22 @@ async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(pool:
     assert pool.restarts.started == 0
 
 
-async def test_a_request_that_was_given_up_before_it_was_begun_has_its_time_then(pool: TokenizerPool) -> None:
+async def test_a_request_that_was_given_up_before_it_was_begun_is_not_begun(
+    pool: TokenizerPool, tmp_path: Path
+) -> None:
+    """No line of it is in its path file."""
     (pid,) = pool.pids
-    first, long, last = await sent(pool, SMALL, A_SECOND_OF_WORK, SMALL)
-    long.cancel()
-    await first
+    path_file = tmp_path / "shm_name.txt"
+    picture = {"image": encoded(photograph("chelsea.png", (150, 120)))}
     with hung(pid):
-        async with asyncio.timeout(60):
-            assert len(await last) > 0
-    assert pool.pids != [pid]
+        first, behind, last = await sent(
+            pool, SMALL, TokenizeRequest(items=[picture], path_file=str(path_file)), A_SECOND_OF_WORK
+        )
+        behind.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(first, last)
+    assert not path_file.exists()
+    assert pool.pids == [pid]
 
 
 async def test_who_is_in_work_when_a_process_is_ended_over_another_is_not_failed(pool: TokenizerPool) -> None:

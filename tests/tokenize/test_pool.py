@@ -91,6 +91,21 @@ async def test_requests_are_spread_and_answered_each_with_its_own(pool):
     assert len({p.ids.tobytes() for p in prompts}) == 40
 
 
+async def test_who_comes_while_one_process_is_busy_does_not_wait_for_it(pool):
+    """However many there are: nobody's place is behind a request that may take minutes."""
+    hung = pool.pids[0]
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        busy = asyncio.create_task(pool.tokenize(TokenizeRequest(text="long")))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(pool.tokenize(TokenizeRequest(text=f"text {i}")) for i in range(40)))
+        assert not busy.done()
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    assert len(await busy) > 0
+
+
 @pytest.mark.parametrize(
     ("request_fields", "error", "message"),
     [
