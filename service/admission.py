@@ -30,6 +30,13 @@ class Admission:
     def __len__(self) -> int:
         return len(self._live)
 
+    def require_room(self) -> None:
+        """QueueFull or ServiceStopping unless one more would be admitted now."""
+        if self.stopping:
+            raise ServiceStopping("the service is stopping")
+        if len(self._live) >= self._limit:
+            raise QueueFull(f"{len(self._live)} requests are being answered, the limit is {self._limit}")
+
     @asynccontextmanager
     async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:
         """A request's life. Its body, which `receive` must have given whole already, runs inside.
@@ -38,10 +45,7 @@ class Admission:
         service stops (ServiceStopping), and the cause is raised from here, once everything inside has been left.
         Raises QueueFull and ServiceStopping at once.
         """
-        if self.stopping:
-            raise ServiceStopping("the service is stopping")
-        if len(self._live) >= self._limit:
-            raise QueueFull(f"{len(self._live)} requests are being answered, the limit is {self._limit}")
+        self.require_room()
         limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
         request = _Endable()
         _current.set(request)

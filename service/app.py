@@ -39,6 +39,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     The folders that it needs are there: `require_folders`.
     """
     model_name = config.served_model_name or checkpoint_name(worker.config.model or EMBEDDED)
+    admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
     metrics = Metrics(model_name)
     metrics.watch(lambda: worker.engine.stats)
     metrics.watch_processes(worker)
@@ -48,19 +49,19 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
         async with reclaiming(spool, config.reclaim_interval_s):
-            app.state.service = service = Service(
+            app.state.service = Service(
                 worker=worker,
                 config=config,
                 model_name=model_name,
                 spool=spool,
                 media=MediaPolicy(config),
-                admission=Admission(config.max_concurrent_requests, config.request_timeout_s),
+                admission=admission,
                 metrics=metrics,
                 tokens=TokenTexts(worker.tokenizer),
                 created=int(time.time()),
             )
             yield
-            await service.admission.stop(grace_s=0)
+            await admission.stop(grace_s=0)
 
     app = FastAPI(
         title="mindie_mm",
@@ -83,7 +84,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Border, config=config, metrics=metrics, tracer=tracer)
+    app.add_middleware(Border, config=config, admission=admission, metrics=metrics, tracer=tracer)
     errors.install(app)
     for module in (chat, completions, infer, generate, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)

@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mindie_mm import logs
 from mindie_mm.config import ServiceConfig
+from mindie_mm.errors import MindieMMError
 from service import tracing
-from service.errors import error_response
+from service.admission import Admission
+from service.errors import error_response, status_of
 from service.metrics import Metrics
 
 _log = logging.getLogger("service.access")
@@ -42,10 +44,17 @@ class Border:
     """
 
     def __init__(
-        self, app: ASGIApp, *, config: ServiceConfig, metrics: Metrics, tracer: tracing.Tracer | None = None
+        self,
+        app: ASGIApp,
+        *,
+        config: ServiceConfig,
+        admission: Admission,
+        metrics: Metrics,
+        tracer: tracing.Tracer | None = None,
     ) -> None:
         self._app = app
         self._config = config
+        self.admission = admission
         self._metrics = metrics
         self._tracer = tracer
         self.held_bytes = 0
@@ -144,10 +153,15 @@ class _Body:
     async def receive(self) -> Message:
         """The next message; HTTPException for a body that is longer than its cap, at once where that is announced.
 
-        So too for one that does not come in time; the answer then ends its connection.
+        So too for one that would not be answered, as far as it has not come yet, and for one that does not come in
+        time; the answer then ends its connection.
         """
         if self._whole:
             return await self._receive()
+        try:
+            self._border.admission.require_room()
+        except MindieMMError as error:  # from here, FastAPI would take it for a broken body
+            raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
         for name, coding in self._codings.items():
             said = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
             raise HTTPException(415, said, headers={"Accept-Encoding": "identity", "Connection": "close"})

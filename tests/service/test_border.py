@@ -9,8 +9,11 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mindie_mm.config import ServiceConfig
+from service.admission import Admission
 from service.border import Border
 from service.metrics import Metrics
+
+ADMISSION = Admission(limit=9, timeout_s=60)
 
 
 class Inside:
@@ -39,7 +42,12 @@ def call(border: Border, body: bytes, headers: Any = ()) -> Any:
 @pytest.mark.parametrize("announced", [True, False])
 async def test_bodies_have_a_limit_together(announced: bool) -> None:
     inside = Inside()
-    border = Border(inside, config=ServiceConfig(max_request_bytes=100, max_held_bytes=150), metrics=Metrics("x"))
+    border = Border(
+        inside,
+        config=ServiceConfig(max_request_bytes=100, max_held_bytes=150),
+        admission=ADMISSION,
+        metrics=Metrics("x"),
+    )
     first = asyncio.create_task(call(border, bytes(100)))
     await inside.read.wait()
     headers = [(b"content-length", b"51")] if announced else []
@@ -56,7 +64,7 @@ async def test_bodies_have_a_limit_together(announced: bool) -> None:
 
 async def test_bodies_that_are_refused_are_held_no_longer() -> None:
     config = ServiceConfig(max_request_bytes=100, max_request_values=10)
-    border = Border(Inside(), config=config, metrics=Metrics("x"))
+    border = Border(Inside(), config=config, admission=ADMISSION, metrics=Metrics("x"))
     for body, limit in ((b"," * 11, "10 JSON values"), (bytes(101), "100 bytes")):
         with pytest.raises(HTTPException, match=f"limit of {limit}"):
             await call(border, body)
@@ -71,7 +79,7 @@ async def test_a_body_that_does_not_come() -> None:
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    border = Border(Inside(), config=ServiceConfig(request_timeout_s=0.05), metrics=Metrics("x"))
+    border = Border(Inside(), config=ServiceConfig(request_timeout_s=0.05), admission=ADMISSION, metrics=Metrics("x"))
     with pytest.raises(HTTPException, match=r"limit of 0\.05 s") as caught:
         await border({"type": "http", "method": "POST", "headers": []}, never, send)
     assert caught.value.status_code == 408

@@ -143,6 +143,11 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService,
         assert int(refused.headers["Retry-After"]) >= 1
         assert refused.json()["error"]["type"] == "RateLimitError"
         assert f"the limit is {LIMIT}" in refused.json()["error"]["message"]
+    with socket.create_connection(urlsplit(loaded.url).netloc.rsplit(":", 1), WAIT_S) as uploading:
+        uploading.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{" % CHAT.encode())
+        response = http.client.HTTPResponse(uploading)
+        response.begin()
+        assert response.status == 429, "before a body has come that is not wanted"
     assert httpx2.get(f"{loaded.url}/health", timeout=WAIT_S).status_code == 200, "full is not ill"
     running.pop().close()
     short = {"messages": content(red_square), "max_tokens": 4}
