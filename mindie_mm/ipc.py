@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -33,6 +34,9 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 
 CLOSE_TIMEOUT_S = 2.0
 """How long a peer may take to read what was sent before the channel is closed under it."""
+
+CANCEL = signal.SIGUSR1
+"""What tells a worker that nobody waits for what it has in work; one that does not listen for it dies of it."""
 
 PATIENCE_S = 2.0
 """How long a worker may take to end by itself, and then on SIGTERM, before it is killed."""
@@ -192,6 +196,10 @@ class Child:
         if isinstance(reply, Failure):
             raise reply.exception()
         return reply
+
+    def cancel(self) -> None:
+        """Tells a worker that listens for CANCEL that nobody waits for what it has in work."""
+        self._process.send_signal(CANCEL)
 
     def kill(self) -> None:
         """Kills the worker, in the midst of whatever it does: `recv` says so with EOFError. Reap it with `end`."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
-from mindie_mm.media import seek
+from mindie_mm.media import cancellation, seek
 from mindie_mm.media.caps import Work, work
 from mindie_mm.media.container import (
     best_stream,
@@ -201,6 +201,7 @@ class SampledVideo:
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Frames uint8 [height, width, 3], RGB, one per index. MediaError for a broken image."""
         for index in indices:
+            cancellation.check()
             with naming(f"frame {index}"):
                 pixels = open_image(self.frames[index]).decode()  # anew: an index may come twice
             yield pixels

@@ -30,8 +30,8 @@ _CLOSED = "the tokenizer pool is closed"
 GIVEN_UP_S = 5.0
 """How long a process may go on working on a request that nobody waits for any more.
 
-Decoding has no time limit of its own, and others wait for the process. Less would cost more: with the process goes its
-arena, and what the engine has not yet attached of it is made anew.
+It looks at each packet of a video or a sound; one large picture may take longer, and others wait for the process. Less
+would cost more: with the process goes its arena, and what the engine has not yet attached of it is made anew.
 """
 
 
@@ -57,6 +57,7 @@ class _Process:
 
     def given_up(self) -> None:
         """The caller of the request in work was cancelled."""
+        self.child.cancel()
         self._grace = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._end)
 
     def finish(self) -> asyncio.Future[Prompt] | None:
@@ -132,8 +133,8 @@ class TokenizerPool:
         """The prompt of `request`, from the first process that is free; waits for one while none is alive.
 
         Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation a request
-        that no process has begun is dropped; the blocks of one in work are freed when its prompt arrives, and a process
-        that works on it for GIVEN_UP_S more is killed.
+        that no process has begun is dropped, and a process that has it in work is told. The blocks of one that is whole
+        by then are freed when its prompt arrives; a process that works on it for GIVEN_UP_S more is killed.
         """
         if self._closed:
             raise ProcessDied(_CLOSED)

@@ -17,7 +17,8 @@ import torch
 from mindie_mm import faults
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
-from mindie_mm.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.ipc import CANCEL, ChildChannel, Failure, Lifeline
+from mindie_mm.media import cancellation
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import Failed, Ready, Reply, Setup, Tokenized, TokenizeRequest
@@ -36,6 +37,7 @@ def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
             message = channel.recv()
         except EOFError:
             return
+        cancellation.begin()
         faults.point("received")
         request = decoder.decode(message)
         reply: Reply
@@ -76,6 +78,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
+    signal.signal(CANCEL, lambda *_: cancellation.cancel())
     torch.set_num_threads(1)
     setup = msgspec.json.decode(setup_json, type=Setup)
     try:

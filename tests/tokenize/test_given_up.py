@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -17,7 +18,7 @@ from mindie_mm.config import WorkerConfig
 from mindie_mm.shm import release, survey
 from mindie_mm.tokenize import TokenizeRequest, TokenizerPool
 from mindie_mm.tokenize import pool as pool_module
-from tests.media_samples import encoded, photograph
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models import test_chameleon
 
 GIVEN_UP_S = 0.3
@@ -145,14 +146,44 @@ async def test_a_request_that_was_given_up_before_it_was_begun_is_not_begun(
     path_file = tmp_path / "shm_name.txt"
     picture = {"image": encoded(photograph("chelsea.png", (150, 120)))}
     with hung(pid):
-        first, behind, last = await sent(
-            pool, SMALL, TokenizeRequest(items=[picture], path_file=str(path_file)), A_SECOND_OF_WORK
-        )
+        first, behind, last = await sent(pool, SMALL, TokenizeRequest(items=[picture], path_file=str(path_file)), SMALL)
         behind.cancel()
         await asyncio.sleep(0)
     await asyncio.gather(first, last)
     assert not path_file.exists()
     assert pool.pids == [pid]
+
+
+async def test_decoding_ends_with_its_request(
+    pool: TokenizerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of its videos; the process goes on, and nothing of it is left."""
+    monkeypatch.setattr(pool_module, "GIVEN_UP_S", 60.0)
+    video = encode_video(np.tile(moving_frames(60, 320, 240), (40, 1, 1, 1)), container="avi", codec="mpeg4")
+    path_file = tmp_path / "shm_name.txt"
+    # What lies behind a video makes it another, which no cache knows.
+    videos = [{"video": video + bytes(index), "num_frames": 4} for index in range(16)]
+    request = TokenizeRequest(items=videos[:8], path_file=str(path_file))
+    another = TokenizeRequest(items=videos[8:], path_file=str(path_file))
+    (pid,) = pool.pids
+
+    def used_s() -> float:
+        return psutil.Process(pid).cpu_times().user
+
+    start = used_s()
+    await pool.tokenize(request)
+    whole_s = used_s() - start
+    release(path_file)
+    start = used_s()
+    (given_up,) = await sent(pool, another)
+    async with asyncio.timeout(60):
+        while used_s() - start < 0.3 * whole_s:  # noqa: ASYNC110 - the process tells nobody of it
+            await asyncio.sleep(0.01)
+    given_up.cancel()
+    assert len(await pool.tokenize(SMALL)) > 0
+    assert used_s() - start < 0.7 * whole_s
+    assert pool.pids == [pid]
+    assert not any(arena.blocks for arena in survey() if arena.owner and arena.owner.pid == pid)
 
 
 async def test_who_is_in_work_when_a_process_is_ended_over_another_is_not_failed(pool: TokenizerPool) -> None:
