@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from mindie_mm.config import ServiceConfig
 from service import border, errors
+from service.admission import Admission
 from service.border import Border
 from service.connection import Connection
 from service.metrics import Metrics
@@ -42,7 +43,7 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
     async def answer(asked: Asked) -> str:
         return asked.a
 
-    app.add_middleware(Border, config=ServiceConfig(), metrics=Metrics("x"))
+    app.add_middleware(Border, config=ServiceConfig(), admission=Admission(9, 60), metrics=Metrics("x"))
     errors.install(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
