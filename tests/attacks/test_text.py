@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Any
 import pytest
 
 import mindie_mm
+from mindie_mm.inputs import ROLES
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from tests.attacks.conftest import CHAT, Attacked
+from tests.watching import metric
 
 SPECIAL = range(777, 787)
 """Ids of the embedded checkpoint's special tokens."""
@@ -71,24 +72,20 @@ def ids_of(attacked: Attacked, body: dict[str, Any]) -> list[int]:
     return found
 
 
+def num_special(attacked: Attacked, body: dict[str, Any]) -> int:
+    return sum(token in SPECIAL for token in ids_of(attacked, body))
+
+
 @pytest.mark.parametrize("text", SPELLED)
-@pytest.mark.parametrize("role", ["user", "system", "assistant"])
+@pytest.mark.parametrize("role", ROLES)
 def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> None:
-    messages = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Hello."},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": "?"},
-    ]
-    harmless = json.loads(json.dumps(messages))
-    index = {"system": 0, "user": 1, "assistant": 2}[role]
-    messages[index]["content"] = text
-    harmless[index]["content"] = "Hello."
-    count, plain = (
-        sum(token in SPECIAL for token in ids_of(attacked, {"messages": given})) for given in (messages, harmless)
-    )
-    assert count == plain >= 8, "two around each turn, and none that text made"
-    answer = attacked.http.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    def chat(said: str) -> list[dict[str, Any]]:
+        before = [{"role": "user", "content": "Hello."}] if role in ("assistant", "tool") else []
+        return [*before, {"role": role, "content": said}, {"role": "user", "content": "?"}]
+
+    plain = num_special(attacked, {"messages": chat("Hello.")})
+    assert num_special(attacked, {"messages": chat(text)}) == plain >= 4, "two around each turn, none that text made"
+    answer = attacked.http.post(CHAT, json={"messages": chat(text), "max_tokens": 1})
     assert answer.status_code in (200, 400), answer.text
     attacked.is_right()
 
@@ -131,15 +128,20 @@ def test_no_word_completes_what_a_template_begins(hostile: Tokenizer, text: str,
 
 
 @pytest.mark.parametrize("text", PADS)
-@pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/generate", "/tokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/generate", "/generate_stream"])
 def test_placeholders_in_other_endpoints(attacked: Attacked, text: str, path: str) -> None:
-    bodies = {
-        "/v1/completions": {"prompt": f"{text} what?", "max_tokens": 1},
-        "/tokenize": {"prompt": f"{text} what?"},
-    }
-    body = bodies.get(path, {"inputs": [{"text": f"{text} what?"}], "parameters": {"max_new_tokens": 1}})
-    answer = attacked.http.post(path, json=body)
+    """What the engine gets is as long as the ids that /tokenize shows, none of which a text made a special one."""
+
+    def asked(said: str) -> dict[str, Any]:
+        return {"prompt": said} if path == "/v1/completions" else {"inputs": [{"text": said}]}
+
+    said = f"{text} what?"
+    assert num_special(attacked, asked(said)) == num_special(attacked, asked("what?"))
+    before = metric(attacked.service, "prompt_tokens_total")
+    settings = {"max_tokens": 1} if path == "/v1/completions" else {"parameters": {"max_new_tokens": 1}}
+    answer = attacked.http.post(path, json=asked(said) | settings)
     assert answer.status_code == 200, answer.text
+    assert metric(attacked.service, "prompt_tokens_total") - before == len(ids_of(attacked, asked(said)))
     attacked.is_right()
 
 
