@@ -75,9 +75,11 @@ def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
     return [of for of in described.get("anyOf", ()) if of.get("type") in ("integer", "number")]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_schemathesis(service: RunningService, http: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "examples"), [("fuzzing", 5), pytest.param("coverage,fuzzing", 10, marks=pytest.mark.slow)]
+)
+def test_schemathesis(service: RunningService, http: Any, tmp_path: Path, phases: str, examples: int) -> None:
     """Wrong requests are refused, no request is a 5xx, statuses, types and bodies are those described.
 
     Not asked: that every request of the described form is answered. No schema says which model is served, what
@@ -89,7 +91,7 @@ def test_schemathesis(service: RunningService, http: Any, tmp_path: Path) -> Non
             *(sys.executable, "-m", "schemathesis.cli"),
             "run",
             f"{service.url}/openapi.json",
-            *("--phases", "coverage,fuzzing", "--max-examples", "10", "--seed", "1"),
+            *("--phases", phases, "--max-examples", str(examples), "--seed", "1"),
             *("--exclude-checks", "positive_data_acceptance", "--request-timeout", "60", "--no-color"),
         ],
         capture_output=True,
