@@ -84,7 +84,8 @@ class GenerationRules:
             scores = self._rules(ids, scores)
         if last and self.forced_eos_token_ids:
             scores = torch.full_like(scores, -torch.inf)
-            scores[:, list(self.forced_eos_token_ids)] = 0
+            for token in self.forced_eos_token_ids:  # a list of them would be copied, behind a wait for the device
+                scores[:, token] = 0
         if self._barred:
             scores = self._barred(ids, scores)
         row.copy_(scores[0])

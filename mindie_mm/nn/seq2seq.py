@@ -58,8 +58,13 @@ class Seq2SeqModel(MediaModel):
     @torch.inference_mode()
     def decode(self, decoding: Decoding, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [n, vocabulary] behind each of the next n ids of an answer, the start token's first."""
+        mask = None
+        if len(token_ids) == 1:  # sees all before it: BART's decoder, given no mask, makes one and waits to read it
+            num_tokens = decoding.cache.get_seq_length() + 1
+            mask = torch.zeros(1, 1, 1, num_tokens, dtype=self.spec.dtype, device=self.spec.device)
         out = self.text_model.decoder(
             input_ids=upload([list(token_ids)], self.spec.device),
+            attention_mask=mask,
             encoder_hidden_states=decoding.prompt,
             past_key_values=decoding.cache,
             use_cache=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ascend.processes import call
-from tests.models import test_deepseek_vl2, test_molmo, test_molmo2
+from tests.models import test_deepseek_vl2, test_florence2, test_molmo, test_molmo2
 
 FAMILIES = {
     "plain experts": test_deepseek_vl2.TestDeepseekVL2,
@@ -20,16 +20,11 @@ FAMILIES = {
 
 def decode(checkpoint: str | None, dtype: str) -> list[int]:
     """How often each step of a mixed batch waited for the device, the first step aside."""
-    import numpy as np
-
     from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
     from mindie_mm.engine.sampling_params import SamplingParams
     from mindie_mm.models import load_model
-    from tests.ascend.test_runtime import simulator
 
-    engine = Engine(load_model(checkpoint, "npu", dtype), EngineConfig(), 2**26)
     requests = [
         {"temperature": 0.0},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3},
@@ -37,15 +32,34 @@ def decode(checkpoint: str | None, dtype: str) -> list[int]:
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 0.0, "logit_bias": {5: 2.0}, "min_tokens": 4},
     ]
-    for number, request in enumerate(requests):
+    # One after another ends, down to a single row.
+    params = [SamplingParams(max_tokens=4 + n, ignore_eos=True, **request) for n, request in enumerate(requests)]
+    return waits_of_steps(Engine(load_model(checkpoint, "npu", dtype), EngineConfig(), 2**26), params)
+
+
+def answer(checkpoint: str, dtype: str) -> list[int]:
+    """The same of an encoder-decoder, whose last tokens are forced."""
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.seq2seq import Seq2SeqEngine
+    from mindie_mm.models import load_model
+
+    model = load_model(checkpoint, "npu", dtype)
+    assert model.rules.forced_eos_token_ids
+    params = [SamplingParams(temperature=0.0, max_tokens=n, min_tokens=n - 1) for n in (4, 5, 6)]
+    return waits_of_steps(Seq2SeqEngine(model, EngineConfig(), 2**26), params)
+
+
+def waits_of_steps(engine, params) -> list[int]:
+    """A request each of `params`."""
+    import numpy as np
+
+    from mindie_mm.engine.messages import Add
+    from tests.ascend.test_runtime import simulator
+
+    for number, one in enumerate(params):
         ids = np.arange(10, 20 + number, dtype=np.int64)
-        message = Add(
-            request_id=str(number),
-            input_ids=ids.tobytes(),
-            # One after another ends, down to a single row.
-            params=SamplingParams(max_tokens=4 + number, ignore_eos=True, **request),
-        )
-        assert engine.add(message) is None
+        assert engine.add(Add(request_id=str(number), input_ids=ids.tobytes(), params=one)) is None
     waits = []
     while engine.has_work():
         simulator().sim_syncs_reset()
@@ -136,3 +150,9 @@ def test_media_are_encoded_behind_one_wait_for_their_copies(checkpoint, kind):
 )
 def test_a_step_waits_for_the_device_once(checkpoint, dtype):
     assert call(decode, checkpoint, dtype) == [1] * 7
+
+
+def test_a_step_of_an_encoder_decoder_waits_for_the_device_once(tmp_path):
+    """Its rules, and the token that its answers end with, included."""
+    test_florence2.TestFlorence2.write_checkpoint(tmp_path)
+    assert call(answer, str(tmp_path), "bfloat16") == [1] * 5
