@@ -1,8 +1,8 @@
 """torch_npu's fused operators: attention over pages, cache writes, and the layers that transformers writes out.
 
 Which shapes, dtypes and layouts they take is in docs/npu.md, with its sources. An operator that this torch_npu, CANN or
-chip lacks shows in a trial of a few numbers, when it is first asked for: one line in the log, and plain torch takes its
-place.
+chip lacks shows in a trial of a few numbers, when a shape is first asked for: one line in the log, and plain torch
+takes its place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NPUKernels(Kernels):
         return attend(query, keys, values, rows, scaling)
 
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
-        if works("npu_scatter_nd_update_", pages.device, pages.dtype):
+        if works("npu_scatter_nd_update_", pages.device, pages.dtype, *pages.shape[2:]):
             torch.ops.npu.npu_scatter_nd_update_(pages.flatten(0, 1), slots.unsqueeze(1), new)
         else:
             super().store(pages, slots, new)
@@ -159,8 +159,8 @@ def _triangle(device: torch.device) -> Tensor:
     return upload(torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1), device)
 
 
-def _try_packed(device: torch.device, dtype: torch.dtype) -> None:
-    rows = torch.zeros(3, 1, 16, dtype=dtype, device=device)
+def _try_packed(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    rows = torch.zeros(3, 1, width, dtype=dtype, device=device)
     torch.ops.npu.npu_fusion_attention(rows, rows, rows, 1, "TND", actual_seq_qlen=[1, 3], actual_seq_kvlen=[1, 3])
 
 
@@ -191,18 +191,19 @@ def _try(
     attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], device), 1.0)
 
 
-def _try_store(device: torch.device, dtype: torch.dtype) -> None:
-    pages, slots = torch.zeros(4, 16, dtype=dtype, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+def _try_store(device: torch.device, dtype: torch.dtype, kv_heads: int, width: int) -> None:
+    pages = torch.zeros(4, kv_heads, width, dtype=dtype, device=device)
+    slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
     torch.ops.npu.npu_scatter_nd_update_(pages, slots, pages[:1].clone())
 
 
-def _try_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
-    ones = torch.ones(2, 16, dtype=dtype, device=device)
+def _try_rms_norm(device: torch.device, dtype: torch.dtype, *shape: int) -> None:
+    ones = torch.ones(2, *shape, dtype=dtype, device=device)
     rms_norm(ones, ones[0], 1e-6)
 
 
-def _try_rotary(device: torch.device, dtype: torch.dtype) -> None:
-    ones = torch.ones(1, 1, 2, 16, dtype=dtype, device=device)
+def _try_rotary(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    ones = torch.ones(1, 1, 2, width, dtype=dtype, device=device)
     rotary(ones, ones, ones)
 
 
@@ -229,7 +230,12 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        _log.warning("%s does not run on %s in %s, plain torch takes its place: %s", operator, device, dtype, reason)
+        _tell(operator, device, dtype, str(error).partition("\n")[0])
         return False
     return True
+
+
+@cache
+def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
+    """Once: one that is missing is so at every shape that a model asks it for."""
+    _log.warning("%s does not run on %s in %s, plain torch takes its place: %s", operator, device, dtype, reason)

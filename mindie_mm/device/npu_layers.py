@@ -40,7 +40,7 @@ def fuse(module: nn.Module) -> None:
 
 
 def _fuse_norms(module: nn.Module) -> None:
-    same: dict[tuple[type[nn.Module], torch.dtype], bool] = {}
+    same: dict[tuple[type[nn.Module], torch.dtype, torch.Size], bool] = {}
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
             if not type(child).__name__.endswith("RMSNorm") or isinstance(child, FusedRMSNorm):
@@ -52,9 +52,10 @@ def _fuse_norms(module: nn.Module) -> None:
             if weight is None or eps is None or weight.device.type != "npu":
                 continue
             fused = FusedRMSNorm(weight, eps)
-            kind = type(child), weight.dtype
+            kind = type(child), weight.dtype, weight.shape
             if kind not in same:
-                same[kind] = works("npu_rms_norm", weight.device, weight.dtype) and _agree(child, fused, weight)
+                runs = works("npu_rms_norm", weight.device, weight.dtype, *weight.shape)
+                same[kind] = runs and _agree(child, fused, weight)
             if same[kind]:
                 setattr(parent, name, fused)
 
@@ -85,7 +86,7 @@ def _rotate(
         or cos.shape[-1] != width
         or width >= _MAX_ROTATED
         or width * q.itemsize % _LANE_BYTES
-        or not works("npu_rotary_mul", q.device, q.dtype)
+        or not works("npu_rotary_mul", q.device, q.dtype, width)
     ):
         return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

@@ -26,10 +26,11 @@ def pack(module: nn.Module) -> None:
     AttentionMaskInterface.register(NAME, flash_attention_mask)
     for part in module.modules():
         config: Any = getattr(part, "config", None)
-        if config is None or "cu_seqlens" not in signature(type(part).forward).parameters:
+        width = getattr(part, "head_dim", None)
+        if config is None or width is None or "cu_seqlens" not in signature(type(part).forward).parameters:
             continue
         weight = next(part.parameters())
-        if weight.device.type == "npu" and weight.dtype in HALF and works(PACKED, weight.device, weight.dtype):
+        if weight.device.type == "npu" and weight.dtype in HALF and works(PACKED, weight.device, weight.dtype, width):
             config._attn_implementation = NAME  # noqa: SLF001 - of one tower, not of the whole model
 
 

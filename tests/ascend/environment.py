@@ -24,7 +24,8 @@ def environment(**settings: str | int) -> dict[str, str]:
     fail             "name=code" (always), "name=code@N" (the Nth call only), "name=code@N+" (from it on), by comma
     races            0: use of memory that another stream may still write is no error (1)
     patience_ms      how long a collective waits for somebody to synchronise before the device runs it by itself (20)
-    missing          operators that this CANN does not have, by comma: of torch_npu by their names, aten::matmul
+    missing          operators that this CANN does not have, by comma: of torch_npu by their names, or npu_rms_norm@48
+                     where the first tensor is so wide; aten::matmul
     idle             torch's operators that leave the memory of their results as it was, by comma
     A name in capitals is that of a variable as it stands.
     """

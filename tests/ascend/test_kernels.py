@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.ascend.processes import call
@@ -38,7 +40,7 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
     devices = torch.device("cpu"), open_device("npu").torch_device
-    works("npu_scatter_nd_update_", devices[1], getattr(torch, dtype))
+    works("npu_scatter_nd_update_", devices[1], getattr(torch, dtype), kv_heads, width)
     for name in (FUSED, f"{FUSED} (TND)"):
         works(name, devices[1], getattr(torch, dtype), heads, kv_heads, width, block_size)
     generator = torch.Generator().manual_seed(0)
@@ -123,19 +125,20 @@ def layers_in_inference() -> dict:
 
     device = open_device("npu").torch_device
     kinds = [Qwen2RMSNorm, modeling_llama.LlamaRMSNorm, RMSNorm, Gemma3RMSNorm]
+    named = [(f"{kind.__name__} {width}", kind, width) for kind in kinds for width in (48, 64)]
     torch.manual_seed(0)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = torch.nn.ModuleDict({kind.__name__: kind(48, 1e-6) for kind in kinds})
+        model = torch.nn.ModuleDict({name: kind(width, 1e-6) for name, kind, width in named})
         for norm in model.values():
             torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
         model.to(device, dtype)
-        values = torch.rand(3, 5, 48, device=device, dtype=dtype) - 0.5
-        expected = {name: norm(values) for name, norm in model.items()}
+        values = {width: torch.rand(3, 5, width, device=device, dtype=dtype) - 0.5 for width in (48, 64)}
+        expected = {name: model[name](values[width]) for name, _, width in named}
         npu_layers.fuse(model)
-        for name, norm in model.items():
+        for name, _, width in named:
             with Recorder() as recorder:
-                off = (norm(values).float() - expected[name].float()).abs().max().item()
+                off = (model[name](values[width]).float() - expected[name].float()).abs().max().item()
             found[f"{name} {dtype}"] = [recorder.names, off]
 
     config = modeling_llama.LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
@@ -261,16 +264,17 @@ def short_of_memory() -> list[object]:
 
     trials["npu_rms_norm"] = fails
     with pytest.raises(torch.OutOfMemoryError):
-        npu_kernels.works("npu_rms_norm", device, torch.bfloat16)
+        npu_kernels.works("npu_rms_norm", device, torch.bfloat16, 48)
     trials["npu_rms_norm"] = own
-    return [npu_kernels.works("npu_rms_norm", device, torch.bfloat16)]
+    return [npu_kernels.works("npu_rms_norm", device, torch.bfloat16, 48)]
 
 
 def test_a_trial_without_memory_says_nothing_of_the_operator():
     assert call(short_of_memory) == [True]
 
 
-def without(operators: list[str]) -> dict:
+def said(function, *arguments) -> tuple[Any, list[str]]:
+    """What it returns, and what was logged of the operators."""
     import logging
 
     lines: list[str] = []
@@ -280,21 +284,60 @@ def without(operators: list[str]) -> dict:
             lines.append(record.getMessage())
 
     logging.getLogger("mindie_mm.device.npu_kernels").addHandler(Kept())
-    found = [attention(4, 2, 128, 128, "bfloat16") for _ in range(2)]
-    for name in operators:
-        assert not any(name in names for one in found for names in one["names"])
-    return {"worst": max(one["worst"] for one in found), "lines": lines}
+    return function(*arguments), lines
 
 
-@pytest.mark.parametrize("names", [[FUSED], ["npu_scatter_nd_update_"], [FUSED, "npu_scatter_nd_update_"]])
+def twice() -> list[dict]:
+    return [attention(4, 2, 128, 128, "bfloat16") for _ in range(2)]
+
+
+SAYS = " does not run on npu:0 in torch.{}, plain torch takes its place: "
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[FUSED], ["npu_scatter_nd_update_"], ["npu_scatter_nd_update_@128"], [FUSED, "npu_scatter_nd_update_"]],
+)
 def test_an_operator_that_is_missing_is_said_once_and_done_in_plain_torch(names):
-    found = call(without, names, missing=",".join(names))
-    assert found["worst"] < HALF_TOLERANCE
+    found, lines = call(said, twice, missing=",".join(names))
+    names = [name.partition("@")[0] for name in names]
+    assert max(one["worst"] for one in found) < HALF_TOLERANCE
+    assert not {*names} & {name for one in found for step in one["names"] for name in step}
     # Of attention each layout is tried.
     tried = [*names, *[f"{FUSED} (TND)" for name in names if name == FUSED]]
-    reasons = {
-        line.partition(" does not run on npu:0 in torch.bfloat16, plain torch takes its place: ")
-        for line in found["lines"]
-    }
-    assert len(found["lines"]) == len(reasons) == len(tried)
-    assert {name for name, _, reason in reasons if reason} == {*tried}
+    reasons = [line.partition(SAYS.format("bfloat16")) for line in lines]
+    assert sorted(name for name, _, reason in reasons if reason) == sorted(tried)
+
+
+@pytest.mark.parametrize("missing", ["npu_rms_norm", "npu_rms_norm@48"])
+def test_a_norm_whose_operator_is_missing_stays(missing):
+    """At every width, or at the one that it is missing at; said once a dtype."""
+    found, lines = call(said, layers, missing=missing)
+    del found["rotation"]
+    for name, (called, off) in found.items():
+        runs = "@" in missing and " 64 " in name and not name.startswith("Gemma3")
+        assert called == (["npu_rms_norm"] if runs else []), name
+        assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
+    assert [line.partition(": ")[0] + ": " for line in lines] == [
+        f"npu_rms_norm{SAYS.format(dtype)}" for dtype in ("float32", "bfloat16")
+    ]
+
+
+@pytest.mark.parametrize("missing", ["npu_rotary_mul", "npu_rotary_mul@32"])
+def test_a_rotation_whose_operator_is_missing_is_done_in_parts(missing):
+    found, lines = call(said, layers, missing=missing)
+    _, off, own, calls = found["rotation"]
+    assert calls == 1, "the trial"
+    assert off < 1e-6
+    assert own
+    (line,) = lines
+    assert line.startswith("npu_rotary_mul" + SAYS.format("float32"))
+
+
+@pytest.mark.parametrize("missing", ["npu_fusion_attention", "npu_fusion_attention@16"])
+def test_a_tower_whose_operator_is_missing_attends_window_by_window(missing):
+    found, lines = call(said, windows, 3, missing=missing)
+    assert found["names"] == []
+    assert found["off"] < HALF_TOLERANCE
+    (line,) = lines
+    assert line.startswith("npu_fusion_attention" + SAYS.format("bfloat16"))

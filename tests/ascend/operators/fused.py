@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -91,13 +91,17 @@ def _implementation(name: str) -> Callable[..., Any] | None:
     defaults = {a.name: a.default_value for a in operator(name)._schema.arguments if a.has_default_value()}
 
     def launch(*args: Any, **kwargs: Any) -> Any:
-        missing = os.environ.get("ASCEND_SIM_MISSING", "").split(",")
-        if rest in missing:
+        if _lacks(rest, args):
             return torch_npus(*args, **kwargs)
         _trace(rest, defaults | kwargs)
         return ours(*args, **kwargs)
 
     return launch
+
+
+def _lacks(name: str, args: Sequence[Any]) -> bool:
+    missing = os.environ.get("ASCEND_SIM_MISSING", "").split(",")
+    return name in missing or any(f"{name}@{args[0].shape[-1]}" == one for one in missing if one.startswith(f"{name}@"))
 
 
 def _trace(name: str, settings: Mapping[str, Any]) -> None:
