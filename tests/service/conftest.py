@@ -28,9 +28,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def settings() -> dict[str, object]:
-    """Small limits, so that tests reach them."""
-    return dict(SETTINGS)
+def settings(device: str) -> dict[str, object]:
+    """Small limits, so that tests reach them, and the device that the tests are asked for."""
+    return SETTINGS | {"device": device}
 
 
 @pytest.fixture(scope="session")
@@ -47,10 +47,12 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory, media_dir: Path) -> Iterator[RunningService]:
+def service(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], media_dir: Path
+) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("service")
-    settings = SETTINGS | {"spool": folder / "spool", "allowed_media_dir": media_dir}
-    with running_service(settings, folder / "log", TINY) as running:
+    given = settings | {"spool": folder / "spool", "allowed_media_dir": media_dir}
+    with running_service(given, folder / "log", TINY) as running:
         yield running
         found = running.wait_until_free()
         assert found["blocks"] == 0, found

@@ -57,9 +57,14 @@ def test_a_service_in_use_comes_to_be_faulted_in_whole(http: Any) -> None:
     assert found == 1
 
 
-def test_the_log_says_what_is_loaded(service: RunningService) -> None:
+def test_the_log_says_what_is_loaded(service: RunningService, device: str) -> None:
     said = service.log.read_text()
-    assert re.search(r"service.server: loading \S+/assets/tiny on device auto with 1 tokenizer processes\n", said)
+    assert re.search(rf"service.server: loading \S+/assets/tiny on device {device} with 1 tokenizer processes\n", said)
+
+
+def test_the_engine_is_on_the_device_that_the_tests_are_asked_for(http: Any, device: str) -> None:
+    (found,) = re.findall(r'mindie_mm:build_info{.*device="(\w+)', http.get("/metrics").text)
+    assert found == device
 
 
 def test_the_log_says_where_each_setting_came_from(service: RunningService) -> None:

@@ -18,7 +18,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.removed_arenas import removed_arenas
-from tests.service.conftest import SETTINGS
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.demo import encode, picture
@@ -29,10 +28,10 @@ STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
 
 
 @pytest.fixture(scope="module")
-def lenient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("lenient")
-    settings = SETTINGS | {"spool": folder / "spool", "truncate": True, "allow_private_media": True}
-    with running_service(settings, folder / "log") as running:
+    given = settings | {"spool": folder / "spool", "truncate": True, "allow_private_media": True}
+    with running_service(given, folder / "log") as running:
         yield running
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
     assert not list((folder / "spool").iterdir()), "request directories are left"

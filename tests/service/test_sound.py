@@ -39,12 +39,14 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hearing(tmp_path_factory: pytest.TempPathFactory, sounds: Path) -> Iterator[RunningService]:
+def hearing(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], sounds: Path
+) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("hearing")
     (folder / "omni").mkdir()
     write_checkpoint(folder / "omni")
-    settings = SETTINGS | {"spool": folder / "spool", "allowed_media_dir": sounds, "allow_private_media": True}
-    with running_service(settings, folder / "log", folder / "omni") as running:
+    given = settings | {"spool": folder / "spool", "allowed_media_dir": sounds, "allow_private_media": True}
+    with running_service(given, folder / "log", folder / "omni") as running:
         yield running
         assert running.wait_until_free()["blocks"] == 0
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
