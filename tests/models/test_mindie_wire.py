@@ -56,8 +56,8 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def model(random_checkpoint):
-    return load_model(random_checkpoint, device="cpu", dtype="float32")
+def model(random_checkpoint, device):
+    return load_model(random_checkpoint, device=device, dtype="float32")
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ def test_words_that_are_none_of_the_familys_are_refused(model, mindie, path_file
     ("kind", "pixels", "features"),
     [("image", np.zeros((28, 56, 3), np.uint8), 2), ("video", np.zeros((2, 56, 56, 3), np.uint8), 4)],
 )
-def test_an_item_with_too_few_slots_is_a_limit(random_checkpoint, tmp_path, kind, pixels, features):
+def test_an_item_with_too_few_slots_is_a_limit(random_checkpoint, device, tmp_path, kind, pixels, features):
     path = shutil.copytree(random_checkpoint, tmp_path / "small")
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         if (path / name).exists():
@@ -387,7 +387,7 @@ def test_an_item_with_too_few_slots_is_a_limit(random_checkpoint, tmp_path, kind
         with request_directory(tmp_path / "spool") as directory:
             ids = tokenizer.tokenize([{kind: exact}], directory.path_file)
             assert (ids < 0).sum() == needed == len(ids) - 2
-            assert load_model(path, device="cpu", dtype="float32").logits(ids).isfinite().all()
+            assert load_model(path, device=device, dtype="float32").logits(ids).isfinite().all()
     assert segments() == before
 
 
