@@ -68,7 +68,7 @@ test-npu: .venv-npu/installed gcc
 test-npu-all: .venv-npu/installed gcc
 	rm -rf build/coverage
 	$(NPU) coverage run -m pytest --device npu -n auto --dist loadfile --no-loadscope-reorder -m '' \
-	  tests/ascend tests/models tests/engine tests/service tests/faults/test_world.py
+	  tests/ascend tests/models tests/engine tests/service tests/faults
 	$(BIN)/coverage run -m pytest tests/cli/test_doctor_npu.py  # where there is no torch_npu to answer for itself
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --fail-under=100
@@ -78,7 +78,7 @@ test-npu-all: .venv-npu/installed gcc
 test-cuda: install
 	@missing=$$($(BIN)/python -c 'from mindie_mm.device.cuda import CUDA; print(CUDA.missing() or "")') || exit; \
 	if [ "$$missing" ]; then echo "nothing is tested: $$missing"; \
-	else $(BIN)/python -m pytest --device cuda -m '' tests/device tests/models tests/engine tests/service tests/faults/test_world.py; fi
+	else $(BIN)/python -m pytest --device cuda -m '' tests/device tests/models tests/engine tests/service tests/faults; fi
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -35,10 +35,14 @@ class Rig:
     """A service with fault points armed, started again whenever it is gone. A context manager."""
 
     def __init__(
-        self, folder: Path, running: Callable[..., AbstractContextManager[RunningService]] = running_service
+        self,
+        folder: Path,
+        running: Callable[..., AbstractContextManager[RunningService]] = running_service,
+        device: str = "auto",
     ) -> None:
-        """`running` starts the service, as `tools.serving.running_service`."""
+        """`running` starts the service, as `tools.serving.running_service`; `device` is where its engine runs."""
         self._running = running
+        self._device = device
         self.folder = folder
         self.spool = folder / "spool"
         self.faults = folder / "faults"
@@ -59,7 +63,7 @@ class Rig:
         if self._service is None:
             self._starts += 1
             log = self.folder / f"log-{self._starts}"
-            settings = SETTINGS | {"spool": self.spool}
+            settings = SETTINGS | {"spool": self.spool, "device": self._device}
             environment = {"MINDIE_MM_FAULTS": str(self.faults)}
             self._service = self._stack.enter_context(self._running(settings, log, environment=environment))
         return self._service

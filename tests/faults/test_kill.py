@@ -22,8 +22,8 @@ SLICE = (
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with Rig(tmp_path_factory.mktemp("kill"), running_service) as rig:
+def rig(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Rig]:
+    with Rig(tmp_path_factory.mktemp("kill"), running_service, device) as rig:
         yield rig
 
 
