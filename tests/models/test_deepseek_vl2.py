@@ -76,13 +76,13 @@ class DeepseekVL2Contract(FamilyContract):
                 messages.append({"role": ROLES[turn["role"]], "content": content})
         return tokenizer.tokenize_chat(messages, path_file)
 
-    def test_recorded_decode_steps_come_to_the_same_tokens(self, device, path, tokenized, recorded):
+    def test_recorded_decode_steps_come_to_the_same_tokens(self, device, path, tokenized, recorded, caplog):
         """On a device that records, experts are joined."""
         model = load_model(path, device=device, dtype="float32")
         for part in model.module.modules():
             if isinstance(part, Experts):
                 part.join()
-        super().test_recorded_decode_steps_come_to_the_same_tokens(device, model, tokenized, recorded)
+        super().test_recorded_decode_steps_come_to_the_same_tokens(device, model, tokenized, recorded, caplog)
 
     def test_bfloat16(self, path, device, reference, tokenized):
         """On average: where experts are nearly as good as others, a token takes others, and its logits are far off."""
