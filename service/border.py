@@ -158,14 +158,14 @@ class _Body:
         """
         if self._whole:
             return await self._receive()
-        try:
-            self._border.admission.require_room()
-        except MindieMMError as error:  # from here, FastAPI would take it for a broken body
-            raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
         for name, coding in self._codings.items():
             said = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
             raise HTTPException(415, said, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
+        try:
+            self._border.admission.require_room()
+        except MindieMMError as error:  # from here, FastAPI would take it for a broken body
+            raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
         idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
         try:
             async with asyncio.timeout_at(min(idle_until, self._deadline)):

@@ -132,6 +132,16 @@ def connections(service: RunningService) -> int:
     return sum(one.status != psutil.CONN_LISTEN and one.laddr.port == port for one in own)
 
 
+def announcing(service: RunningService, num_bytes: int) -> int:
+    """The status of a request whose body does not come."""
+    with socket.create_connection(urlsplit(service.url).netloc.rsplit(":", 1), WAIT_S) as uploading:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n"
+        uploading.sendall(head.encode())
+        response = http.client.HTTPResponse(uploading)
+        response.begin()
+        return response.status
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService, red_square: str, stream: bool) -> None:
     body = {"messages": content(red_square), **ENDLESS, "stream": stream}
@@ -143,11 +153,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService,
         assert int(refused.headers["Retry-After"]) >= 1
         assert refused.json()["error"]["type"] == "RateLimitError"
         assert f"the limit is {LIMIT}" in refused.json()["error"]["message"]
-    with socket.create_connection(urlsplit(loaded.url).netloc.rsplit(":", 1), WAIT_S) as uploading:
-        uploading.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{" % CHAT.encode())
-        response = http.client.HTTPResponse(uploading)
-        response.begin()
-        assert response.status == 429, "before a body has come that is not wanted"
+    assert announcing(loaded, 1_000_000) == 429, "before a body has come that is not wanted"
+    assert announcing(loaded, 2**40) == 413, "which no later time would change"
     assert httpx2.get(f"{loaded.url}/health", timeout=WAIT_S).status_code == 200, "full is not ill"
     running.pop().close()
     short = {"messages": content(red_square), "max_tokens": 4}
