@@ -7,6 +7,8 @@ from mindie_mm.media.urls import decode_base64
 
 HEAD_BYTES = 48
 """Bytes of a file by which its format is told."""
+_MAX_SUFFIX = len(".jpeg2000")
+"""Characters at the end of a path that hold the dot of its extension, if it has one."""
 
 # Each an offset, what stands there, and the extension.
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
@@ -44,8 +46,12 @@ def extension(head: bytes) -> str | None:
 
 
 def is_base64_media(text: str) -> bool:
-    """Whether `text` begins as base64 of a known format does, and has a length that base64 can have."""
+    """Whether `text` begins as base64 of a known format does, and ends as no file name does.
+
+    Whether the rest of it is valid is for the decoder to say: a path is nothing that bad base64 should be told of.
+    """
     try:
-        return len(text) % 4 == 0 and extension(decode_base64(text[: HEAD_BYTES // 3 * 4])) is not None
+        head = decode_base64(text[: HEAD_BYTES // 3 * 4])
     except MediaError:
         return False
+    return extension(head) is not None and "." not in text[-_MAX_SUFFIX:]

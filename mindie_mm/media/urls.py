@@ -58,8 +58,5 @@ def decode_base64(text: str, start: int = 0) -> bytes:
     try:
         return pybase64.b64decode(text[start:], validate=True)
     except ValueError as error:
-        if start:
-            raise MediaError(
-                "a data: URL whose base64 is not valid: white space, padding (=) left out, or - and _ for + and /?"
-            ) from error
-        raise MediaError("neither a path, a URL nor valid base64") from error
+        what = "a data: URL whose base64 is not valid" if start else "neither a path, a URL nor valid base64"
+        raise MediaError(f"{what}: white space, padding (=) left out, or - and _ for + and /?") from error

@@ -18,6 +18,8 @@ from service.errors import TABLE, error_body, error_object, status_of
 from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
+JPEG = f"/9j/{'A' * 90}"
+"""94 characters that base64 of a JPEG may begin with."""
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
@@ -364,6 +366,10 @@ def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
         ("{media}/pipe", "not a regular file"),
         ("{media}/large.png", "limit for one item is 4194304"),
         ("relative.png", "neither a path, a URL nor valid base64"),
+        (f"{JPEG}A=", ": the 71 bytes are no readable image"),
+        (f"{JPEG}A", "nor valid base64: white space, padding (=) left out"),
+        (f"{JPEG}\nA=", "nor valid base64: white space"),
+        (f"{JPEG}.jpg", "no such file under the allowed media folder"),
         ("http://127.0.0.1:1/x.png", "not public"),
         ("http://localhost/x.png", "not public"),
         ("http://169.254.169.254/latest", "not public"),
