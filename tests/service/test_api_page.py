@@ -1,12 +1,19 @@
 """docs/api.md is true: its requests are answered, and its answers have the fields that ours have."""
 
+import base64
+import dataclasses
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from mindie_mm.config import MediaCaps, ServiceConfig
+from mindie_mm.sources import CLASSES
+from service.errors import KINDS, TABLE, error_body
 
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
 ANSWERS: dict[str, Callable[[Any], object]] = {
@@ -14,9 +21,20 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
     "/v1/completions": lambda answer: answer["choices"][0]["text"],
     "/infer": lambda answer: answer["generated_text"] and answer["details"],
     "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
+    "/detokenize": lambda answer: answer["prompt"],
 }
 """What is in the answer to a path's example."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+PYTHON = re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+UNITS = {"": 1, "MiB": 2**20, "GiB": 2**30}
+IMAGE = 784
+"""The placeholder of images in the embedded checkpoint."""
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def documented(start: str) -> dict[str, Any]:
@@ -38,7 +56,7 @@ def test_requests(http: Any, red_square: str, path: str, body: str) -> None:
 
 def test_there_are_requests() -> None:
     assert {path for path, _ in CALLS} == set(ANSWERS)
-    assert len(CALLS) == 5
+    assert len(CALLS) == 6
 
 
 @pytest.mark.parametrize(
@@ -83,3 +101,76 @@ def test_usage_and_timings(http: Any) -> None:
     assert list(answer["usage"]["prompt_tokens_details"]) == list(documented('{"cached_tokens"'))
     timings = json.JSONDecoder().raw_decode(PAGE[PAGE.index('"timings": {"fetch_s"') + len('"timings": ') :])[0]
     assert list(answer["timings"]) == list(timings)
+
+
+def test_a_picture_in_a_text(http: Any, media_dir: Path) -> None:
+    raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
+    asked = {"prompt": documented('{"prompt": "### Human')["prompt"].replace("/9j/4AAQ...", raw)}
+    ids = http.post("/tokenize", json=asked).json()["tokens"]
+    assert IMAGE in ids, "an item, not text"
+    assert http.post("/v1/completions", json=asked).json()["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_ids_and_back(http: Any) -> None:
+    ids = http.post("/tokenize", json={"prompt": "What colour"}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "What colour"}
+
+
+def test_there_are_python_examples() -> None:
+    assert [title for title, _ in PYTHON] == ["Shared memory as a library", "The tokenizer as a library"]
+
+
+def test_shared_memory_as_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("request").mkdir()
+    pixels = np.arange(4 * 588, dtype=np.uint8).reshape(4, 588)
+    given = {"n": 4, "pixels": pixels, "digest": bytes(16), "tower": np.sum, "copy_to_device": np.copy}
+    found = run(dict(PYTHON)["Shared memory as a library"], given)
+    assert found["features"] == pixels.sum()
+    assert not list(Path("request").iterdir())
+
+
+def test_the_tokenizer_as_a_library(tmp_path: Path, media_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("request/image").mkdir(parents=True)
+    Path("request/image/1.jpg").write_bytes((media_dir / "green_star.jpg").read_bytes())
+    found = run(dict(PYTHON)["The tokenizer as a library"], {"path": None, "encoded": [64, IMAGE, 65]})
+    ids = found["ids"].tolist()
+    assert (ids[0], ids[-1]) == (64, 65)
+    assert ids[1] < 0, "a word"
+    assert set(ids[3:-1]) == {IMAGE}
+
+
+def run(source: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The names of an example that was run with those of `given`."""
+    names = dict(given)
+    exec(compile(source, "docs/api.md", "exec"), names)
+    return names
+
+
+def test_the_example_of_an_error(http: Any, media_dir: Path) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"{media_dir}/none.png"}}
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
+    assert answer.json() == documented('{"error"')
+
+
+def test_errors_are_those_of_the_table() -> None:
+    rows = re.findall(r"^\| (\d{3}) \| (\w+) \|", section("Errors"), re.MULTILINE)
+    told = {int(status): kind for status, kind in rows}
+    assert len(told) == len(rows)
+    assert set(told) >= {*TABLE.values(), *KINDS}
+    assert told == {status: error_body("", status)["error"]["type"] for status in told}
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    defaults = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}
+    text = section("Limits")
+    told = {
+        name.replace("-", "_"): int(number.replace(",", "")) * UNITS[unit]
+        for name, number, unit in re.findall(r"`--([a-z-]+)` \((\d[\d,]*)(?: ([MG]iB))?", text)
+    }
+    assert told == {name: defaults[name] for name in told}
+    caps = {field.name for cls in (MediaCaps, ServiceConfig) for field in dataclasses.fields(cls)}
+    assert {name for name in caps if name.startswith("max_")} <= told.keys()
+    named = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)", text)}
+    assert named - told.keys() == {"max_model_len", "truncate"}, "the checkpoint's, and a switch"
