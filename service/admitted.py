@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -84,7 +83,7 @@ class WholeAnswer(Admitted):
     media_type = "application/json"
 
     def __init__(
-        self, make: Callable[[], Awaitable[dict[str, Any]]], admission: Admission, timeout_s: float | None = None
+        self, make: Callable[[], Awaitable[Mapping[str, object]]], admission: Admission, timeout_s: float | None = None
     ) -> None:
         super().__init__(admission, timeout_s)
         self._make = make

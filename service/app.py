@@ -20,17 +20,22 @@ from mindie_mm.errors import SharedMemoryError, os_errors_as
 from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
-from service.access import OPEN_PATHS, Access, OwnHost, is_loopback
+from service.access import Access, OwnHost, is_loopback
 from service.admission import Admission
 from service.border import Border
+from service.description import describe
+from service.generate import GenerateEvent
+from service.infer import InferEvent
 from service.media import MediaPolicy
 from service.metrics import Metrics
+from service.openai_answers import ChatCompletionChunk, Completion
 from service.reclaim import reclaiming
 from service.state import Service
 from service.token_text import TokenTexts
 from service.tracing import Tracer
 
 _CACHED = "models--"
+_EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
@@ -90,7 +95,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)
-    _describe(app, keys=bool(config.api_key))
+    describe(app, _EVENTS, keys=bool(config.api_key))
     return app
 
 
@@ -114,20 +119,3 @@ def checkpoint_name(checkpoint: Path) -> str:
     if folder.parent.name == "snapshots" and repository.startswith(_CACHED):
         return repository.removeprefix(_CACHED).replace("--", "/")  # which no repository has in its name
     return folder.name
-
-
-def _describe(app: FastAPI, *, keys: bool) -> None:
-    """The interface's description without FastAPI's 422: a body that is no good is a 400 here.
-
-    With `keys` it says which operations need one.
-    """
-    described = app.openapi()
-    for path, operations in described["paths"].items():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            if keys and path not in OPEN_PATHS:
-                operation["security"] = [{"key": []}]
-    for name in ("HTTPValidationError", "ValidationError"):
-        described["components"]["schemas"].pop(name, None)
-    if keys:
-        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from mindie_mm.errors import InputError, LimitExceeded, RequestAborted
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service import tracing
 from service.admission import cause_of_end
-from service.choices import Choice, Clock, timings
+from service.choices import Choice, Clock, Timed, timings
 from service.line import prompt_of_ids, prompts
 from service.state import Service
 from service.token_text import prompt_text
@@ -79,7 +79,7 @@ class Call:
                 choices[index].add(delta)
         return choices
 
-    def timings(self, choices: Sequence[Answer]) -> dict[str, Any]:
+    def timings(self, choices: Sequence[Answer]) -> Timed:
         """An answer's `timings`, where they are asked for."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 

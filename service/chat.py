@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -15,19 +14,18 @@ from mindie_mm import faults
 from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.choices import Choice, media_spans, usage
+from service.choices import Choice, Used, media_spans, usage
+from service.description import streamed
 from service.incoming import Form, IncomingDep
+from service.openai_answers import ChatChoice, ChatChunkChoice, ChatCompletion, ChatCompletionChunk, Spanned
 from service.openai_types import ChatBody
-from service.sse import STREAMED
+from service.sse import DONE
 from service.token_text import chat_logprobs
 
 router = APIRouter()
 
-_ROLE = {"role": "assistant", "content": ""}
-"""The first chunk's delta."""
 
-
-@router.post("/v1/chat/completions", responses=STREAMED)
+@router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answers a chat, with images and videos in it; streamed on request."""
     call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
@@ -49,19 +47,22 @@ class _Chat(Form):
             chat_template_kwargs=self.body.template_kwargs(),
         )
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> ChatCompletion:
         async with self.call.prompts([self.request()]) as (source,):
             choices = await self.call.choices([source])
         faults.point("answered")
         return {
-            **self._head("chat.completion"),
+            "id": self.call.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.call.service.model_name,
             "choices": [await self._choice(choice) for choice in choices],
             "usage": usage([source.prompt], choices),
             **self.call.timings(choices),
             **self._spans(source.prompt),
         }
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
         choices = [Choice(index=index) for index in range(self.call.n)]
         async with (
@@ -72,26 +73,30 @@ class _Chat(Form):
             async for index, delta in deltas:
                 first = not choices[index].texts
                 choices[index].add(delta)
-                so_far = {"usage": usage([source.prompt], choices)} if self.body.continuous_usage else {}
+                so_far: Used = {"usage": usage([source.prompt], choices)} if self.body.continuous_usage else {}
                 if first:
-                    role = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
-                    yield self._chunk([role]) | spans | so_far
+                    yield {**self._chunk([_first(index)]), **spans, **so_far}
                     spans = {}  # the first chunk alone has them
                 if delta.text or delta.logprobs or delta.finish_reason:
-                    yield self._chunk([await self._delta(index, delta)]) | so_far
-        tail = self.call.timings(choices)
-        if self.body.include_usage:
-            tail["usage"] = usage([source.prompt], choices)
-        if tail:
-            yield self._chunk([]) | tail
+                    yield {**self._chunk([await self._delta(index, delta)]), **so_far}
+        used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
+        timed = self.call.timings(choices)
+        if used or timed:
+            yield {**self._chunk([]), **used, **timed}
 
-    def _spans(self, prompt: Prompt) -> dict[str, Any]:
+    def _spans(self, prompt: Prompt) -> Spanned:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.call.id, "object": kind, "created": self.created, "model": self.call.service.model_name}
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        return {
+            "id": self.call.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.call.service.model_name,
+            "choices": choices,
+        }
 
-    async def _choice(self, choice: Choice) -> dict[str, Any]:
+    async def _choice(self, choice: Choice) -> ChatChoice:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -100,7 +105,7 @@ class _Chat(Form):
             "stop_reason": choice.stop_reason,
         }
 
-    async def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+    async def _delta(self, index: int, delta: Delta) -> ChatChunkChoice:
         return {
             "index": index,
             "delta": {"content": delta.text},
@@ -109,5 +114,13 @@ class _Chat(Form):
             "stop_reason": delta.stop_reason,
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": choices}
+
+def _first(index: int) -> ChatChunkChoice:
+    """What a choice's first chunk has in it: its role."""
+    return {
+        "index": index,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+    }

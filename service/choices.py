@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from mindie_mm.engine.worker import Answer
-from mindie_mm.inputs import KINDS
+from mindie_mm.inputs import Kind
 from mindie_mm.shm.layout import block_name
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-
-_ENGINE_STAGES = ("queue_s", "tower_s", "prefill_s", "decode_s")
 
 
 @dataclass(slots=True)
@@ -36,20 +36,80 @@ class Choice(Answer):
     index: int = field(kw_only=True)
 
 
-def usage(prompts: Sequence[Prompt], choices: Sequence[Answer]) -> dict[str, Any]:
-    """OpenAI's usage object, of as many choices for each prompt; a prompt counts once, as its first choice found it."""
+class PromptTokensDetails(TypedDict):
+    """Tokens of prompts that were in the prefix cache, and those that stand for media."""
+
+    cached_tokens: int
+    image_tokens: int
+    video_tokens: int
+    audio_tokens: int
+
+
+class Usage(TypedDict):
+    """OpenAI's usage object."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Used(TypedDict):
+    """What a stream has where `stream_options` ask for it."""
+
+    usage: NotRequired[Usage]
+
+
+class SpanEntry(TypedDict):
+    """Where the tokens of a media item lie in the prompt."""
+
+    type: Kind
+    start: int
+    stop: int
+    features: int
+    """Those of them that take a feature."""
+    block: str
+    """The shared memory that its words name, as `mindie-mm shm list --blocks` does."""
+
+
+class StageTimings(TypedDict):
+    """Where a request's time went, in seconds; of several choices, the longest of each of the engine's stages."""
+
+    fetch_s: float
+    preprocess_s: float
+    queue_s: float
+    tower_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+
+
+class Timed(TypedDict):
+    """What an answer has where its request sets `timings`."""
+
+    timings: NotRequired[StageTimings]
+
+
+def usage(prompts: Sequence[Prompt], choices: Sequence[Answer]) -> Usage:
+    """The usage of as many choices for each prompt; a prompt counts once, as its first choice found it."""
     n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
     num_generated = sum(len(choice.token_ids) for choice in choices)
-    cached = sum(min(choice.cached_tokens for choice in choices[i : i + n]) for i in range(0, len(choices), n))
+
+    def features(kind: Kind) -> int:
+        return sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
+
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": cached}
-        | {
-            f"{kind}_tokens": sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
-            for kind in KINDS
+        "prompt_tokens_details": {
+            "cached_tokens": sum(
+                min(choice.cached_tokens for choice in choices[i : i + n]) for i in range(0, len(choices), n)
+            ),
+            "image_tokens": features("image"),
+            "video_tokens": features("video"),
+            "audio_tokens": features("audio"),
         },
     }
 
@@ -60,28 +120,33 @@ def _features(prompt: Prompt, span: MediaSpan) -> int:
     return int(np.count_nonzero((ids < 0) | (ids == span.token)))
 
 
-def media_spans(prompt: Prompt) -> list[dict[str, Any]]:
-    """Where the tokens of each media item lie in the prompt, and the block of shared memory that its words name."""
+def media_spans(prompt: Prompt) -> list[SpanEntry]:
+    """An entry for each media item, in order."""
     return [
         {
             "type": span.kind,
             "start": span.start,
             "stop": span.stop,
             "features": _features(prompt, span),
-            "block": block_name(ref.arena, ref.block),  # as `mindie-mm shm list --blocks` names it
+            "block": block_name(ref.arena, ref.block),
         }
         for span, ref in zip(prompt.spans, prompt.refs(), strict=True)
     ]
 
 
-def timings(clock: Clock, choices: Sequence[Answer]) -> dict[str, float]:
-    """Where a finished request's time went, in seconds; of several choices, the longest of each stage."""
+def timings(clock: Clock, choices: Sequence[Answer]) -> StageTimings:
+    """The timings of a finished request."""
     found = [choice.timings for choice in choices if choice.timings is not None]
-    stages = {name: max((getattr(one, name) for one in found), default=0.0) for name in _ENGINE_STAGES}
-    seconds = {
-        "fetch_s": clock.fetch_s,
-        "preprocess_s": clock.preprocess_s,
-        **stages,
-        "total_s": time.perf_counter() - clock.arrived,
+
+    def longest(stage: str) -> float:
+        return round(max(map(attrgetter(stage), found), default=0.0), 6)
+
+    return {
+        "fetch_s": round(clock.fetch_s, 6),
+        "preprocess_s": round(clock.preprocess_s, 6),
+        "queue_s": longest("queue_s"),
+        "tower_s": longest("tower_s"),
+        "prefill_s": longest("prefill_s"),
+        "decode_s": longest("decode_s"),
+        "total_s": round(time.perf_counter() - clock.arrived, 6),
     }
-    return {name: round(value, 6) for name, value in seconds.items()}

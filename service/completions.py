@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -16,16 +15,18 @@ from mindie_mm.engine.retry import PromptSource
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from service.choices import Choice, usage
+from service.choices import Choice, Used, usage
+from service.description import streamed
 from service.incoming import Form, IncomingDep
+from service.openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from service.openai_types import MAX_CHOICES, CompletionBody
-from service.sse import STREAMED
+from service.sse import DONE
 from service.token_text import TextOffsets, completion_logprobs
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", responses=STREAMED)
+@router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Continues texts or token ids; streamed on request."""
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, prompt_alone=body.max_tokens == 0)
@@ -51,18 +52,17 @@ class _Completion(Form):
             return self.call.prompts(texts)
         return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)])
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> Completion:
         async with self.sources() as sources:
             choices = await self.call.choices(sources)
         prompts = [source.prompt for source in sources]
         return {
-            **self._head(),
-            "choices": [await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices],
+            **self._part([await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]),
             "usage": usage(prompts, choices),
             **self.call.timings(choices),
         }
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[Completion, None]:
         """The answer's chunks, and the usage if it was asked for."""
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
@@ -76,25 +76,29 @@ class _Completion(Form):
                     chunk = await self._choice(part, prompts[index // self.call.n] if first else None, offsets[index])
                     choices[index].add(delta)
                     if chunk["text"] or delta.logprobs or delta.finish_reason:
-                        so_far = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
-                        yield {**self._head(), "choices": [chunk], **so_far}
-        tail = self.call.timings(choices)
-        if self.body.include_usage:
-            tail["usage"] = usage(prompts, choices)
-        if tail:
-            yield {**self._head(), "choices": [], **tail}
+                        so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
+                        yield {**self._part([chunk]), **so_far}
+        used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}
+        timed = self.call.timings(choices)
+        if used or timed:
+            yield {**self._part([]), **used, **timed}
 
-    def _head(self) -> dict[str, Any]:
-        call = self.call
-        return {"id": call.id, "object": "text_completion", "created": self.created, "model": call.service.model_name}
+    def _part(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self.call.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.call.service.model_name,
+            "choices": choices,
+        }
 
     async def _choice(
         self, choice: Choice, prompt: Prompt | None, offsets: TextOffsets | None = None
-    ) -> dict[str, Any]:
+    ) -> CompletionChoice:
         """A choice, or the next part of one with its `offsets`; `prompt` is echoed if that was asked for."""
         tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
-        logprobs = None
+        logprobs: CompletionLogprobs | None = None
         if self.body.logprobs is not None:
             offsets = offsets or TextOffsets(tokenizer)
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]

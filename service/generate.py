@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, NotRequired
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
+from service.description import answered, streamed
 from service.incoming import Form, Incoming, IncomingDep
-from service.infer import InferParameters, InputsBody, details
-from service.sse import STREAMED
+from service.infer import Details, InferParameters, InputsBody, details
 
 router = APIRouter()
 
@@ -44,20 +45,69 @@ class GenerateBody(InputsBody):
     parameters: GenerateParameters | None = None
 
 
-@router.post("/generate")
+class GenerateDetails(Details):
+    """How an answer came about."""
+
+    prompt_tokens: int
+
+
+class GenerateToken(TypedDict):
+    """A token; `logprob` and `special` are null, as in MindIE."""
+
+    id: int
+    logprob: None
+    special: None
+    text: str
+
+
+class WholeDetails(GenerateDetails):
+    """Of a whole answer."""
+
+    prefill: list[GenerateToken]
+    """The prompt's tokens, where `decoder_input_details` asks for them."""
+    tokens: list[GenerateToken]
+
+
+class GenerateAnswer(TypedDict):
+    """The answer of /generate."""
+
+    generated_text: str
+    details: NotRequired[WholeDetails]
+
+
+class StepTokens(TypedDict):
+    """The tokens of a step."""
+
+    id: list[int]
+    text: str
+    logprob: None
+    special: None
+
+
+class GenerateEvent(TypedDict):
+    """An event of /generate_stream."""
+
+    token: StepTokens
+    generated_text: str | None
+    """All of it, in the last event."""
+    details: GenerateDetails | None
+    """In the last event, where they are asked for."""
+
+
+@router.post("/generate", responses=answered(GenerateAnswer))
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos, in one piece."""
     generation = _generation(body, incoming)
     return incoming.answered(generation, timeout_s=generation.parameters.timeout)
 
 
-@router.post("/generate_stream", response_class=Response, responses=STREAMED)
+@router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
 async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers the same in events, one a step."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
         raise InputError("decoder_input_details is true, which a stream does not take")
-    return incoming.answered(generation, stream=True, last=b"", timeout_s=generation.parameters.timeout)
+    return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
 
 def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
@@ -80,19 +130,20 @@ class _Generate(Form):
     def prompts(self) -> AbstractAsyncContextManager[list[PromptSource]]:
         return self.call.prompts([self.body.request()], self.parameters.truncate)
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> GenerateAnswer:
         async with self.prompts() as (source,):
             (choice,) = await self.call.choices([source])
             plain_ids: list[int] = source.prompt.plain_ids.tolist()
-        answer: dict[str, Any] = {"generated_text": self._text(choice)}
+        answer: GenerateAnswer = {"generated_text": self._text(choice)}
         if self.parameters.details or self.parameters.decoder_input_details:
-            answer["details"] = self._details(choice, len(plain_ids)) | {
+            answer["details"] = {
+                **self._details(choice, len(plain_ids)),
                 "prefill": self._tokens(plain_ids if self.parameters.decoder_input_details else []),
                 "tokens": self._tokens(choice.token_ids),
             }
         return answer
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[GenerateEvent, None]:
         """One event a step, the last with the whole text."""
         choice = Answer()
         async with self.prompts() as (source,), aclosing(self.call.deltas([source])) as deltas:
@@ -108,9 +159,9 @@ class _Generate(Form):
     def _text(self, choice: Answer) -> str:
         return f"{self.body.inputs}{choice.text}" if self.parameters.return_full_text else choice.text
 
-    def _details(self, choice: Answer, prompt_tokens: int) -> dict[str, Any]:
+    def _details(self, choice: Answer, prompt_tokens: int) -> GenerateDetails:
         return {"prompt_tokens": prompt_tokens, **details(self.call, choice)}
 
-    def _tokens(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+    def _tokens(self, token_ids: Sequence[int]) -> list[GenerateToken]:
         text = self.call.service.tokens.text
         return [{"id": token, "logprob": None, "special": None, "text": text(token)} for token in token_ids]

@@ -3,39 +3,113 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
 
 from mindie_mm.shm import ArenaInfo, arenas_of
 from mindie_mm.shm.layout import block_name
+from service.description import answered
 from service.json_response import JSONResponse
 from service.state import ServiceDep
 
 router = APIRouter()
 
 
-@router.get("/health")
-@router.get("/v2/health/ready")  # MindIE's
-@router.get("/ping")  # vLLM's
+class Populated(TypedDict):
+    """How far an arena is faulted in, in [0, 1]."""
+
+    name: str
+    populated: float
+
+
+class PopulatedMemory(TypedDict):
+    """How far all of it is."""
+
+    populated: float
+    arenas: list[Populated]
+
+
+class Health(TypedDict):
+    """The answer of /health."""
+
+    status: Literal["ok"]
+    shared_memory: PopulatedMemory
+
+
+class Version(TypedDict):
+    """The answer of /version."""
+
+    version: str
+
+
+class ArrayEntry(TypedDict):
+    """An array of a block."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class BlockEntry(TypedDict):
+    """A block that nobody freed; times in seconds."""
+
+    name: str
+    state: str
+    request: str | None
+    age_s: float
+    lease_s: float | None
+    bytes: int
+    pieces: Sequence[tuple[int, int]]
+    """Offset and length of each."""
+    arrays: dict[str, ArrayEntry]
+
+
+class ArenaEntry(TypedDict):
+    """An arena."""
+
+    name: str
+    pid: int | None
+    """None if its header is damaged, and so is `peak_bytes`."""
+    age_s: float
+    blocks: int
+    bytes: int
+    peak_bytes: int | None
+    capacity_bytes: int
+    populated: float
+    map: NotRequired[list[BlockEntry]]
+
+
+class SharedMemory(TypedDict):
+    """The answer of /shm."""
+
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    arenas: list[ArenaEntry]
+
+
+@router.get("/health", responses=answered(Health))
+@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's
+@router.get("/ping", responses=answered(Health))  # vLLM's
 async def health(service: ServiceDep) -> Response:
     """200 if a request would be answered, else 503 and the reason; and how far each arena is faulted in."""
     service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
-    return JSONResponse(
-        {
-            "status": "ok",
-            "shared_memory": {
-                "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
-                "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],
-            },
-        }
-    )
+    found: Health = {
+        "status": "ok",
+        "shared_memory": {
+            "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
+            "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],
+        },
+    }
+    return JSONResponse(found)
 
 
 @router.get("/health/live", response_class=Response)
@@ -45,10 +119,11 @@ async def live() -> Response:
     return Response(status_code=200)
 
 
-@router.get("/version")
+@router.get("/version", responses=answered(Version))
 async def own_version() -> Response:
     """Of mindie_mm, where clients of vLLM look for its own."""
-    return JSONResponse({"version": version("mindie_mm")})
+    found: Version = {"version": version("mindie_mm")}
+    return JSONResponse(found)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -57,24 +132,26 @@ async def metrics(service: ServiceDep) -> Response:
     return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/shm")
+@router.get("/shm", responses=answered(SharedMemory))
 async def shm(service: ServiceDep, blocks: bool = False) -> Response:
     """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed.
 
     With `blocks=true` each arena says in `map` which blocks those are, and where they lie.
     """
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids, described=blocks)
-    return JSONResponse(
-        {
-            "blocks": sum(len(arena.blocks) for arena in arenas),
-            "bytes": sum(arena.used_bytes for arena in arenas),
-            "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
-            "arenas": [_arena(arena) | ({"map": _map(arena)} if blocks else {}) for arena in arenas],
-        }
-    )
+    found: SharedMemory = {
+        "blocks": sum(len(arena.blocks) for arena in arenas),
+        "bytes": sum(arena.used_bytes for arena in arenas),
+        "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
+        "arenas": [_arena(arena) for arena in arenas],
+    }
+    if blocks:
+        for entry, arena in zip(found["arenas"], arenas, strict=True):
+            entry["map"] = _map(arena)
+    return JSONResponse(found)
 
 
-def _arena(arena: ArenaInfo) -> dict[str, Any]:
+def _arena(arena: ArenaInfo) -> ArenaEntry:
     return {
         "name": arena.name,
         "pid": arena.owner.pid if arena.owner else None,
@@ -87,7 +164,7 @@ def _arena(arena: ArenaInfo) -> dict[str, Any]:
     }
 
 
-def _map(arena: ArenaInfo) -> list[dict[str, Any]]:
+def _map(arena: ArenaInfo) -> list[BlockEntry]:
     return [
         {
             "name": block_name(arena.number, block.block),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.responses import Response
@@ -25,11 +25,11 @@ class Form(ABC):
     call: Call
 
     @abstractmethod
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> Mapping[str, object]:
         """The whole answer."""
 
     @abstractmethod
-    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    def events(self) -> AsyncGenerator[Mapping[str, object], None]:
         """The same, piece by piece."""
 
 
@@ -50,7 +50,7 @@ class Incoming:
         return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), prompt_alone)
 
     def answered(
-        self, form: Form, *, stream: bool | None = False, last: bytes = DONE, timeout_s: float | None = None
+        self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None
     ) -> Response:
         """The answer of `form`, in events with `last` behind them, or whole."""
         admission = self.service.admission

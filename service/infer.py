@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from secrets import randbits
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Answer
@@ -34,9 +35,11 @@ from service.body import (
     must_be,
 )
 from service.call import Call
+from service.choices import Timed
+from service.description import streamed
 from service.incoming import Form, IncomingDep
+from service.message_types import AnyItem
 from service.openai_types import NOT_SERVED
-from service.sse import STREAMED
 
 router = APIRouter()
 
@@ -96,7 +99,7 @@ class InputsBody(Body):
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
     """Names that stand in `parameters` alone."""
 
-    inputs: Annotated[str | Array[dict[str, Any]], must_be("a text, or a list of dicts, each an item")]
+    inputs: Annotated[str | Array[AnyItem], must_be("a text, or a list of dicts, each an item")]
     """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
     chat_template: Templated | None = None
     """None: true. False: the items of a list follow one another with no template around them."""
@@ -126,12 +129,56 @@ class InferBody(InputsBody):
     parameters: InferParameters | None = None
 
 
-@router.post("/infer", responses=STREAMED)
+MindieFinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+class Details(Timed):
+    """How an answer came about."""
+
+    finish_reason: MindieFinishReason
+    generated_tokens: int
+    seed: int | None
+
+
+class InferDetails(Details):
+    """Of a whole answer."""
+
+    generated_token_ids: list[int]
+
+
+class InferAnswer(TypedDict):
+    """The answer of /infer."""
+
+    generated_text: str
+    details: NotRequired[InferDetails]
+
+
+class InferToken(TypedDict):
+    """The tokens of a step."""
+
+    id: list[int]
+    text: str | None
+    """None in the last event."""
+
+
+class InferEvent(TypedDict):
+    """An event of a streamed answer; times in milliseconds, of the prompt's step and of any other."""
+
+    prefill_time: float | None
+    decode_time: float | None
+    generated_text: NotRequired[str]
+    """All of it, in the last event."""
+    details: NotRequired[Details | None]
+    """In the last event."""
+    token: InferToken
+
+
+@router.post("/infer", responses=streamed(InferEvent, whole=InferAnswer))
 async def infer(body: InferBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos; streamed on request."""
     parameters = body.parameters or InferParameters()
     inference = _Infer(incoming.call(body.model, parameters), body, parameters)
-    return incoming.answered(inference, stream=body.stream, last=b"", timeout_s=parameters.timeout)
+    return incoming.answered(inference, stream=body.stream, last=None, timeout_s=parameters.timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +188,15 @@ class _Infer(Form):
     body: InferBody
     parameters: InferParameters
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> InferAnswer:
         async with self.call.prompts([self.body.request()]) as sources:
             (choice,) = await self.call.choices(sources)
-        answer: dict[str, Any] = {"generated_text": choice.text}
+        answer: InferAnswer = {"generated_text": choice.text}
         if self.parameters.details:
-            answer["details"] = details(self.call, choice) | {"generated_token_ids": choice.token_ids}
+            answer["details"] = {**details(self.call, choice), "generated_token_ids": choice.token_ids}
         return answer
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[InferEvent, None]:
         """One event a step, the last with the whole text; times in milliseconds."""
         last = time.perf_counter()
         choice = Answer()
@@ -158,24 +205,25 @@ class _Infer(Form):
                 now = time.perf_counter()
                 elapsed_ms = round((now - last) * 1000, 3)
                 last = now
-                first = not choice.texts
+                prefill_ms, decode_ms = (None, elapsed_ms) if choice.texts else (elapsed_ms, None)
                 choice.add(delta)
-                event: dict[str, Any] = {
-                    "prefill_time": elapsed_ms if first else None,
-                    "decode_time": None if first else elapsed_ms,
-                }
                 if delta.finish_reason is None:
-                    yield {**event, "token": {"id": delta.token_ids, "text": delta.text}}
+                    yield {
+                        "prefill_time": prefill_ms,
+                        "decode_time": decode_ms,
+                        "token": {"id": delta.token_ids, "text": delta.text},
+                    }
                 else:
                     yield {
-                        **event,
+                        "prefill_time": prefill_ms,
+                        "decode_time": decode_ms,
                         "generated_text": choice.text,
                         "details": details(self.call, choice) if self.parameters.details else None,
                         "token": {"id": delta.token_ids, "text": None},
                     }
 
 
-def details(call: Call, choice: Answer) -> dict[str, Any]:
+def details(call: Call, choice: Answer) -> Details:
     """What MindIE's forms of answer say about one that is finished."""
     return {
         "finish_reason": _finish_reason(choice),
@@ -185,7 +233,7 @@ def details(call: Call, choice: Answer) -> dict[str, Any]:
     }
 
 
-def _finish_reason(choice: Answer) -> str:
+def _finish_reason(choice: Answer) -> MindieFinishReason:
     """Why it ended, in MindIE's words."""
     if choice.finish_reason == "length":
         return "length"

@@ -29,6 +29,7 @@ from service.body import (
     TopP,
     must_be,
 )
+from service.message_types import AnyMessage
 
 MAX_CHOICES = 64
 
@@ -207,8 +208,7 @@ class ChatBody(GenerationBody):
 
     not_served: ClassVar[NotServed] = {**NOT_SERVED, **_MINDIES, "add_special_tokens": OFF, "echo": OFF}
 
-    messages: Array[dict[str, Any]]
-    """Chat messages, checked by mindie_mm.inputs."""
+    messages: Array[AnyMessage]
     media_spans: bool | None = None
     """Say where the tokens of each media item lie, in the answer's `media_spans`."""
     max_completion_tokens: MaxTokens | None = None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 import msgspec
 
@@ -13,11 +12,8 @@ from service.admission import Admission
 from service.admitted import Admitted
 from service.errors import error_object
 
-DONE = b"data: [DONE]\n\n"
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, streamed on request.", "content": {"text/event-stream": {}}}
-}
-"""A streaming route's answer, for the interface's description."""
+DONE = "[DONE]"
+"""OpenAI's last event, which is no JSON."""
 
 
 class EventStream(Admitted):
@@ -31,15 +27,15 @@ class EventStream(Admitted):
 
     def __init__(
         self,
-        events: Callable[[], AsyncGenerator[dict[str, Any]]],
+        events: Callable[[], AsyncGenerator[Mapping[str, object]]],
         admission: Admission,
-        last: bytes,
+        last: str | None,
         timeout_s: float | None,
     ) -> None:
         # nginx would gather events into lumps.
         super().__init__(admission, timeout_s, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
-        self._last = last
+        self._last = b"" if last is None else _event(last.encode())
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
         async with self._made() as waiting:
@@ -72,5 +68,9 @@ class EventStream(Admitted):
             await asyncio.gather(making, return_exceptions=True)
 
 
-def _encode(event: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+def _encode(event: Mapping[str, object]) -> bytes:
+    return _event(msgspec.json.encode(event))
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from mindie_mm.engine.detokenizer import TextStream
 from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.tokenize.prompt import Prompt
+from service.openai_answers import ChatLogprobs, ChatPosition, ChatToken, CompletionLogprobs
 
 T = TypeVar("T")
 
@@ -129,22 +130,22 @@ async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]
         yield items[start : start + step]
 
 
-async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Raw]:
+async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
     """The `logprobs` object of a chat choice."""
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> ChatToken:
         text, its_bytes = texts.entry(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": its_bytes}
 
-    def position(one: TokenLogprob) -> dict[str, Any]:
-        return entry(one.token_id, one.logprob) | {"top_logprobs": [entry(*top) for top in one.top]}
+    def position(one: TokenLogprob) -> ChatPosition:
+        return {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
 
     return {"content": await _json_list(logprobs, position, _weight(logprobs))}
 
 
 async def completion_logprobs(
     texts: TokenTexts, positions: Sequence[tuple[int, TokenLogprob | None]], text_offsets: list[int]
-) -> dict[str, Raw | list[int]]:
+) -> CompletionLogprobs:
     """The `logprobs` object of a text choice, from its token ids; the first token of an echoed prompt has none."""
     found = [logprob for _, logprob in positions]
     weight = _weight([logprob for logprob in found[-1:] if logprob])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NotRequired
 
 from fastapi import APIRouter
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import template_variables
@@ -13,8 +14,10 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
 from service.admitted import WholeAnswer
 from service.body import Array, Body, CacheSalt, NotServed, Templated
+from service.description import answered
 from service.incoming import IncomingDep
 from service.line import prompt_of_ids, prompts
+from service.message_types import AnyItem, AnyMessage
 from service.openai_types import NOT_SERVED
 from service.state import ServiceDep
 
@@ -28,8 +31,8 @@ class TokenizeBody(Body):
     not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
 
     prompt: str | None = None
-    messages: Array[dict[str, Any]] | None = None
-    inputs: Array[dict[str, Any]] | None = None
+    messages: Array[AnyMessage] | None = None
+    inputs: Array[AnyItem] | None = None
     chat_template: Templated | None = None
     """Of `inputs` alone. None: true."""
     add_generation_prompt: bool | None = None
@@ -51,7 +54,22 @@ class DetokenizeBody(Body):
     tokens: Array[int]
 
 
-@router.post("/tokenize")
+class TokenizeAnswer(TypedDict):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class DetokenizeAnswer(TypedDict):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+@router.post("/tokenize", responses=answered(TokenizeAnswer))
 async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
     service = incoming.service
@@ -74,21 +92,27 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         options=PromptOptions(service.worker.engine.info.max_model_len, cache_salt=body.cache_salt or ""),
     )
 
-    async def answer() -> dict[str, Any]:
+    async def answer() -> TokenizeAnswer:
         async with prompts(service, [wanted], incoming.clock) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
-        found = {"count": len(ids), "max_model_len": service.worker.engine.info.max_model_len, "tokens": ids}
-        return found | ({"token_strs": [*map(service.tokens.text, ids)]} if body.return_token_strs else {})
+        found: TokenizeAnswer = {
+            "count": len(ids),
+            "max_model_len": service.worker.engine.info.max_model_len,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = [*map(service.tokens.text, ids)]
+        return found
 
     return WholeAnswer(answer, service.admission)
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=answered(DetokenizeAnswer))
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
     """The text of token ids, special tokens spelled out."""
     service.check_model(body.model)
 
-    async def answer() -> dict[str, Any]:
+    async def answer() -> DetokenizeAnswer:
         ids: list[int] = prompt_of_ids(service, body.tokens).ids.tolist()
         return {"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)}
 

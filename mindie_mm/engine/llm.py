@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from mindie_mm.config import WorkerConfig
-from mindie_mm.engine.messages import Timings, TokenLogprob
+from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Answer, Worker
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
@@ -30,8 +30,8 @@ class Output:
 
     text: str
     token_ids: list[int]
-    finish_reason: str | None
-    """`stop` or `length`; None where `error` says why there is none."""
+    finish_reason: FinishReason | None
+    """None where `error` says why there is none."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import msgspec
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.ipc import Failure
+
+FinishReason = Literal["stop", "length"]
+"""Why a finished request has no more tokens: it ended itself, or may have no more."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -87,8 +91,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Positions 1.. of the prompt, with the first token, where asked for."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were in the prefix cache, with the first token."""
-    finish_reason: str | None = None
-    """`stop`, `length`; None while it runs."""
+    finish_reason: FinishReason | None = None
+    """None while it runs."""
     stop_token_id: int | None = None
     """The id of `stop_token_ids` that ended it."""
     error: Failure | None = None

@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mindie_mm.errors import InputError
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 """Roles of chat messages. A closed set: some templates build special tokens out of the role's name."""
+ROLES: tuple[Role, ...] = get_args(Role)
+Detail = Literal["auto", "low", "high", "original"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class MediaOptions:
     """Most frames sampled."""
     sample_fps: float | None = None
     """Frames per second that a video handed in as frames was sampled at; None: not known."""
-    detail: str | None = None
-    """OpenAI's hint: `auto`, `low`, `high` or `original`. Families that resize to any size bound
+    detail: Detail | None = None
+    """OpenAI's hint. Families that resize to any size bound
     the image to 512 x 512 pixels at `low`; the others pass it over."""
     sampling_rate: int | None = None
     """Samples a second of sound handed in as an array; None: as many as the model takes."""

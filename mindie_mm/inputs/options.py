@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs.items import Kind, MediaOptions
+from mindie_mm.inputs.items import Detail, Kind, MediaOptions
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "detail"),
@@ -19,7 +19,7 @@ _ORDERED = (
     ("min_frames", "num_frames"),
     ("num_frames", "max_frames"),
 )
-_DETAILS = ("auto", "low", "high", "original")
+_DETAILS = get_args(Detail)
 _MAX_PIXELS = 2**31
 _MAX_FRAMES = 2**20
 _MIN_FPS, _MAX_FPS = 1e-6, 1000.0

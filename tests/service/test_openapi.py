@@ -1,10 +1,12 @@
 """The interface's description is true: schemathesis asks after it and believes it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -73,6 +75,92 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
 
 def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
     return [of for of in described.get("anyOf", ()) if of.get("type") in ("integer", "number")]
+
+
+PICTURE = "<picture>"
+"""Stands for its address."""
+SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
+TOLD = {"max_tokens": 2, "timings": True}
+ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}
+ALL_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+ANSWERS = [
+    ("/v1/chat/completions", {"messages": SEEN, **TOLD}),
+    ("/v1/chat/completions", {"messages": SEEN, **TOLD, **ALL_OF_CHATS}),
+    ("/v1/completions", {"prompt": "a", **TOLD}),
+    ("/v1/completions", {"prompt": ["a", "b"], **TOLD, "echo": True, "logprobs": 2}),
+    ("/infer", {"inputs": "a"}),
+    ("/infer", {"inputs": "a", "parameters": {"details": True, "timings": True}}),
+    ("/generate", {"inputs": "a"}),
+    ("/generate", {"inputs": "a", "parameters": {"decoder_input_details": True, "timings": True}}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/tokenize", {"messages": SEEN, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [1]}),
+]
+STREAMS = [
+    ("/v1/chat/completions", {"messages": SEEN, **TOLD}),
+    ("/v1/chat/completions", {"messages": SEEN, **TOLD, **ALL_OF_CHATS, **ALL_USAGE}),
+    ("/v1/completions", {"prompt": "a", **TOLD}),
+    ("/v1/completions", {"prompt": "a", **TOLD, "echo": True, "logprobs": 2, **ALL_USAGE}),
+    ("/infer", {"inputs": "a"}),
+    ("/infer", {"inputs": "a", "parameters": {"details": True, "timings": True}}),
+    ("/generate_stream", {"inputs": "a"}),
+    ("/generate_stream", {"inputs": "a", "parameters": {"details": True, "timings": True}}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), ANSWERS)
+def test_answers_are_those_described(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
+    answer = http.post(route, json=with_picture(body, red_square)).raise_for_status()
+    require(http, described(http, "post", route)["application/json"]["schema"], [answer.json()])
+
+
+@pytest.mark.parametrize(("route", "body"), STREAMS)
+def test_events_are_those_described(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
+    answer = http.post(route, json=with_picture(body | {"stream": True}, red_square)).raise_for_status()
+    data = described(http, "post", route)["text/event-stream"]["itemSchema"]["properties"]["data"]
+    told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    if "anyOf" in data:
+        last, data = data["anyOf"]
+        assert told.pop() == last["const"]
+    assert len(told) > 1
+    (event, _) = data["contentSchema"]["anyOf"]
+    require(http, event, [json.loads(one) for one in told])
+
+
+@pytest.mark.parametrize(
+    ("route", "path"),
+    [
+        *((route, route) for route in ("/v1/models", "/version", "/health", "/ping", "/v2/health/ready", "/shm")),
+        ("/v1/models/{name}", "/v1/models/tiny"),
+        ("/shm", "/shm?blocks=true"),
+    ],
+)
+def test_what_is_told_of_the_service_is_as_described(http: Any, route: str, path: str) -> None:
+    answer = http.get(path).raise_for_status()
+    require(http, described(http, "get", route)["application/json"]["schema"], [answer.json()])
+
+
+def with_picture(body: dict[str, Any], picture: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(body).replace(PICTURE, picture))
+    return found
+
+
+def described(http: Any, method: str, route: str) -> dict[str, Any]:
+    """What the route answers, by media type."""
+    found: dict[str, Any] = http.get("/openapi.json").json()["paths"][route][method]["responses"]["200"]["content"]
+    return found
+
+
+def require(http: Any, schema: dict[str, Any], found: list[Any]) -> None:
+    """Each of `found` has what the schema says, and nothing else."""
+    assert schema, "nothing is said"
+    components = http.get("/openapi.json").json()["components"]
+    for component in components["schemas"].values():
+        if "properties" in component:
+            component["additionalProperties"] = False
+    validator = jsonschema.Draft202012Validator(schema | {"components": components})
+    for one in found:
+        validator.validate(one)
 
 
 @pytest.mark.timeout(180)

@@ -1,0 +1,80 @@
+"""Messages and items of requests, as the interface's description tells them; `mindie_mm.inputs` checks them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Required
+
+from pydantic import GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
+
+from mindie_mm.inputs import Detail, Role
+
+
+class ItemOptions(TypedDict, total=False):
+    """How an image, a video or a sound is read; each kind takes some of them."""
+
+    min_pixels: int | None
+    max_pixels: int | None
+    fps: float | None
+    num_frames: int | None
+    min_frames: int | None
+    max_frames: int | None
+    sample_fps: float | None
+    detail: Detail | None
+    sampling_rate: int | None
+
+
+class Address(ItemOptions, total=False):
+    """Where a medium is: http(s):, data: or file:, or a path; a list of them is a video's frames."""
+
+    url: Required[str | list[str]]
+
+
+class InputAudio(TypedDict, total=False):
+    """A sound as OpenAI has it."""
+
+    data: Required[str]
+    """Base64, or an address."""
+    format: str | None
+
+
+class Item(ItemOptions, total=False):
+    """One text, image, video or sound, in this service's form or in a chat's."""
+
+    type: str | None
+    text: str | None
+    refusal: str | None
+    image: str | Address | None
+    image_url: str | Address | None
+    video: str | list[str] | Address | None
+    video_url: str | list[str] | Address | None
+    audio: str | Address | None
+    audio_url: str | Address | None
+    input_audio: str | InputAudio | None
+    url: str | list[str] | None
+    """Beside a `type` that says of what, as `path` and `base64`."""
+    path: str | list[str] | None
+    base64: str | list[str] | None
+
+
+class Message(TypedDict, total=False):
+    """One message of a chat; what else it holds is the chat template's."""
+
+    role: Required[Role]
+    content: str | list[Item] | None
+
+
+class _DescribedAs:
+    """Beside a field's type, by which pydantic reads it: the one that the description shows."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(TypeAdapter(self._kind).core_schema)
+
+
+AnyMessage = Annotated[dict[str, Any], _DescribedAs(Message)]
+AnyItem = Annotated[dict[str, Any], _DescribedAs(Item)]
