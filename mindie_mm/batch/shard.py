@@ -21,7 +21,7 @@ from mindie_mm.batch.source import Chunk
 from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
 from mindie_mm.shm import ArraySpec, DiskArena
 from mindie_mm.shm.disk_writer import LotMemory
-from mindie_mm.shm.layout import ArenaHeader
+from mindie_mm.shm.layout import DISK_PAGE, ArenaHeader
 from mindie_mm.shm.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
@@ -110,7 +110,8 @@ def _has_blocks(path: Path, num_bytes: int) -> bool:
     """Whether it is a file of so many bytes of blocks, not cut short; what is in them is not read."""
     try:
         with path.open("rb") as file:
-            return ArenaHeader.read(file.fileno(), os.fstat(file.fileno())).capacity_bytes == num_bytes
+            header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
+            return header.capacity_bytes == num_bytes
     except (OSError, SegmentMissing):
         return False
 

@@ -22,10 +22,10 @@ from mindie_mm.shm.disk_digest import combined
 from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, LotMemory, write_all
 from mindie_mm.shm.extent import Extent
 from mindie_mm.shm.layout import (
+    DISK_PAGE,
     FILLING,
     FREE,
     OFFSET,
-    PAGE,
     PUBLISHED,
     SIZE,
     STATE,
@@ -61,7 +61,7 @@ class DiskArena:
         """Most bytes for blocks, in whole pages; the file ends with its last block."""
         self._header = header
         self._lock = lock
-        self._entries = array("Q", bytes(header.releases_offset - PAGE))
+        self._entries = array("Q", bytes(header.releases_offset - DISK_PAGE))
         self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
         self._writer = DiskWriter(_unfinished(path), lock.descriptor, memory)
         self._lot: Lot | None = None  # that takes the next block
@@ -96,7 +96,7 @@ class DiskArena:
             raise InputError(f"a file of {capacity_bytes} bytes of blocks; it takes at least 1")
         if num_entries is not None and not 1 <= num_entries <= MAX_BLOCK + 1:
             raise InputError(f"a file of {num_entries} blocks; it takes 1 to {MAX_BLOCK + 1}")
-        header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody()), arena=number)
+        header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody(), DISK_PAGE), arena=number)
         header = header if num_entries is None else replace(header, num_entries=num_entries)
         unfinished = _unfinished(path)
         lock = _locked(unfinished)
@@ -130,7 +130,7 @@ class DiskArena:
         of this capacity, or no word, holds.
         """
         plan = BlockPlan.of(specs, b"")
-        nbytes = round_up(plan.size, PAGE)
+        nbytes = round_up(plan.size, DISK_PAGE)
         with self._mutex:
             self._require_open()
             entry, offset = len(self._offsets), self._end
@@ -229,7 +229,7 @@ class DiskArena:
             try:
                 self._write_lot()
                 self._writer.wait()
-                head = header.pack().ljust(PAGE, b"\0") + self._entries.tobytes() + bytes(header.releases_bytes)
+                head = header.pack().ljust(DISK_PAGE, b"\0") + self._entries.tobytes() + bytes(header.releases_bytes)
                 write_all(self._lock.descriptor, memoryview(head), 0)
                 os.ftruncate(self._lock.descriptor, self._end)
                 os.fsync(self._lock.descriptor)

@@ -14,7 +14,7 @@ from pathlib import Path
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from mindie_mm.errors import SegmentMissing
-from mindie_mm.shm.layout import OFFSET, PAGE, PUBLISHED, SIZE, STATE, WORDS_PER_ENTRY, ArenaHeader
+from mindie_mm.shm.layout import DISK_PAGE, OFFSET, PUBLISHED, SIZE, STATE, WORDS_PER_ENTRY, ArenaHeader
 
 
 def combined(head: bytes, blocks: Iterable[bytes]) -> str:
@@ -25,9 +25,9 @@ def combined(head: bytes, blocks: Iterable[bytes]) -> str:
 def digest_of(path: Path) -> str:
     """As `DiskArena.digest`, of the file as it is now. SegmentMissing where it is none, OSError."""
     with path.open("rb") as file:
-        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()))
+        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
         with mmap.mmap(file.fileno(), header.file_bytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as data:
-            with data[PAGE : header.releases_offset].cast("Q") as entries:
+            with data[DISK_PAGE : header.releases_offset].cast("Q") as entries:
                 blocks = []
                 for at in range(0, len(entries), WORDS_PER_ENTRY):
                     offset, size = entries[at + OFFSET], entries[at + SIZE]

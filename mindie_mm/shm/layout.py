@@ -28,6 +28,9 @@ assert sys.byteorder == "little", "the words in an arena are read in place"
 SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies on Linux
 PAGE = mmap.PAGESIZE
 """4096, and 65,536 on some aarch64: what is mapped by itself lies on pages of the machine."""
+DISK_PAGE = 4096
+"""Page of a file on disk, whatever the machine's: equal content makes equal bytes, and any machine reads them. Such a
+file is only ever mapped whole."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
@@ -134,20 +137,22 @@ class ArenaHeader:
     created_ns: int
     """Wall clock, ns since 1970."""
     owner: Owner
+    page_bytes: int = PAGE
+    """What everything is rounded up to; DISK_PAGE of a file on disk."""
 
     @classmethod
-    def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner) -> ArenaHeader:
+    def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner, page_bytes: int = PAGE) -> ArenaHeader:
         """The header of a new arena, its number still 0; the capacity is rounded up to whole pages."""
         num_entries = min(max(capacity_bytes // BYTES_PER_ENTRY, MIN_ENTRIES), MAX_BLOCK + 1)
-        return cls(0, num_entries, round_up(capacity_bytes, PAGE), created_ns, owner)
+        return cls(0, num_entries, round_up(capacity_bytes, page_bytes), created_ns, owner, page_bytes)
 
     @property
     def releases_offset(self) -> int:
-        return PAGE + round_up(self.num_entries * ENTRY_BYTES, PAGE)
+        return self.page_bytes + round_up(self.num_entries * ENTRY_BYTES, self.page_bytes)
 
     @property
     def releases_bytes(self) -> int:
-        return round_up((1 + self.num_entries) * 8, PAGE)
+        return round_up((1 + self.num_entries) * 8, self.page_bytes)
 
     @property
     def data_offset(self) -> int:
@@ -179,9 +184,9 @@ class ArenaHeader:
         return body + _CRC.pack(zlib.crc32(body))
 
     @classmethod
-    def read(cls, descriptor: int, status: os.stat_result) -> ArenaHeader:
-        """Reads the header of an open file; SegmentMissing if it is no arena, damaged or cut short."""
-        return cls.unpack(os.pread(descriptor, PAGE, 0), status.st_size)
+    def read(cls, descriptor: int, status: os.stat_result, page_bytes: int = PAGE) -> ArenaHeader:
+        """Reads the header of an open file; SegmentMissing if it is no arena, damaged, cut short or of another page."""
+        return cls.unpack(os.pread(descriptor, page_bytes, 0), status.st_size, page_bytes)
 
     def require(self, arena: int) -> None:
         """SegmentMissing unless it is this arena's header."""
@@ -189,7 +194,7 @@ class ArenaHeader:
             raise SegmentMissing(f"its header names arena {file_name(self.arena)}")
 
     @classmethod
-    def unpack(cls, page: bytes, file_bytes: int) -> ArenaHeader:
+    def unpack(cls, page: bytes, file_bytes: int, page_bytes: int = PAGE) -> ArenaHeader:
         """As `read`, from the first page and the size of the file."""
         body = page[: _HEADER.size]
         if len(page) < _HEADER.size + _CRC.size or body[: len(MAGIC)] != MAGIC:
@@ -208,8 +213,11 @@ class ArenaHeader:
             capacity,
             created_ns,
             Owner(pid, start_time, str(UUID(bytes=boot_id)), pid_namespace, mount_namespace),
+            page_bytes,
         )
-        layout = (ENTRY_BYTES, header.releases_offset, header.data_offset, header.file_bytes)
-        if not 0 < num_entries <= MAX_BLOCK + 1 or (entry_bytes, releases_offset, data_offset, file_bytes) != layout:
+        layout = (ENTRY_BYTES, header.releases_offset, header.data_offset)
+        if not 0 < num_entries <= MAX_BLOCK + 1 or (entry_bytes, releases_offset, data_offset) != layout:
+            raise SegmentMissing(f"the arena's header is not laid out in pages of {page_bytes} bytes")
+        if file_bytes != header.file_bytes:
             raise SegmentMissing(f"the arena's file has {file_bytes} bytes, its header says {header.file_bytes}")
         return header

@@ -18,6 +18,7 @@ from mindie_mm.shm.block import Buffer
 from mindie_mm.shm.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
 from mindie_mm.shm.extent import Pieces, read_pieces
 from mindie_mm.shm.layout import (
+    DISK_PAGE,
     DOORBELL,
     FREE,
     NEXT,
@@ -68,24 +69,21 @@ class MappedArena:
             _require_regular(status)
             if arena is not None:
                 require_own(status)
-            header = ArenaHeader.read(descriptor, status)
+            header = ArenaHeader.read(descriptor, status, DISK_PAGE if self._on_disk else PAGE)
             if arena is not None:
                 header.require(arena)
             self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
-            releases = mmap.mmap(
-                descriptor,
-                header.releases_bytes,
-                prot=mmap.PROT_READ if self._on_disk else mmap.PROT_READ | mmap.PROT_WRITE,
-                offset=header.releases_offset,
-            )
+            releases = memoryview(self.map)[header.releases_offset : header.data_offset]
+            if not self._on_disk:  # whose pages need not be the machine's, and are nobody's to write
+                releases = memoryview(mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset))
         except SegmentMissing as error:
             raise SegmentMissing(f"{path}: {error}") from error
         except OSError as error:
             raise SharedMemoryError(f"{path} cannot be mapped: {error.strerror}") from error
         self.header = header
         self._file_bytes, self._num_entries = header.file_bytes, header.num_entries
-        self._entries = memoryview(self.map)[PAGE : header.releases_offset].cast("Q")
-        self._releases = memoryview(releases).cast("Q")
+        self._entries = memoryview(self.map)[header.page_bytes : header.releases_offset].cast("Q")
+        self._releases = releases.cast("Q")
         self._populator: Populator | None = None
         self._closing: list[Callable[[], object]] = []
 

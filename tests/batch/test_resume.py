@@ -12,7 +12,7 @@ from mindie_mm import faults
 from mindie_mm.batch.settings import require_run
 from mindie_mm.batch.shard import table_path
 from mindie_mm.errors import InputError, StorageError
-from mindie_mm.shm.layout import ArenaHeader, Owner
+from mindie_mm.shm.layout import DISK_PAGE, ArenaHeader, Owner
 from tests.batch.conftest import content, made, run, settings, written
 
 POINTS = (
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(few: Path, tmp_path: Path) -
 def test_headers_on_disk_say_nothing_of_who_wrote_them(whole: Path) -> None:
     arena = whole / "shard-000000007.arena"
     with arena.open("rb") as file:
-        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()))
+        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
     assert header.owner == Owner.nobody()
     assert (header.created_ns, header.arena) == (0, 1)
     assert not any(arena.read_bytes()[48:112])
