@@ -161,7 +161,7 @@ class ServiceConfig:
     """Web pages' origins, such as https://example.org, whose scripts may call the service; * is every page."""
     web_page: bool = True
     """Serve a page at / to ask with, and to watch the service."""
-    served_model_name: Annotated[str, Meta(min_length=1)] | None = None
+    served_model_name: str | None = None
     """Name of the model in requests and answers; None: the name of the checkpoint's directory, `owner/name` of one
     in Hugging Face's cache."""
     spool: Path | None = None

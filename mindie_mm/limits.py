@@ -21,8 +21,11 @@ _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number
 def converted(name: str, value: object, hint: Any, *, strict: bool = True, secret: bool = False) -> Any:
     """`value` as the type `hint`; InputError names the setting, its value unless it is secret, and what it must be.
 
-    Not `strict`, texts are read as numbers and truth values, as in the environment.
+    Not `strict`, texts are read as numbers and truth values, as in the environment. An empty text is none: it is how
+    scripts spell what is not set, and the path of that name is the working directory.
     """
+    if isinstance(value, str) and not value.strip():
+        raise InputError(f"{name} is {value!r}, which holds no value: leave it out, or give one")
     try:
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
@@ -59,8 +62,6 @@ def _wanted(hint: Any) -> str:
 
 
 def _limits(meta: Meta) -> str:
-    if meta.min_length == 1:
-        return "that is not empty"
     if meta.ge is not None and meta.le is not None:
         return f"from {meta.ge} to {meta.le}"
     least = f"above {meta.gt}" if meta.gt is not None else f"of at least {meta.ge}"

@@ -77,8 +77,8 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
     for cls in CLASSES:
         found = from_environment(cls)
         give(found, {name: variable(name) for name in found})
-    given = {name: value for name, value in flags.items() if value is not None and value != ()}
-    give(given, {name: _flag(name, value) for name, value in given.items()})
+    named = {name: value for name, value in flags.items() if value is not None and value != ()}
+    give(named, {name: _flag(name, value) for name, value in named.items()})
 
     def made(cls: type[Any], **parts: Any) -> Any:
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values} | parts)
@@ -101,7 +101,7 @@ def _parse(name: str, text: str, hint: Any) -> Any:
     if get_origin(hint) is not tuple:
         return converted(name, text, hint, strict=False)
     if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
-        raise InputError(f"{name} is {text!r}, which holds no value: unset it, or give one")
+        raise InputError(f"{name} is {text!r}, which holds no value: leave it out, or give one")
     return parts
 
 

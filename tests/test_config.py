@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from click.testing import CliRunner
 
+from mindie_mm.cli import main
 from mindie_mm.config import EngineConfig, ServiceConfig, WorkerConfig
 from mindie_mm.errors import InputError
-from mindie_mm.sources import from_environment
+from mindie_mm.sources import from_environment, read_file
 
 
 @pytest.mark.parametrize("empty", ["", ",", " , "])
@@ -16,6 +18,28 @@ def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty)
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which holds no value"):
         from_environment(ServiceConfig)
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+@pytest.mark.parametrize("name", ["allowed_media_dir", "spool", "host"])
+def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, name, empty):
+    """Of `${DIR:-}`: the empty path is the working directory, all of whose files clients could name."""
+    said = f"is '{empty}', which holds no value"
+    monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", empty)
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {said}"):
+        from_environment(ServiceConfig)
+    file = tmp_path / "mm.toml"
+    file.write_text(f'{name} = "{empty}"')
+    with pytest.raises(InputError, match=f"mm.toml: {name} {said}"):
+        read_file(file)
+    with pytest.raises(InputError, match=f"^{name} {said}"):
+        ServiceConfig(**{name: empty})
+
+
+def test_an_empty_path_of_a_flag_is_a_mistake():
+    found = CliRunner().invoke(main, ["serve", "--allowed-media-dir", ""])
+    assert found.exit_code == 2
+    assert "--allowed-media-dir': it is empty" in found.output
 
 
 def test_the_environment_sets_fields_by_their_types(monkeypatch):
@@ -58,7 +82,7 @@ def test_what_nothing_could_run_with_is_refused(cls, name, value):
         ({"grace_s": math.nan}, "grace_s is nan, it must be a number of at least 0"),
         ({"request_timeout_s": 0}, "request_timeout_s is 0, it must be a number above 0"),
         ({"send_timeout_s": math.inf}, "send_timeout_s is inf, it must be a number from 0.001 to 86400"),
-        ({"served_model_name": ""}, "served_model_name is '', it must be a string that is not empty"),
+        ({"served_model_name": ""}, "served_model_name is '', which holds no value: leave it out, or give one"),
         ({"log_level": "loud"}, "log_level is 'loud', it must be one of debug, info, warning, error"),
         ({"web_page": "no"}, "web_page is 'no', it must be true or false"),
         ({"spool": 5}, "spool is 5, it must be a string"),

@@ -54,7 +54,16 @@ def _parameter(hint: Any) -> Any:
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
     kind, *_ = get_args(hint) or (hint,)
-    return click.Path(path_type=Path) if kind is Path else kind
+    return _Path(path_type=Path) if kind is Path else kind
+
+
+class _Path(click.Path):
+    """A path; an empty one, which Python takes for the working directory, is what a script has not set."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty: leave it out, or give one", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:

@@ -72,10 +72,10 @@ def command(
         raise click.UsageError(f"{output} is not empty, and --no-resume was given")
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
     media = configured(None, caps | {"config": config}).worker.media
-    columns = tuple(column for given in select_columns.split(",") if (column := given.strip()))
+    columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
     made = Settings(
         model="" if model is None else str(model.absolute()),
-        inputs=tuple(given if given == STDIN else str(Path(given).absolute()) for given in inputs),
+        inputs=tuple(one if one == STDIN else str(Path(one).absolute()) for one in inputs),
         stdin_folder=str(Path.cwd()) if STDIN in inputs else "",
         columns=columns,
         media=replace(media, max_decode_bytes=MediaCaps().max_decode_bytes),
