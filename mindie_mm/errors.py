@@ -140,6 +140,10 @@ class ProcessDied(WorldError):
     """A tokenizer or engine process is gone."""
 
 
+class NoProcess(ProcessDied):
+    """None takes requests, and none came back in time."""
+
+
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Has an InputError from inside begin with what it is about."""

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
 
-async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in order; the first failure ends the others before it is raised."""
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks, of which the first failure ends the others, and is then raised as it is, in no group."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-        return [task.result() for task in tasks]
+            yield group
+        return
     except BaseExceptionGroup as failures:
         failure = failures.exceptions[0]
     raise failure  # out there it keeps its own cause
+
+
+async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, in order; the first failure ends the others before it is raised."""
+    async with task_group() as group:
+        tasks = [group.create_task(work) for work in works]
+    return [task.result() for task in tasks]
 
 
 async def in_thread(work: Callable[[], T]) -> T:

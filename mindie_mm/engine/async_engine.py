@@ -29,7 +29,7 @@ from mindie_mm.engine.messages import (
     Unmount,
 )
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import ProcessDied
+from mindie_mm.errors import NoProcess, ProcessDied
 from mindie_mm.ipc import Child, Failure
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 
@@ -44,6 +44,7 @@ class AsyncEngine:
         self._start = Start(None if model is None else str(model), config, family)
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
+        """Those that the engine has not finished, whether or not their callers have read what came of them."""
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
@@ -100,20 +101,21 @@ class AsyncEngine:
         await self.wait_until_up()
         queue: asyncio.Queue[Progress] = asyncio.Queue()
         self._requests[request_id] = queue
-        finished = False
         try:
             self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params, asked_s))
             faults.point("sent")
-            while not finished:
+            while True:
                 progress = await queue.get()
-                finished = progress.finish_reason is not None or progress.error is not None
                 if progress.error is not None:
                     raise progress.error.exception()
                 yield progress
+                if progress.finish_reason is not None:
+                    return
         finally:
-            del self._requests[request_id]
-            if not finished and self._alive:
-                self._send(Abort(request_id))
+            if self._requests.get(request_id) is queue:
+                del self._requests[request_id]
+                if self._alive:
+                    self._send(Abort(request_id))
 
     def mount(self, path: Path, number: int) -> None:
         """From here on requests may have words of arena `number` that lead to the file of blocks at `path`.
@@ -144,12 +146,12 @@ class AsyncEngine:
         return self._up.is_set() and not self._closed
 
     async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
-        """Until requests are taken. ProcessDied if they are not in so many seconds, or it is closed."""
+        """Until requests are taken. NoProcess if they are not in so many seconds, ProcessDied if it is closed."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._up.wait()
         except TimeoutError:
-            raise ProcessDied(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
+            raise NoProcess(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
         if self._closed:
             raise ProcessDied("the engine is closed")
 
@@ -214,8 +216,11 @@ class AsyncEngine:
             if stepped.progress:
                 self._starter.proved()
             for progress in stepped.progress:
-                if queue := self._requests.get(progress.request_id):
-                    queue.put_nowait(progress)
+                if (queue := self._requests.get(progress.request_id)) is None:
+                    continue
+                if progress.finish_reason is not None or progress.error is not None:
+                    del self._requests[progress.request_id]
+                queue.put_nowait(progress)
 
     async def _bury(self, why: str, hung: str = "") -> None:
         """Ends and reaps the process, and fails what it has not answered."""
@@ -229,6 +234,7 @@ class AsyncEngine:
             death = Failure.of(ProcessDied(f"the engine process {self.pid} {ended}"))
             for request_id, queue in self._requests.items():
                 queue.put_nowait(Progress(request_id=request_id, error=death))
+            self._requests.clear()
 
     def _send(self, message: ToEngine | Start) -> None:
         self._child.channel.send(msgspec.msgpack.encode(message))

@@ -18,7 +18,7 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.device import download, upload
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.grammar import Constraint, Grammars
-from mindie_mm.engine.messages import Abort, Add, Progress, Ready, Stats, Stepped, TokenLogprob
+from mindie_mm.engine.messages import Abort, Add, FinishReason, Progress, Ready, Stats, Stepped, TokenLogprob
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.sampler import logprobs_of, sample, score
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -166,7 +166,8 @@ class BaseEngine(ABC):
             score(part, tokens.index_select(0, group), num_top)
             for part, group, num_top in zip(raw, rows, asking, strict=True)
         ]
-        # All of it at once: the host waits for the device here, and nowhere else in a step without media.
+        # All of it at once: the host waits for the device here, and in a step without media and prompts'
+        # log-probabilities nowhere else.
         on_host = download(senseless, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
         drawn: list[int] = on_host[1].tolist()
         logprobs: dict[int, list[TokenLogprob]] = {}
@@ -188,6 +189,8 @@ class BaseEngine(ABC):
     def _advance(self, sequence: Sequence, draw: Draw | None) -> Progress:
         """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails."""
         if draw is None:
+            for item in sequence.items:  # their features may be why: they are nobody else's
+                self._encoder_cache.drop(item)
             return self._fail(sequence, WorldError("the model gives no numbers for this request"))
         token, logprobs = draw
         if (constraint := sequence.constraint) is not None:
@@ -214,7 +217,7 @@ class BaseEngine(ABC):
             timings=sequence.timings(),
         )
 
-    def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+    def _finished(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
         params = sequence.params
         if sequence.num_output >= params.min_tokens:
             if token in params.stop_token_ids:

@@ -55,8 +55,7 @@ class BlockPool:
         """Gives `sequence` the blocks that `num_tokens` in all take; ask `can_grow` first."""
         for _ in range(self.num_needed(num_tokens) - len(sequence.blocks)):
             block = next(iter(self._free))
-            if (key := self._keys.pop(block, None)) is not None:
-                del self._blocks[key]
+            self.forget([block])
             self._hold(sequence, block)
 
     def keep(self, block: int, key: bytes) -> None:
@@ -64,6 +63,12 @@ class BlockPool:
         if key not in self._blocks:
             self._blocks[key] = block
             self._keys[block] = key
+
+    def forget(self, blocks: abc.Iterable[int]) -> None:
+        """Takes the keys of `blocks`: who holds them keeps them, nobody else finds them."""
+        for block in blocks:
+            if (key := self._keys.pop(block, None)) is not None:
+                del self._blocks[key]
 
     def free(self, sequence: Sequence) -> None:
         """Takes every block back."""

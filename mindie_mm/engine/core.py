@@ -13,7 +13,7 @@ from mindie_mm.device import kind_of
 from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.block_pool import BlockPool
 from mindie_mm.engine.decode_graphs import DecodeGraphs, are_recorded
-from mindie_mm.engine.memory_profile import block_size, fitting_context, useful_blocks
+from mindie_mm.engine.kv_cache_size import block_size, fitting_context, useful_blocks
 from mindie_mm.engine.messages import Add, Progress, Ready
 from mindie_mm.engine.prefix import share
 from mindie_mm.engine.ranks import ALONE, Ranks
@@ -104,6 +104,8 @@ class Engine(BaseEngine):
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
         senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
+        for sequence in senseless:  # an earlier step may have let others find its first blocks
+            self._blocks.forget(sequence.blocks)
         for sequence, draw in zip(sampling, draws, strict=True):
             progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
-import signal
 import socket
 import struct
 import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 
 import msgspec
+import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, and documented
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -84,7 +82,7 @@ class _Door:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{self.name}")  # a name without a file: nothing of it can be left
         self._listener.listen()
-        self._ranks: list[tuple[int, socket.socket]] = []  # (pidfd, connection)
+        self._ranks: list[tuple[psutil.Process, socket.socket]] = []
         Thread(target=self._answer, name="door", daemon=True).start()
 
     def _answer(self) -> None:
@@ -98,21 +96,19 @@ class _Door:
             if uid != os.geteuid():
                 connection.close()
                 continue
-            with suppress(ProcessLookupError, BrokenPipeError):  # it has ended already
-                self._ranks.append((os.pidfd_open(pid), connection))
+            with suppress(psutil.NoSuchProcess, BrokenPipeError):  # it has ended already
+                self._ranks.append((psutil.Process(pid), connection))
                 socket.send_fds(connection, [b"\0"], [self._channel.fileno()])
 
     def close(self) -> None:
         """Ends the ranks, by their lifelines or by force, so that none outlives this process."""
         for _, connection in self._ranks:
             connection.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + PATIENCE_S
-        for process, _ in self._ranks:
-            if not select.select([process], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-            with suppress(ChildProcessError):  # reaped already
-                os.waitid(os.P_PIDFD, process, os.WEXITED)
+        _, left = psutil.wait_procs([process for process, _ in self._ranks], PATIENCE_S)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left)
 
 
 class _Loopback(RendezvousHandler):

@@ -1,31 +1,27 @@
-"""How much of a device's memory is left for the KV cache: the model runs its worst case before that is allocated.
-
-Trials grow by four, up to the worst case or until the next one would take too long; what more tokens or features would
-take is reckoned from the line through the first trial and the last.
-"""
+"""How much of a device's memory is left for the KV cache: the model runs its worst case before that is allocated."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 
-from mindie_mm.config import EngineConfig, MiB
-from mindie_mm.device import Device, kind_of, upload
+from mindie_mm.config import EngineConfig
+from mindie_mm.device import Device, upload
 from mindie_mm.engine.decode_graphs import are_recorded, most_blocks, most_rows
+from mindie_mm.engine.kv_cache_size import MORE_ROOM, block_size, context_length, useful_bytes
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.runner import PROMPT_ROWS
+from mindie_mm.engine.trials import Trial, Trials, mib
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.nn.family import Plan, Processor
-from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, RecordedBatch
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
@@ -34,34 +30,6 @@ _log = logging.getLogger(__name__)
 
 _PARTS = (1024, 256, 64, 16, 4, 1)
 """One part in so many of the worst case is tried, one after another."""
-_ADVICE = (
-    "Raise memory_share, lower max_num_batched_tokens, max_tower_tokens, max_tower_bytes, encoder_cache_bytes or "
-    "max_model_len, or set kv_cache_bytes"
-)
-
-
-def context_length(spec: ModelSpec, config: EngineConfig) -> int:
-    """Most tokens of one sequence."""
-    return min(config.max_model_len or spec.max_model_len, spec.max_model_len)
-
-
-def block_size(spec: ModelSpec, config: EngineConfig) -> int:
-    """Tokens in one block of the KV cache."""
-    return config.kv_block_size or kind_of(spec.device).kv_block_size
-
-
-def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Blocks of the KV cache that all sequences at full length hold: more are never used."""
-    return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
-
-
-def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
-    """Bytes that all sequences at full length hold."""
-    spec = model.spec
-    if isinstance(model, Seq2SeqModel):
-        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # as long a prompt as an answer
-        return config.max_num_seqs * context_length(spec, config) * token_bytes
-    return useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
 
 
 def kv_cache_bytes(
@@ -81,65 +49,30 @@ def kv_cache_bytes(
     spec = model.spec
     block_bytes = block_size(spec, config) * spec.kv_token_bytes
     useful = useful_bytes(model, config)
-    worst = _WorstCase(model, processor, device, config, ranks)
+    worst = WorstCase(model, processor, device, config, ranks)
     taken = worst.num_bytes(kinds)
     free = device.free_bytes() // (ranks.count if spec.device.type == "cpu" else 1)
     share = config.memory_share or device.memory_share
     says = (
-        f"{_mib(free)} of {spec.device} are free beside the weights; the worst case takes {_mib(taken)}, the encoder "
-        f"cache {_mib(config.encoder_cache_bytes)}"
+        f"{mib(free)} of {spec.device} are free beside the weights; the worst case takes {mib(taken)}, the encoder "
+        f"cache {mib(config.encoder_cache_bytes)}"
     )
     if config.kv_cache_bytes is not None:
         asked = min(config.kv_cache_bytes, useful)
         if asked + taken + config.encoder_cache_bytes > free:
-            raise DeviceError(f"kv_cache_bytes of {_mib(asked)} does not fit: {says}. Lower it, or one of the others")
-        _log.info("%s; the KV cache takes %s, by kv_cache_bytes", says, _mib(asked))
+            raise DeviceError(f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower it, or one of the others")
+        _log.info("%s; the KV cache takes %s, by kv_cache_bytes", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
     # Of one layer, a decode step gathers what the sequences hold, padded to twice as much at most.
     left -= 2 * left // (spec.num_layers + 2)
     if left < block_bytes:
-        raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {_ADVICE}")
-    _log.info(
-        "%s; of a share of %g %s are left, the KV cache takes %s", says, share, _mib(left), _mib(min(left, useful))
-    )
+        raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
+    _log.info("%s; of a share of %g %s are left, the KV cache takes %s", says, share, mib(left), mib(min(left, useful)))
     return min(left, useful)
 
 
-def fitting_context(
-    model: Model | Seq2SeqModel, config: EngineConfig, num_bytes: int, num_tokens: int, ranks: Ranks = ALONE
-) -> int:
-    """Most tokens of one sequence beside a KV cache of `num_bytes` for `num_tokens`, of each rank; the log says both.
-
-    A context that does not fit is cut, with a warning; DeviceError where max_model_len asks for it, or nothing fits.
-    """
-    wanted = context_length(model.spec, config)
-    fitting = min(wanted, num_tokens)
-    needed = useful_bytes(model, config) // config.max_num_seqs
-    says = (
-        f"a context of {wanted} tokens takes {needed} bytes of KV cache, which has {num_bytes}, for {num_tokens} tokens"
-    )
-    advice = _ADVICE if config.kv_cache_bytes is None else "Raise kv_cache_bytes, or lower max_model_len"
-    if fitting < wanted and (config.max_model_len is not None or not fitting):
-        raise DeviceError(f"{says}. {advice}")
-    if ranks.number == 0:  # the others come to the same
-        if fitting < wanted:
-            _log.warning("%s: requests that need more are refused. %s", says, advice)
-        _log.info("the KV cache has %d bytes, for %d tokens; the context is %d tokens", num_bytes, num_tokens, fitting)
-    return fitting
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Work of one size."""
-
-    size: int
-    """Tokens or features."""
-    prepare: Callable[[], Callable[[], object]]
-    """Returns the work; what it allocates itself is not measured."""
-
-
-class _WorstCase:
+class WorstCase:
     """The largest step that requests can ask for."""
 
     def __init__(
@@ -154,6 +87,7 @@ class _WorstCase:
         self._ranks = ranks
         self._processor = processor
         self._device = device
+        self._trials = Trials(device, ranks)
         self._config = config
         self._max_model_len = context_length(model.spec, config)
 
@@ -177,8 +111,8 @@ class _WorstCase:
             if self._model.has_groups:  # the last of them may go beyond what the step may have
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
         sizes = [-(-most // part) for part in _PARTS]
-        return self._measure(
-            "a prefill", "tokens", (_Trial(n, partial(self._prefill, n)) for n in sizes), most, seconds
+        return self._trials.measure(
+            "a prefill", "tokens", (Trial(n, partial(self._prefill, n)) for n in sizes), most, seconds
         )
 
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
@@ -210,8 +144,8 @@ class _WorstCase:
         cache = model.allocate_cache(1, size, num_layers=1)
         cache = PagedCache(cache.keys * spec.num_layers, cache.values * spec.num_layers, size)
         sizes = [-(-most // part) for part in _PARTS]
-        trials = (_Trial(n, partial(self._decode, model, cache, n, blocks)) for n in sizes)
-        step = self._measure("a decode step", "rows", trials, most, seconds)
+        trials = (Trial(n, partial(self._decode, model, cache, n, blocks)) for n in sizes)
+        step = self._trials.measure("a decode step", "rows", trials, most, seconds)
         # Twice: of sizes that double, all smaller ones together took no more than the largest, and may have come first.
         return 2 * step + most * spec.vocab_size * torch.float32.itemsize
 
@@ -245,16 +179,16 @@ class _WorstCase:
         in_view = config.max_num_seqs * self._max_model_len
         copies = max(1, min(min(config.max_tower_tokens, in_view) // features, config.max_tower_bytes // item_bytes))
         trials = self._tower_trials(kind, worst, copies * features)
-        return self._measure(f"the tower on {kind}s", "features", trials, copies * features, seconds)
+        return self._trials.measure(f"the tower on {kind}s", "features", trials, copies * features, seconds)
 
-    def _tower_trials(self, kind: Kind, worst: Data, most: int) -> Iterator[_Trial]:
+    def _tower_trials(self, kind: Kind, worst: Data, most: int) -> Iterator[Trial]:
         """Fewer of the worst item, and below one of it, shorter ones, of the lengths that the family takes."""
         whole = self._plan(kind, worst)
         for part in _PARTS:
             number = most // part // whole.num_features
             plan = whole if number else self._try_plan(kind, _cut(worst, most // part, whole.num_features))
             if plan is not None:
-                yield _Trial(max(1, number) * plan.num_features, partial(self._encode, kind, plan, max(1, number)))
+                yield Trial(max(1, number) * plan.num_features, partial(self._encode, kind, plan, max(1, number)))
 
     def _encode(self, kind: Kind, plan: Plan, number: int) -> Callable[[], object]:
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
@@ -286,47 +220,6 @@ class _WorstCase:
         except MindieMMError:  # the family takes none that short
             return None
 
-    def _measure(self, what: str, unit: str, trials: Iterator[_Trial], most: int, seconds: float) -> int:
-        """Bytes that work of size `most` takes, by trials in ascending order and in about so many seconds."""
-        deadline = time.monotonic() + seconds
-        tried: list[tuple[int, int]] = []
-        took = 0.0
-        for trial in trials:
-            if not tried:
-                self._tried(trial, what, unit)  # what only the first run takes stays taken, and is no peak
-            elif trial.size <= tried[-1][0]:
-                continue
-            else:
-                enough = _reckon(tried, trial.size) > self._device.free_bytes() or (
-                    # Two are tried in any case: one alone would not tell what grows from what does not.
-                    len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
-                )
-                if not self._ranks.least(int(not enough)):  # all do the next one, or none
-                    break
-            start = time.monotonic()
-            tried.append((trial.size, self._tried(trial, what, unit)))
-            took = time.monotonic() - start
-        reckoned = _reckon(tried, most)
-        says = "%s of %d %s: %.2f s and %s; reckoned for %d: %s"
-        _log.debug(says, what, tried[-1][0], unit, took, _mib(tried[-1][1]), most, _mib(reckoned))
-        return reckoned
-
-    def _tried(self, trial: _Trial, what: str, unit: str) -> int:
-        """What fails on one rank alone is heard by all, before any of them waits for the others' next step."""
-        return self._ranks.together(lambda: self._peak_bytes(trial, what, unit))
-
-    def _peak_bytes(self, trial: _Trial, what: str, unit: str) -> int:
-        try:
-            return self._device.peak_bytes(trial.prepare())
-        except MindieMMError:
-            raise
-        except Exception as error:
-            raise DeviceError(
-                f"{what} of {trial.size} {unit}, which requests may ask for, fails on {self._model.spec.device}: "
-                f"{error}. Lower max_model_len, max_num_batched_tokens, max_tower_tokens or max_tower_bytes, or set "
-                "measure_s to 0 to start without the trial"
-            ) from error
-
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:
     """The first frames, rows or samples of an item, in proportion to the features that are wanted."""
@@ -335,13 +228,3 @@ def _cut(data: Data, wanted: int, num_features: int) -> Data:
     if data.ndim > 3 and len(data) == 1:  # of a single frame, the first rows
         return data[:, : max(1, data.shape[1] * wanted // num_features)]
     return data[: max(1, len(data) * wanted // num_features)]
-
-
-def _reckon(tried: list[tuple[int, int]], size: int) -> int:
-    """Bytes of work of `size` on the line through the first and the last (size, bytes), or in proportion to the one."""
-    (first, low), (last, high) = (0, 0) if len(tried) == 1 else tried[0], tried[-1]
-    return high + max(0, (high - low) * (size - last) // (last - first))
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MiB:.0f} MiB"

@@ -5,7 +5,8 @@ Until a request has given output, a death costs it time:
 - its tokenizer died over it, or before the engine had attached its blocks: it is tokenised again, once;
 - the engine died: it is sent to the engine that is started in its place, once.
 
-After the first output nothing is tried again: the client may have it already, and drawn tokens would be others.
+Where none came back in time (NoProcess) it has waited for that already. After the first output nothing is tried again:
+the client may have it already, and drawn tokens would be others.
 """
 
 from __future__ import annotations
@@ -13,38 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from mindie_mm.errors import ProcessDied, SegmentMissing
-from mindie_mm.restarts import Restarts
+from mindie_mm.errors import NoProcess, ProcessDied, SegmentMissing
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.stage import TokenizerStage
 
 T = TypeVar("T")
-
-
-class TokenizerStage(Protocol):
-    """Where prompts are made: the pool's processes, or a thread."""
-
-    shown_tokens: list[str]
-    """As `Tokenizer.shown_tokens`."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Processes that tokenise at this moment."""
-
-    @property
-    def restarts(self) -> Restarts:
-        """How often processes were started in place of dead ones."""
-
-    def check(self) -> None:
-        """ProcessDied while none does."""
-
-    async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The request's prompt, its media in shared memory."""
-
-    async def close(self) -> None:
-        """Ends it; its arenas go with it."""
 
 
 class PromptSource:
@@ -80,6 +57,8 @@ async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
     """A tokenizer whose arena was lost ends over the next request: that is no fault of the request's."""
     try:
         return await make()
+    except NoProcess:
+        raise
     except ProcessDied:
         return await make()
 
@@ -88,6 +67,8 @@ async def tokenized(stage: TokenizerStage, request: TokenizeRequest) -> PromptSo
     """The request's prompt; ProcessDied if two tokenizers die over it, other errors as the stage's."""
     try:
         return PromptSource(await stage.tokenize(request), lambda: stage.tokenize(request))
+    except NoProcess:
+        raise
     except ProcessDied:
         return PromptSource(await stage.tokenize(request))
 
@@ -105,6 +86,8 @@ async def generated(
                     begun = True
                     yield output
             return
+        except NoProcess:
+            raise
         except ProcessDied:
             if begun or engine_died:
                 raise

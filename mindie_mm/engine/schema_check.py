@@ -60,9 +60,7 @@ class SchemaCheck:
                         await asyncio.wait({self._asking})  # whose caller was cancelled: its answer is read, at least
                     self._asking = asyncio.create_task(self._ask(schema))
                     said = await asyncio.shield(self._asking)
-        self._known[schema] = self._known.pop(schema, said)
-        if len(self._known) > KEPT:
-            del self._known[next(iter(self._known))]
+        self._remember(schema, said)
         if said:
             raise InputError(said)
 
@@ -74,6 +72,12 @@ class SchemaCheck:
             await asyncio.wait({self._asking})
         if self._child is not None:
             await self._child.end()
+
+    def _remember(self, schema: str, said: str) -> None:
+        self._known.pop(schema, None)
+        self._known[schema] = said
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
 
     async def _ask(self, schema: str) -> str:
         """What is wrong with `schema`, from the process, or from another one if that dies."""
@@ -90,7 +94,7 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            self._known[schema] = said
+            self._remember(schema, said)  # here, too: its caller may have been cancelled
             return said
         raise ProcessDied(f"the process that checks JSON schemas {'is closed' if self._closed else 'died twice'}")
 

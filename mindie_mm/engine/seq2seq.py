@@ -18,8 +18,8 @@ from mindie_mm import faults
 from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.memory_profile import context_length, fitting_context, useful_bytes
-from mindie_mm.engine.messages import Add, Progress, Ready
+from mindie_mm.engine.kv_cache_size import context_length, fitting_context, useful_bytes
+from mindie_mm.engine.messages import Add, FinishReason, Progress, Ready
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
@@ -181,7 +181,7 @@ class Seq2SeqEngine(BaseEngine):
             self._model.rules.constrain(row, sequence.output_ids, last=last)
         super()._constrain(logits, sequences)
 
-    def _finished(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+    def _finished(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
         if sequence.num_output == sequence.max_tokens and self._forces_eos(sequence):
             return "length", None  # the model did not end it
         return super()._finished(sequence, token)

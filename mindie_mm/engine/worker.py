@@ -15,17 +15,19 @@ from tokenizers import Tokenizer
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
-from mindie_mm.engine.messages import Timings, TokenLogprob
-from mindie_mm.engine.retry import PromptSource, TokenizerStage, generated, tokenized
+from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
+from mindie_mm.engine.retry import PromptSource, generated, tokenized
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.schema_check import SchemaCheck
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import request_directory
+from mindie_mm.tasks import task_group
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.stage import TokenizerStage
 
 Part = TypeVar("Part", TokenizerStage, AsyncEngine)
 
@@ -43,8 +45,8 @@ class Delta:
     """With the first delta, where asked for."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were in the prefix cache, with the first delta."""
-    finish_reason: str | None = None
-    """`stop` or `length`, with the last delta."""
+    finish_reason: FinishReason | None = None
+    """With the last delta."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
@@ -60,7 +62,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     timings: Timings | None = None
 
@@ -120,18 +122,14 @@ class Worker:
             parts.push_async_callback(part.close)
             return part
 
-        try:
-            async with AsyncExitStack() as parts:
-                async with asyncio.TaskGroup() as group:
-                    stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
-                    engine = group.create_task(started(AsyncEngine.start(path, config.engine, config.family)))
-                tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
-                worker = cls(config, stage.result(), engine.result(), tokenizer)
-                parts.pop_all()
-                return worker
-        except BaseExceptionGroup as failures:
-            failure = failures.exceptions[0]
-        raise failure
+        async with AsyncExitStack() as parts:
+            async with task_group() as group:
+                stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
+                engine = group.create_task(started(AsyncEngine.start(path, config.engine, config.family)))
+            tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
+            worker = cls(config, stage.result(), engine.result(), tokenizer)
+            parts.pop_all()
+            return worker
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from mindie_mm.config import WorkerConfig
-from mindie_mm.errors import ProcessDied
+from mindie_mm.errors import NoProcess, ProcessDied
 from mindie_mm.ipc import Child
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.shm import collect, free
@@ -178,11 +178,11 @@ class TokenizerPool:
 
     def _fail_waiting(self, why: str) -> None:
         while self._waiting:
-            _fail(self._waiting.popleft().prompt, why)
+            _fail(self._waiting.popleft().prompt, NoProcess(why))
         self._hand_out()
 
     async def _start_process(self) -> _Process:
-        collect()  # what earlier processes left may take the room of the new arena
+        await asyncio.to_thread(collect)  # what earlier processes left may take the room of the new arena
         process = _Process(await Child.start(_MODULE, self._setup))
         self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
         try:
@@ -217,12 +217,13 @@ class TokenizerPool:
             self._hand_out()
         try:
             await process.child.end()
-            self._dying.remove(process)
         finally:
             if (prompt := process.finish()) is not None:
-                _fail(prompt, f"tokenizer process {process.child.pid} died with status {process.child.status}")
+                died = ProcessDied(f"tokenizer process {process.child.pid} died with status {process.child.status}")
+                _fail(prompt, died)
         with logged("the arena of a tokenizer process cannot be collected"):
-            collect()  # it is still there if the process was killed
+            await asyncio.to_thread(collect)  # it is still there if the process was killed
+        self._dying.remove(process)
 
     async def _receive(self, process: _Process, starter: Starter) -> None:
         """Hands replies to their callers until the process dies."""
@@ -238,9 +239,9 @@ class TokenizerPool:
             _hand_over(reply, prompt)
 
 
-def _fail(prompt: asyncio.Future[Prompt], why: str) -> None:
+def _fail(prompt: asyncio.Future[Prompt], error: ProcessDied) -> None:
     if not prompt.done():  # its caller was cancelled
-        prompt.set_exception(ProcessDied(why))
+        prompt.set_exception(error)
 
 
 def _hand_over(reply: Tokenized | Failed, prompt: asyncio.Future[Prompt]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 
 import numpy as np
 import pytest
@@ -192,6 +192,20 @@ async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, d
             await tokens(engine, "hung")
         assert said in caplog.text
         assert await tokens(engine, "later") == right
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_at_rest_is_left_alone_however_long_a_caller_takes_to_read(random_checkpoint, device):
+    patience_s = 0.5
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=patience_s))
+    try:
+        before, params = engine.pid, SamplingParams(temperature=0, max_tokens=3)
+        async with aclosing(engine.generate("slow", np.arange(10, 14), params)) as progress:
+            assert (await anext(progress)).finish_reason is None
+            await asyncio.sleep(4 * patience_s)
+            assert engine.pid == before
+            assert [one.finish_reason async for one in progress] == [None, "length"]
     finally:
         await engine.close()
 

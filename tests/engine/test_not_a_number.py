@@ -12,8 +12,9 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import Embeddings
 from mindie_mm.ipc import Failure
 from mindie_mm.models import load_model
+from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import run
+from tests.models.contract import picture, run
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,36 @@ def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prom
     assert [one.token_ids for one in news if one.request_id == "other" and one.token_ids]
     while engine.has_work():
         assert not [one.error for one in engine.step().progress if one.error]
+
+
+def test_a_prompt_that_failed_once_is_computed_anew(model, prompts):
+    """Blocks that its first chunk has filled hold what is no number, or led to it."""
+    params = SamplingParams(temperature=0, max_tokens=3)
+    expected, _ = run(Engine(model, EngineConfig(kv_block_size=4)), prompts[1:2], max_tokens=3)
+    engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8))
+    assert engine.add(Add("lost", prompts[1].numpy().tobytes(), params)) is None
+    assert not engine.step().progress
+    spoil(engine)
+    while engine.has_work():
+        (lost,) = engine.step().progress or [None]
+    assert lost.error.name == "WorldError"
+    assert run(engine, prompts[1:2], max_tokens=3) == (expected, {})
+    assert engine.stats.prefix_cache_hits == 0
+
+
+def test_features_that_may_have_failed_a_request_are_made_anew(model, random_checkpoint, tmp_path):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        ids = [tokenizer.tokenize([{"image": picture(56, 84)}, {"text": "Look"}], tmp_path / "shm_name.txt")]
+        expected, _ = run(Engine(model, EngineConfig()), ids, max_tokens=3)
+        engine = Engine(model, EngineConfig(prefix_caching=False))
+        run(engine, ids, max_tokens=1)
+        (features,) = engine._encoder_cache._features.values()
+        with torch.inference_mode():
+            features.fill_(torch.nan)
+        _, errors = run(engine, ids, max_tokens=3)
+        assert errors[0].name == "WorldError"
+        assert run(engine, ids, max_tokens=3) == (expected, {})
+        release(tmp_path / "shm_name.txt")
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindie_mm.engine.retry import PromptSource, generated, tokenized
-from mindie_mm.errors import MediaError, ProcessDied, SegmentMissing
+from mindie_mm.errors import MediaError, NoProcess, ProcessDied, SegmentMissing
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
 
@@ -54,6 +54,17 @@ async def test_a_tokenizer_that_died_over_a_request_gives_it_to_another_once():
         await tokenized(Script(MediaError("no picture")), request)
     with pytest.raises(ProcessDied):  # its second try it has had
         await source.replace(FIRST)
+
+
+async def test_who_has_waited_in_vain_for_a_process_does_not_wait_again():
+    absent = NoProcess("none came back")
+    with pytest.raises(NoProcess):
+        await tokenized(Script(absent), TokenizeRequest(text="a"))
+    with pytest.raises(NoProcess):
+        await outputs(PromptSource(FIRST), Script(absent))
+    source = await tokenized(Script(FIRST, absent), TokenizeRequest(text="a"))
+    with pytest.raises(NoProcess):
+        await outputs(source, Script([LOST]))
 
 
 async def test_an_engine_that_died_before_the_first_output_is_asked_again_once():

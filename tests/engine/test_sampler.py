@@ -12,7 +12,7 @@ from mindie_mm.engine.sampler import sample, token_logprobs
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.errors import InputError
-from mindie_mm.nn.model import Positions
+from mindie_mm.nn.model import ModelSpec, Positions
 
 VOCABULARY = 50
 EOS = (2,)
@@ -45,6 +45,12 @@ def logits(*rows: dict[int, float]) -> torch.Tensor:
 def draws(row: dict[int, float], count=400, **settings) -> Counter:
     drawn = sequence(temperature=settings.pop("temperature", 1.0), seed=1, **settings)
     return Counter(sample(logits(row), [drawn], EOS).item() for _ in range(count))
+
+
+def test_an_end_beyond_the_vocabulary_is_none():
+    """Held off by min_tokens, it would be a token of the next row."""
+    device, dtype = torch.device("cpu"), torch.float32
+    assert ModelSpec(VOCABULARY, 8, 8, 1, 1, 8, (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
 
 
 def test_greedy_takes_the_likeliest():

@@ -164,6 +164,17 @@ async def test_who_is_gone_is_not_checked_for(check: SchemaCheck) -> None:
         await check.check("5")
 
 
+async def test_who_is_gone_leaves_no_more_to_remember_than_who_waits(check: SchemaCheck) -> None:
+    """What is remembered beyond what the engine keeps would pass without a rest, and be compiled there each time."""
+    for i in range(KEPT + 4):
+        asked = asyncio.create_task(check.check(json.dumps({"const": i})))
+        while (asking := check._asking) is None or asking.done():  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait({asked, asking})
+    assert [*check._known] == [json.dumps({"const": i}) for i in range(4, KEPT + 4)]
+
+
 async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     died = process()
     died.kill()

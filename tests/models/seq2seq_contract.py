@@ -10,7 +10,8 @@ import torch
 
 from mindie_mm.config import EngineConfig
 from mindie_mm.device import open_device
-from mindie_mm.engine.memory_profile import kv_cache_bytes, useful_bytes
+from mindie_mm.engine.kv_cache_size import useful_bytes
+from mindie_mm.engine.memory_profile import kv_cache_bytes
 from mindie_mm.engine.messages import Abort, Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
