@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mindie_mm.device import Device, upload
+from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
@@ -28,6 +28,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.pixels import normalize_pictures
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -359,11 +360,8 @@ class DeepseekVL2Model(Model):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [tiles, 3, size, size], on the device, to the last bit as the reference."""
-        tiles = to_device(item.view, _TILES, self.spec.device).permute(0, 3, 1, 2)
-        mean, std = (
-            upload(values, tiles.device).view(1, 3, 1, 1) for values in (self._processor.mean, self._processor.std)
-        )
-        return tiles.float().div_(255).sub_(mean).div_(std)
+        tiles = to_device(item.view, _TILES, self.spec.device)
+        return normalize_pictures(tiles, self._processor.mean, self._processor.std)
 
     def _arranged(self, views: Tensor, item: MediaItem) -> Tensor:
         """[views, side * side, width] -> [num_features, width]: the overview's rows, then those of all tiles."""

@@ -23,7 +23,7 @@ from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, 
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
@@ -157,8 +157,7 @@ class FuyuModel(PretrainedModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         patches = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
-        features: Tensor = self.module.model.vision_embed_tokens(patches)
-        return list(features.split([item.shape.num_features for item in items]))
+        return split_features(self.module.model.vision_embed_tokens(patches), items)
 
     def normalized(self, item: MediaItem) -> Tensor:
         """float32 [rows * columns, patch * patch * 3], on the device; of a pixel its colours stand together."""

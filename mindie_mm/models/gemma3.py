@@ -22,7 +22,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import read_config
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.shm import ArraySpec
 
 _TOWER = "siglip_vision_model"
@@ -168,8 +168,7 @@ class Gemma3Model(LlavaModel):
     """Tower and decoder of Gemma 3; `module` is transformers' Gemma3ForConditionalGeneration."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        features: Tensor = self.module.model.get_image_features(self.pixels(items)).pooler_output
-        return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
+        return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
     def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
         """A group for each run of image tokens: the whole image, and each of its crops."""

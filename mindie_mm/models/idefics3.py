@@ -23,7 +23,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.shm import ArraySpec
 
 MOST_PIXELS = 4096
@@ -198,8 +198,7 @@ class Idefics3Model(PictureModel, PretrainedModel):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         # Not by get_image_features: that leaves out tiles whose values are all zero.
         hidden = self.module.model.vision_model(pixel_values=self.pixels(items)).last_hidden_state
-        features: Tensor = self.module.model.connector(hidden)
-        return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
+        return split_features(self.module.model.connector(hidden), items)
 
 
 class Idefics3(PretrainedFamily):

@@ -25,7 +25,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.shm import ArraySpec
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -186,8 +186,7 @@ class InternVLModel(PictureModel, PretrainedModel):
         self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        features: Tensor = self.module.model.get_image_features(self.pixels(items)).pooler_output
-        return list(features.flatten(0, 1).split([item.shape.num_features for item in items]))
+        return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
 
 class InternVL(PretrainedFamily):

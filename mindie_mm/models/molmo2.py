@@ -28,7 +28,7 @@ from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, 
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
@@ -296,16 +296,14 @@ class Molmo2Model(PretrainedModel):
                 features.update(zip(own, self._features_of(own), strict=True))
         return [features[item] for item in items]
 
-    def _features_of(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def _features_of(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """The features of each of items of one kind."""
         patches = [self.patches(item) for item in items]
         windows, offset = [], 0
         for item, squares in zip(items, patches, strict=True):
             windows.append(_moved(self.windows(item), offset))
             offset += squares.shape[0] * squares.shape[1]
-        features = self._pooled(torch.cat(patches), torch.cat(windows))
-        own: Sequence[Tensor] = features.split([item.shape.num_features for item in items])
-        return own
+        return split_features(self._pooled(torch.cat(patches), torch.cat(windows)), items)
 
     def _pooled(self, patches: Tensor, windows: Tensor) -> Tensor:
         """[n, patches, values] and the host's int64 [features, patches of a window] -> [features, hidden].

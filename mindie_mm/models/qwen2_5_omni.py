@@ -27,7 +27,7 @@ from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.pretrained import load_pretrained
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
 
 _DEFAULT_FPS = 2.0
@@ -129,7 +129,7 @@ class Qwen25OmniModel(Qwen2VLModel):
             pool_indices=upload(theirs.get_pool_indices(lengths), device),
             cu_seqlens=theirs.get_audio_cu_seqlens(chunk_lengths),
         ).last_hidden_state
-        return list(features.split([item.shape.num_features for item in items]))
+        return split_features(features, items)
 
 
 class Qwen25Omni(PretrainedFamily):

@@ -30,7 +30,7 @@ from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, joined, normalize_patches, normalize_planes, repeat_frames
 from mindie_mm.nn.pretrained import PretrainedModel, text_width
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
@@ -408,8 +408,7 @@ class Qwen2VLModel(PretrainedModel):
         return 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        features: Tensor = self.run_visual(items).pooler_output
-        return list(features.split([item.shape.num_features for item in items]))
+        return split_features(self.run_visual(items).pooler_output, items)
 
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
         """The vision tower's output, whose `pooler_output` are the features of all items, one behind another."""

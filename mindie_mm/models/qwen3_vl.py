@@ -29,7 +29,7 @@ from mindie_mm.nn.mrope import Grid, mrope_positions
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.shares import DECODER_PLAN
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, split_features
 
 _UNSTATED_FPS = 24.0
 _ZERO = np.zeros((), np.uint8)
@@ -183,8 +183,7 @@ class Qwen3VLModel(Qwen2VLModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         out = self.run_visual(items)
-        features = torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
-        return list(features.split([item.shape.num_features for item in items]))
+        return split_features(torch.cat([out.pooler_output, *out.deepstack_features], dim=-1), items)
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         from transformers.vision_utils import get_vision_interpolation_indices_and_weights

@@ -29,7 +29,7 @@ from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
 from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
@@ -106,7 +106,9 @@ class QwenVLProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             resized = np.asarray(Image.fromarray(image.decode()).resize((size, size), Image.Resampling.BICUBIC))
             if _PIXELS in arrays:
-                arrays[_PIXELS][...] = normalize(torch.tensor(resized).unsqueeze(0)).numpy()
+                arrays[_PIXELS][...] = normalize_pictures(
+                    torch.tensor(resized).unsqueeze(0), CLIP_MEAN, CLIP_STD
+                ).numpy()
             else:
                 arrays[_BYTES][...] = resized
 
@@ -117,12 +119,6 @@ class QwenVLProcessor(Processor):
             write=write,
             mindie_specs={_PIXELS: ArraySpec((1, 3, size, size), "float32")},
         )
-
-
-def normalize(images: Tensor) -> Tensor:
-    """uint8 [n, size, size, 3] -> float32 [n, 3, size, size], to the last bit as the reference."""
-    mean, std = (upload(values, images.device).view(1, 3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
-    return images.permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 
 def resize_grid(table: Tensor, count: int) -> Tensor:
@@ -314,7 +310,8 @@ class QwenVLModel(Model):
         """float32 [1, 3, size, size], on the device, of an item of either wire."""
         if _PIXELS in item.view:
             return to_device(item.view, _PIXELS, self.spec.device)
-        return normalize(to_device(item.view, _BYTES, self.spec.device).unsqueeze(0))
+        picture = to_device(item.view, _BYTES, self.spec.device)
+        return normalize_pictures(picture.unsqueeze(0), CLIP_MEAN, CLIP_STD)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.transformer["wte"](input_ids)

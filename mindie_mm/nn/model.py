@@ -39,7 +39,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence, from generation_config.json or config.json."""
+    """Tokens that end a sequence, from generation_config.json or config.json; those that have no logits end none."""
     device: torch.device
     dtype: torch.dtype
     value_head_dim: int | None = None
@@ -48,6 +48,10 @@ class ModelSpec:
     """Ids that a prompt may hold, where they are more than `vocab_size`."""
     extra_width: int = 0
     """Columns of the features behind the hidden ones, which `decode` is given apart."""
+
+    def __post_init__(self) -> None:
+        known = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
+        object.__setattr__(self, "eos_token_ids", known)
 
     @property
     def kv_token_bytes(self) -> int:

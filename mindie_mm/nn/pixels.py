@@ -38,6 +38,13 @@ def normalize_planes(
     return values.sub_(scaled_mean.view(channels)).div_(scaled_std.view(channels)).view(len(planes), -1)
 
 
+def normalize_pictures(pictures: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """uint8 [n, H, W, 3] -> float32 [n, 3, H, W], to the last bit what torchvision's ToTensor and Normalize compute."""
+    planes = pictures.permute(0, 3, 1, 2)
+    own_mean, own_std = (upload(values, planes.device).view(1, 3, 1, 1) for values in (mean, std))
+    return planes.float().div_(255).sub_(own_mean).div_(own_std)
+
+
 def repeat_frames(patches: torch.Tensor, temporal_patch_size: int) -> torch.Tensor:
     """[n, 3 * k] -> [n, 3 * temporal_patch_size * k]: an image as a video that stands still."""
     planes = patches.view(len(patches), 3, 1, -1)

@@ -6,7 +6,7 @@ families, and never load a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -150,18 +150,23 @@ def _load(
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
-    if misfits := sorted(loaded["mismatched_keys"]):
-        name, found, needed = misfits[0]
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
-            f"{name}: {list(found)}, not {list(needed)}"
-        )
+    check_shapes(checkpoint, loaded["mismatched_keys"])
     # transformers would draw missing ones at random, and the answers would look like a bad model's
     check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
     module.requires_grad_(False).eval()
     if num_shares() > 1:
         localize(module)
     return module
+
+
+def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """UnsupportedCheckpoint names the first of the weights of another shape: (its name, its shape, the model's)."""
+    if misfits:
+        name, found, needed = min(misfits)
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
+            f"{name}: {list(found)}, not {list(needed)}"
+        )
 
 
 def check_weights(

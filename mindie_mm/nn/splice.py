@@ -96,6 +96,11 @@ class MediaItem:
         return self.ref if self.digest is None else self.digest
 
 
+def split_features(features: Tensor, items: Sequence[MediaItem]) -> list[Tensor]:
+    """[..., width], the rows of all items one behind another -> each item's [num_features, width]."""
+    return list(features.flatten(0, -2).split([item.shape.num_features for item in items]))
+
+
 @dataclass(frozen=True, slots=True)
 class Splice:
     """Features that replace rows of a flat batch's hidden states, or are added to them."""

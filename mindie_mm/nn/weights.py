@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.pretrained import check_weights
+from mindie_mm.nn.pretrained import check_shapes, check_weights
 from mindie_mm.nn.quantized import refuse_quantized
 from mindie_mm.nn.shares import refuse_shares
 
@@ -39,20 +39,15 @@ def build(
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     found: dict[str, Tensor] = {}
     unexpected: list[str] = []
-    misfits: list[tuple[str, list[int], list[int]]] = []
+    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for name, tensor in _read(checkpoint):
         if name not in expected:
             unexpected.append(name)
         elif tuple(tensor.shape) != expected[name]:
-            misfits.append((name, list(tensor.shape), list(expected[name])))
+            misfits.append((name, tuple(tensor.shape), expected[name]))
         else:
             found[name] = tensor.to(device.torch_device, dtype)
-    if misfits:
-        name, has, needed = min(misfits)
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
-            f"{name}: {has}, not {needed}"
-        )
+    check_shapes(checkpoint, misfits)
     check_weights(checkpoint, sorted(expected.keys() - found.keys()), unexpected, unused)
     module.load_state_dict(found, assign=True)
     return module.requires_grad_(False).eval()
