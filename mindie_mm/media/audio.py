@@ -59,7 +59,7 @@ class EncodedAudio:
         unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
             stream, num_channels = _stream_of(container)
-            rate = stream.rate or 0
+            rate = stream.rate
             durations = [container.duration and container.duration / av.time_base]
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
@@ -136,11 +136,18 @@ def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
     Where the channels stand is forgotten: asked for a layout, PyAV frees the list of places that some containers have
     (CAF, AIFF, MOV), which is FFmpeg's, and would do so again for each frame.
     """
+    if container.streams.best("audio") is None and any(_states_no_rate(one) for one in container.streams.audio):
+        raise MediaError("the file's sound states no rate, how many samples a second it has")
     stream: AudioStream = best_stream(container, "audio")
     check_codec(stream.codec_context, "the file's sound")
     if num_channels := stream.codec_context.channels:  # the list is freed by this, and let go of by the next
         stream.codec_context.layout = f"{num_channels} channels"
     return stream, num_channels
+
+
+def _states_no_rate(stream: AudioStream) -> bool:
+    """FFmpeg finds no best one among streams without a rate."""
+    return stream.codec_context is not None and not stream.codec_context.sample_rate
 
 
 def _check_rate(rate: int) -> int:

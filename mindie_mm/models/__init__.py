@@ -121,8 +121,10 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
     """
     try:
         yield
-    except (MindieMMError, torch.OutOfMemoryError, OSError):
+    except (MindieMMError, torch.OutOfMemoryError):
         raise
+    except OSError as error:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read: {error}") from error
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         _log.debug("%s cannot be read as %s", checkpoint.path, family.__name__, exc_info=True)

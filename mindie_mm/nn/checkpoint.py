@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.inputs import Kind
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Checkpoint:
         """Reads config.json of `path` (None: the embedded one); UnsupportedCheckpoint if there is none."""
         root = Path(path) if path is not None else EMBEDDED
         file = root / "config.json"
-        if not file.is_file():
+        if not _is_file(file):
             said = f"{root} is no checkpoint directory: it has no config.json"
             if _REPOSITORY.fullmatch(str(root)) and not root.exists():
                 said += (
@@ -52,7 +52,7 @@ class Checkpoint:
         """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
         if name not in self._files:
             file = self.path / name
-            self._files[name] = _read(file) if file.is_file() else {}
+            self._files[name] = _read(file) if _is_file(file) else {}
         return self._files[name]
 
     def preprocessor(self, kind: Kind, classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -96,9 +96,15 @@ class Checkpoint:
         return token["content"] if isinstance(token, dict) else token
 
 
+def _is_file(file: Path) -> bool:
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # its folder may be another user's
+        return file.is_file()
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
+        with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+            value = json.loads(file.read_text())
     except ValueError as error:
         raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

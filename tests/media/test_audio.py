@@ -221,6 +221,21 @@ def test_caps_hold_before_decoding():
         open_audio(wav_header(RATE, 65) + bytes(65 * 200))
 
 
+@pytest.mark.parametrize(
+    ("data", "rate"),
+    [
+        (encode_sound(tone(0.2), RATE, "CAF"), struct.pack(">d", RATE)),
+        (encode_with_ffmpeg(tone(0.2), RATE, "mov", "pcm_s16le"), struct.pack(">I", RATE << 16)),
+        (encode_with_ffmpeg(tone(0.2), RATE, "matroska", "pcm_s16le"), struct.pack(">d", RATE)),
+    ],
+    ids=["caf", "mov", "matroska"],
+)
+def test_sound_that_states_no_rate_is_said_to(data: bytes, rate: bytes):
+    assert rate in data
+    with pytest.raises(MediaError, match=r"sound states no rate, how many samples a second it has"):
+        open_audio(data.replace(rate, bytes(len(rate))))
+
+
 def test_a_small_file_that_is_hours_of_sound_is_refused_at_once():
     silence = encode_with_ffmpeg(np.zeros(20 * 48_000, np.float32), 48_000, "ogg", "libopus")
     last = bytearray(silence[silence.rindex(b"OggS") :])  # this page states how many samples the file has

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -17,6 +20,33 @@ def checkpoint(tmp_path):
     added = [{"content": f"<{index}>", "id": index} for index in range(3)]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     return Checkpoint.open(tmp_path)
+
+
+@contextmanager
+def another_user() -> Iterator[None]:
+    """As one whom permissions hold, which root is not."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+@pytest.mark.parametrize("closed", [".", "config.json"])
+def test_what_may_not_be_read_is_told(checkpoint, closed):
+    """A folder that another user keeps for himself, as one of root's mounted into a container."""
+    (checkpoint.path / closed).chmod(0)
+    said = "cannot be read: Permission denied"
+    try:
+        with another_user(), pytest.raises(UnsupportedCheckpoint, match=said):
+            Checkpoint.open(checkpoint.path)
+        if closed == ".":
+            with another_user(), pytest.raises(UnsupportedCheckpoint, match=said):
+                checkpoint.json("tokenizer.json")
+    finally:
+        (checkpoint.path / closed).chmod(0o700)
 
 
 def test_a_file_is_read_once(checkpoint):
