@@ -21,7 +21,7 @@ from mindie_mm.errors import DeviceError
 from mindie_mm.shm import survey
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
-pytest_plugins = ["tests.checkpoints", "tests.recording", "tests.warm"]
+pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.recording", "tests.warm"]
 # What these assert is shown with its values, as in test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
 

@@ -15,10 +15,10 @@ FAMILIES = {
     "crops": test_molmo.TestMolmo,
     "windows": test_molmo2.TestMolmo2,
 }
-"""Those with layers of their own, or whose media take more than one copy."""
+"""Those whose media take more than one copy, or towers have layers of their own."""
 
 
-def decode(checkpoint: str | None, dtype: str) -> list[int]:
+def decode(dtype: str) -> list[int]:
     """How often each step of a mixed batch waited for the device, the first step aside."""
     from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
@@ -34,7 +34,7 @@ def decode(checkpoint: str | None, dtype: str) -> list[int]:
     ]
     # One after another ends, down to a single row.
     params = [SamplingParams(max_tokens=4 + n, ignore_eos=True, **request) for n, request in enumerate(requests)]
-    return waits_of_steps(Engine(load_model(checkpoint, "npu", dtype), EngineConfig(), 2**26), params)
+    return waits_of_steps(Engine(load_model(None, "npu", dtype), EngineConfig(), 2**26), params)
 
 
 def answer(checkpoint: str, dtype: str) -> list[int]:
@@ -143,13 +143,10 @@ def test_media_are_encoded_behind_one_wait_for_their_copies(checkpoint, kind):
     assert call(encode, checkpoint, kind) == [1] * 3
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "dtype"),
-    [(None, "bfloat16"), (None, "float32"), *((family, "bfloat16") for family in FAMILIES)],
-    indirect=["checkpoint"],
-)
-def test_a_step_waits_for_the_device_once(checkpoint, dtype):
-    assert call(decode, checkpoint, dtype) == [1] * 7
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_waits_for_the_device_once(dtype):
+    """Whatever its requests ask for; that every family's does so is in its contract."""
+    assert call(decode, dtype) == [1] * 7
 
 
 def test_a_step_of_an_encoder_decoder_waits_for_the_device_once(tmp_path):

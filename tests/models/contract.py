@@ -385,6 +385,24 @@ class FamilyContract:
         if device == "cpu":
             assert sum(recorded) > len(recorded) >= 1
 
+    def test_a_decode_step_waits_for_the_device_once(self, path, device, tokenized, waits):
+        engine = self.engine(load_model(path, device=device, dtype="bfloat16"))
+        run(engine, [*tokenized.values()], max_tokens=2)  # an operator is tried, with a wait, where it is first used
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for i, ids in enumerate(tokenized.values()):
+            assert engine.add(Add(str(i), ids.numpy().tobytes(), params)) is None
+        begun: set[str] = set()
+        found = []
+        while engine.has_work():
+            decodes = len(begun) == len(tokenized)
+            waits()
+            progress = engine.step().progress
+            found += [waits()] if decodes else []
+            assert not [one.error for one in progress if one.error]
+            begun |= {one.request_id for one in progress}
+        assert len(found) >= 5
+        assert found == [1] * len(found)
+
     def test_bfloat16(self, path, device, reference, tokenized):
         """As near to float32 as the reference is in bfloat16."""
         model, half = load_model(path, device=device, dtype="bfloat16"), reference.in_bfloat16()
