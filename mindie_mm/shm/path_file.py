@@ -47,6 +47,12 @@ class Contents:
     damaged: list[int]
     """Numbers, from 1, of the lines that are neither."""
 
+    @property
+    def damage(self) -> str:
+        """How errors tell of those lines, where there are any."""
+        numbers = ", ".join(map(str, self.damaged[:10]))
+        return f"{len(self.damaged)} lines are no reference (line {numbers})"
+
 
 def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
     """Appends a block's line in one write.
@@ -180,9 +186,5 @@ def release(path_file: str | Path) -> int:
             f"path file {path_file}: {len(troubles)} of {len(frees)} references could not be released: {troubles[0]}"
         ) from troubles[0]
     if contents.damaged:
-        numbers = ", ".join(str(number) for number in contents.damaged[:10])
-        raise CorruptReference(
-            f"path file {path_file}: {len(contents.damaged)} lines are no reference (line {numbers}); "
-            f"the other {len(frees)} were released"
-        )
+        raise CorruptReference(f"path file {path_file}: {contents.damage}; the other {len(frees)} were released")
     return freed

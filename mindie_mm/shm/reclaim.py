@@ -163,8 +163,7 @@ class _Collection:
                 if num_bytes is not None and (self._dry_run or unlink_segment(name)):
                     self._add("path_file", name, num_bytes)
         if contents.damaged:
-            numbers = ", ".join(map(str, contents.damaged[:10]))
-            self._failures.append(f"{path_file}: {len(contents.damaged)} lines are no reference (line {numbers})")
+            self._failures.append(f"{path_file}: {contents.damage}")
 
     def _free(self, cause: Cause, ref: Ref, num_bytes: int) -> None:
         if self._dry_run or release_block(ref):

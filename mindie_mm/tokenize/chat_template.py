@@ -25,7 +25,7 @@ as `map('ran' ~ 'dom')`, is not found."""
 _RESERVED_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-    | {"sanitize_control_tokens", "conversations", "self"}
+    | {"sanitize_control_tokens", "conversations", "self", "continue_final_message", "documents"}
 )
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
 """With transformers' way with blanks."""

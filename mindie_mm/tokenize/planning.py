@@ -1,4 +1,4 @@
-"""What each media item of a prompt will be: its features, its arrays, what names its content. No pixel is made yet."""
+"""What each media item of a prompt will be: its features, its arrays, what names its content. No array is made yet."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Planner:
     def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
         """All items of a prompt, in order. InputError and below, naming the item; LimitExceeded for too many.
 
-        Nothing is decoded before what all of them take is known to be within the caps.
+        No picture, and no video but for a frame of a turned one, is decoded before all of them are known to be within
+        the caps. A clip of sound is decoded as it is planned, for the number of its features, up to its own caps.
         """
         counts: Counter[Kind] = Counter(item.kind for item in media)
         for kind in counts:

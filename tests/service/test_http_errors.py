@@ -246,6 +246,8 @@ def test_a_body_that_is_packed(service: RunningService, name: str) -> None:
     ("kwargs", "said"),
     [
         ({"self": 1}, "chat_template_kwargs cannot hold 'self'"),
+        ({"continue_final_message": True}, "chat_template_kwargs cannot hold 'continue_final_message'"),
+        ({"documents": [{"text": "a"}]}, "chat_template_kwargs cannot hold 'documents'"),
         ({"conversations": 1}, "chat_template_kwargs cannot hold 'conversations'"),
         ({"a": json.loads("[" * 900 + "]" * 900)}, "nest"),
     ],
