@@ -94,6 +94,7 @@ class Engine(BaseEngine):
         if not step:
             return
         logits = self._runner.forward(step, features)
+        self._towers.fetch(self._scheduler.coming())
         if not all(scheduled.samples for scheduled in step):
             faults.point("mid-prefill")
         for rows in logits.prompts:

@@ -16,6 +16,7 @@ from mindie_mm.engine.decode_graphs import are_recorded, most_blocks, most_rows
 from mindie_mm.engine.kv_cache_size import MORE_ROOM, block_size, context_length, useful_bytes
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.runner import PROMPT_ROWS
+from mindie_mm.engine.towers import fetched_bytes
 from mindie_mm.engine.trials import Trial, Trials, mib
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
@@ -102,7 +103,8 @@ class WorstCase:
         decoder = self._decoder_bytes(kinds, seconds)
         # All together: a step's features are there while the decoder runs, and recordings keep their memory.
         towers = max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
-        return decoder + towers + (self._recorded_bytes(cast("Model", model), seconds) if recorded else 0)
+        fetched = 0 if model.spec.device.type == "cpu" else fetched_bytes(self._config.max_tower_bytes)
+        return decoder + towers + fetched + (self._recorded_bytes(cast("Model", model), seconds) if recorded else 0)
 
     def _decoder_bytes(self, kinds: tuple[Kind, ...], seconds: float) -> int:
         most = self._max_model_len

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import abc, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mindie_mm.config import EngineConfig
@@ -62,6 +63,11 @@ class BaseScheduler(ABC):
     @abstractmethod
     def _let_go(self, sequence: Sequence) -> None:
         """Takes back the room of a sequence that runs."""
+
+    def coming(self) -> Iterator[MediaItem]:
+        """Media that later steps encode, as far as can be told, in their order."""
+        for sequence in self.waiting:
+            yield from (item for item in sequence.items if item not in self._encoder_cache)
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -125,6 +131,12 @@ class Scheduler(BaseScheduler):
             self.running.append(self.waiting.popleft())
             step.append(scheduled)
         return step
+
+    def coming(self) -> Iterator[MediaItem]:
+        for sequence in self.running:
+            if sequence.num_computed < sequence.num_prompt:
+                yield from self._uncached(sequence, sequence.num_computed, sequence.num_prompt)
+        yield from super().coming()
 
     def computed(self, step: abc.Sequence[Scheduled]) -> None:
         """Lets other sequences find the blocks that `step` filled. Call it before any of its sequences is removed."""

@@ -161,6 +161,7 @@ class Seq2SeqEngine(BaseEngine):
         progress += self._fail_all(failed)
         if not rows:
             return
+        self._towers.fetch(self._scheduler.coming())
         draws = self._draw(torch.cat([*rows.values()]), [*rows])
         for sequence, draw in zip(rows, draws, strict=True):
             progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost

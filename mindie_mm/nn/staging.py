@@ -1,13 +1,16 @@
 """Media from shared memory to a device: read by the device itself, on a stream of its own beside the computation.
 
 An arena's pages are registered with the driver once, when the first item in it is taken. Where that cannot be done, and
-for what lies elsewhere, the bytes go through pinned memory, one copy more.
+for what lies elsewhere, the bytes go through pinned memory, one copy more. What a later step needs is fetched while the
+device computes this one.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -16,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.device import kind_of
 from mindie_mm.nn.splice import ItemView
-from mindie_mm.shm import View
+from mindie_mm.shm import Ref, View
 from mindie_mm.shm.mapped import MappedArena
 
 _log = logging.getLogger(__name__)
@@ -32,10 +35,28 @@ def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
     return _staging(device).bring(view, name)
 
 
+def fetch(views: Iterable[ItemView], device: torch.device) -> None:
+    """Queues copies of the items' arrays to `device`, where `to_device` finds them; on the host there are none.
+
+    What was fetched else is let go of. `settle` waits for these copies, too.
+    """
+    if device.type != "cpu":
+        _staging(device).fetch(views)
+
+
 def settle(device: torch.device) -> None:
-    """Waits until all that `to_device` was asked for has been read."""
+    """Waits until all that `to_device` and `fetch` were asked for has been read."""
     if device.type != "cpu":
         _staging(device).settle()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """An array on its way to the device, or there."""
+
+    target: Tensor
+    copied: torch.Event
+    """Behind the copy, on the stream of copies."""
 
 
 class Staging:
@@ -47,9 +68,29 @@ class Staging:
         self._registered: dict[MappedArena, mmap.mmap | None] = {}
         self._reading: list[Tensor] = []
         """Arrays that the device is reading by itself."""
+        self._names: set[str] = set()
+        """Arrays that towers have asked for: of a block's others the host makes use."""
+        self._fetched: dict[Ref, dict[str, _Copy]] = {}
 
     def bring(self, view: ItemView, name: str) -> Tensor:
         """As `to_device`."""
+        self._names.add(name)
+        fetched = self._fetched.get(view.ref, {}).pop(name, None) if isinstance(view, View) else None
+        copy = fetched or self._copy(view, name)
+        computing = torch.accelerator.current_stream(self._device)
+        computing.wait_event(copy.copied)
+        copy.target.record_stream(computing)
+        return copy.target
+
+    def fetch(self, views: Iterable[ItemView]) -> None:
+        """As `fetch`, of views of our own wire: a segment's name may be given again to another content."""
+        known, self._fetched = self._fetched, {}
+        for view in views:
+            if isinstance(view, View):
+                names = self._names.intersection(view)
+                self._fetched[view.ref] = known.get(view.ref) or {name: self._copy(view, name) for name in names}
+
+    def _copy(self, view: ItemView, name: str) -> _Copy:
         array = from_dlpack(view[name])
         registered = self._registered_memory(view, name, array)
         if registered is not None:
@@ -58,10 +99,7 @@ class Staging:
         else:
             with self._stream:
                 target = array.pin_memory().to(self._device, non_blocking=True)
-        computing = torch.accelerator.current_stream(self._device)
-        computing.wait_stream(self._stream)
-        target.record_stream(computing)
-        return target
+        return _Copy(target, self._stream.record_event())
 
     def settle(self) -> None:
         """As `settle`."""

@@ -103,6 +103,21 @@ def test_a_long_prompt_holds_up_no_answer_that_began_behind_it(prompt):
     assert step(made) == [("b", 5, 6), ("long", 69, 108)]
 
 
+def test_media_of_later_steps_are_told_in_the_order_of_need():
+    pictures = [picture(start, 4, bytes([start])) for start in (0, 10, 20)]
+    made = scheduler(
+        sequence("a", 30, items=pictures),
+        sequence("b", 9, items=(picture(2, 4, b"b"),)),
+        max_num_batched_tokens=8,
+    )
+    assert step(made) == [("a", 0, 8)]
+    assert [item.key for item in made.coming()] == [bytes([10]), bytes([20]), b"b"]
+    assert [step(made) for _ in range(3)][-1] == [("a", 24, 30), ("b", 0, 2)]
+    assert [item.key for item in made.coming()] == [b"b"]
+    step(made)
+    assert not [*made.coming()]
+
+
 def test_who_gives_up_its_blocks_to_a_prompt_has_no_token_in_that_step():
     first, second = sequence("a", 12, joined=((4, 12),)), sequence("b", 3)
     made = scheduler(first, second, blocks=3, max_num_batched_tokens=9)
@@ -281,7 +296,9 @@ def test_an_encoder_decoders_media_fit_the_tower():
     first, second = (sequence(name, 6, items=(picture(1, 3, name.encode()),)) for name in "ab")
     made = encoder_decoder(first, second)
     assert step(made) == [("a", 0, 6)]
+    assert [item.key for item in made.coming()] == [b"b"]
     assert step(made) == [("a", 6, 7), ("b", 0, 6)]
+    assert not [*made.coming()]
 
 
 def test_an_encoder_decoder_sets_aside_what_an_answer_may_become():

@@ -1,0 +1,146 @@
+"""Media of requests that wait are read while the device computes for others."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ascend.processes import call
+
+SIZES = ((84, 112), (84, 84), (112, 112))
+"""Pictures of different numbers of bytes, so that a trace tells them apart."""
+
+
+def undisturbed(engine: Any, refs: list) -> None:
+    pass
+
+
+def abort_second(engine: Any, refs: list) -> None:
+    from mindie_mm.engine.messages import Abort
+
+    engine.abort(Abort("1"))
+
+
+def free_second(engine: Any, refs: list) -> None:
+    from mindie_mm.shm import free
+
+    free(refs[1])
+
+
+def answers(beside: bool, disturb: Callable[[Any, list], None] = undisturbed) -> dict:
+    """What each picture's request is told, and the calls of each step; `beside`: all wait for the first one's end.
+
+    They are disturbed behind the first step.
+    """
+    import tempfile
+
+    import numpy as np
+
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.models import load_model
+    from mindie_mm.nn import staging
+    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+
+    trace = Path(os.environ["ASCEND_SIM_TRACE"])
+    engine = Engine(load_model(None, "npu", "bfloat16"), EngineConfig(max_num_seqs=1), 2**26)
+    told: dict[str, list] = {}
+    calls: list[list[str]] = []
+    refs, nbytes = [], []
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+    def step() -> None:
+        begun = trace.stat().st_size
+        for progress in engine.step().progress:
+            news = [progress.error.name] if progress.error else progress.token_ids
+            told.setdefault(progress.request_id, []).extend(news)
+        with trace.open() as file:
+            file.seek(begun)
+            calls.append([line.split(" ", 3)[3].rstrip() for line in file])
+
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(Checkpoint.open(None).path) as tokenizer:
+        path_file = Path(folder) / "shm_name.txt"
+        for number, size in enumerate(SIZES):
+            picture = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
+            ids = tokenizer.tokenize([{"image": picture}, {"text": "What is it?"}], path_file).numpy()
+            assert engine.add(Add(str(number), ids.tobytes(), params)) is None
+            (item,) = engine._sequences[str(number)].items
+            refs.append(item.ref)
+            nbytes.append(max(array.nbytes for array in item.view.values()))
+            del item
+            while not beside and engine.has_work():
+                step()
+        if beside:
+            step()
+        disturb(engine, refs)
+        while engine.has_work():
+            step()
+        release(path_file)
+    held = sum(len(staging._staging(device)._fetched) for device in engine._devices)
+    return {"told": told, "calls": calls, "nbytes": nbytes, "held": held}
+
+
+def answers_without_room() -> dict:
+    """The same where nothing can be read early."""
+    from mindie_mm.nn import staging
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory is left for what comes later")
+
+    staging.Staging.fetch = refuse
+    return answers(True)
+
+
+def read(calls: list[str]) -> list[int]:
+    """Bytes of each copy from the host, in order; 0 where the host waits for a stream."""
+    found = []
+    for line in calls:
+        if copied := re.match(r"aclrtMemcpyAsync .* n=(\d+) kind=1", line):
+            found.append(int(copied[1]))
+        elif line.startswith("aclrtSynchronizeStream"):
+            found.append(0)
+    return found
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What is told where no request waits for another."""
+    return call(answers, False, trace=str(tmp_path_factory.mktemp("apart") / "trace"))
+
+
+def test_pictures_that_wait_are_read_beside_a_step_of_others(apart: dict, tmp_path: Path) -> None:
+    found = call(answers, True, trace=str(tmp_path / "trace"))
+    assert found["told"] == apart["told"]
+    first, *rest = (read(calls) for calls in found["calls"])
+    own, *others = found["nbytes"]
+    assert len({own, *others}) == len(SIZES)
+    encoded = first.index(0, first.index(own))  # the wait behind which the first picture's tower is done
+    assert first[-1] == 0, "the step's last wait is for its token"
+    assert [size for size in first[encoded:] if size in others] == others
+    assert not [size for step in rest for size in step if size in found["nbytes"]], "none is read twice"
+    assert found["held"] == 0
+
+
+def test_a_picture_that_was_freed_after_it_was_read_fails_its_own_request(apart: dict, tmp_path: Path) -> None:
+    found = call(answers, True, free_second, trace=str(tmp_path / "trace"))
+    assert found["told"] == apart["told"] | {"1": ["StaleReference"]}
+
+
+def test_a_picture_of_a_request_that_was_aborted_is_let_go_of(apart: dict, tmp_path: Path) -> None:
+    found = call(answers, True, abort_second, trace=str(tmp_path / "trace"))
+    assert found["told"] == {number: told for number, told in apart["told"].items() if number != "1"}
+    assert found["held"] == 0
+
+
+def test_pictures_that_cannot_be_read_early_are_read_when_their_step_comes(apart: dict, tmp_path: Path) -> None:
+    assert call(answers_without_room, trace=str(tmp_path / "trace"))["told"] == apart["told"]
