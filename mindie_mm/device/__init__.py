@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mindie_mm.device import host_memory
+from mindie_mm.device.alive import require_alive
 from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
@@ -59,6 +60,7 @@ __all__ = [
     "kernels_of",
     "kind_of",
     "open_device",
+    "require_alive",
     "upload",
     "zeros",
 ]

@@ -61,8 +61,11 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 class Kernels:
     """A device's fused operators. This base has none: attention is then nn/'s, in plain torch."""
 
-    def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Whether `attend` takes queries [heads, T, head_dim] over pages [blocks, block_size, kv_heads, head_dim]."""
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
+        """Whether `attend` takes queries [heads, T, head_dim] over pages [blocks, block_size, kv_heads, head_dim].
+
+        Of so many sequences, of which the longest has so many tokens.
+        """
         return False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:

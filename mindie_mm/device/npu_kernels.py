@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindie_mm.device.alive import require_alive
 from mindie_mm.device.kernels import Kernels, Rows
 from mindie_mm.device.transfer import upload
 
@@ -26,7 +27,12 @@ _PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
 PACKED = "npu_fusion_attention"
 _PACKED_WIDTH = 128
 """Width of the heads that attention takes with the rows of all sequences in one row (TND)."""
+_MAX_PACKED = 4096
+"""Most sequences whose rows are in one row."""
 _MAX_WIDTH = 512
+_MAX_KEYS = 262144
+_MAX_ELEMENTS = 2**31 - 1
+"""Most tokens that a single row attends to where the rows are apart, and most elements of the cache."""
 _MAX_SHARE = 64
 """Most heads that may share a key-value head."""
 _MASK_SIZE = 2048
@@ -38,7 +44,7 @@ _BLOCK_STEP, _MAX_BLOCK = 128, 512
 class NPUKernels(Kernels):
     """What an Ascend NPU has, as far as torch_npu and CANN bring it."""
 
-    def attends(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
         return (
             query.dtype in HALF
@@ -49,12 +55,17 @@ class NPUKernels(Kernels):
             and block_size % _BLOCK_STEP == 0
             and block_size <= _MAX_BLOCK
             and (
-                _packs(query, keys) or works(_ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
+                _packs(query, keys, num_sequences)
+                or (
+                    longest <= _MAX_KEYS
+                    and keys.numel() <= _MAX_ELEMENTS
+                    and works(_ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
+                )
             )
         )
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-        attend = _attend_packed if _packs(query, keys) else _attend_apart
+        attend = _attend_packed if _packs(query, keys, len(rows.stops)) else _attend_apart
         return attend(query, keys, values, rows, scaling)
 
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
@@ -64,11 +75,12 @@ class NPUKernels(Kernels):
             super().store(pages, slots, new)
 
 
-def _packs(query: Tensor, keys: Tensor) -> bool:
+def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
     """Whether all rows go into one call; an older CANN has that for other heads alone, or without pages."""
     heads, kv_heads = query.shape[0], keys.shape[2]
     return (
         query.shape[-1] == _PACKED_WIDTH
+        and num_sequences <= _MAX_PACKED
         and keys.shape[1] == _BLOCK_STEP
         and works(_PACKED_ATTENTION, query.device, query.dtype, heads, kv_heads, _PACKED_WIDTH, _BLOCK_STEP)
     )
@@ -224,12 +236,16 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     `shape` are the sizes that it is asked for, as its trial takes them.
     """
     torch.accelerator.synchronize(device)  # what failed before is not this operator's
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
     try:
-        _TRIALS[operator](device, dtype, *shape)
+        # Past torch_npu's queue, which runs nothing any more once an operator has failed in it.
+        with npu.stream(npu.SyncLaunchStream(device)):
+            _TRIALS[operator](device, dtype, *shape)
         torch.accelerator.synchronize(device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, NotImplementedError) as error:
+        require_alive(device)
         _tell(operator, device, dtype, str(error).partition("\n")[0])
         return False
     return True
@@ -238,4 +254,5 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
 @cache
 def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
     """Once: one that is missing is so at every shape that a model asks it for."""
-    _log.warning("%s does not run on %s in %s, plain torch takes its place: %s", operator, device, dtype, reason)
+    instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
+    _log.warning("%s does not run on %s in %s, %s takes its place: %s", operator, device, dtype, instead, reason)

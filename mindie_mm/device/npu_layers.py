@@ -36,7 +36,9 @@ def fuse(module: nn.Module) -> None:
     """Replaces what `module` has of norms and rotations on an NPU; others stay as they are."""
     _fuse_norms(module)
     npu_towers.pack(module)
-    rotation.replace(module, rotation.TEXT, _rotate)
+    # The operator takes cosines of up to 1; YaRN's are multiplied.
+    if all(getattr(part, "attention_scaling", 1.0) == 1.0 for part in module.modules()):
+        rotation.replace(module, rotation.TEXT, _rotate)
 
 
 def _fuse_norms(module: nn.Module) -> None:

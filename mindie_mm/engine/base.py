@@ -6,7 +6,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import abc
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mindie_mm import faults
 from mindie_mm.config import EngineConfig
-from mindie_mm.device import download, upload
+from mindie_mm.device import download, require_alive, upload
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.grammar import Constraint, Grammars
 from mindie_mm.engine.messages import Abort, Add, FinishReason, Progress, Ready, Stats, Stepped, TokenLogprob
@@ -45,8 +44,7 @@ class BaseEngine(ABC):
     def __init__(self, model: MediaModel, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         """`ranks` are the processes that all do what this one does, each with its share of the weights."""
         self._spec = model.spec
-        # The towers may be on another.
-        self._devices = {model.spec.device, *(parameter.device for parameter in model.module.parameters())}
+        self._devices = model.devices
         self._ranks = ranks
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
@@ -230,7 +228,7 @@ class BaseEngine(ABC):
         """Fails sequences of a step; raises instead, before any is forgotten, where a device is gone for good."""
         if any(isinstance(error, DeviceError) for error in failed.values()):
             for device in self._devices:
-                _require_alive(device)
+                require_alive(device)
         return [self._fail(sequence, error) for sequence, error in failed.items()]
 
     def _fail(self, sequence: Sequence, error: MindieMMError) -> Progress:
@@ -253,13 +251,6 @@ def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
         if (num_top := sequence.params.logprobs) is not None:
             rows.setdefault(num_top, []).append(row)
     return rows
-
-
-def _require_alive(device: torch.device) -> None:
-    """Raises, as everything does from then on, on an accelerator that has failed: only another process can use it."""
-    if device.type != "cpu":
-        with suppress(torch.OutOfMemoryError):  # it is there, and full
-            download(torch.ones(1, device=device) + 1)
 
 
 def generator_of(params: SamplingParams) -> torch.Generator | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindie_mm import faults
 from mindie_mm.config import MiB
+from mindie_mm.device import require_alive
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.scheduler import Scheduled
@@ -66,6 +67,7 @@ class Towers:
             fetch(views.values(), self._model.spec.device)
         except Exception:  # noqa: BLE001 - they are read when their step comes, which fails alone
             _log.debug("media of later steps cannot be fetched", exc_info=True)
+            self._require_alive()
 
     def encode(self, step: abc.Sequence[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
         """Features of the step's media, from the cache or the tower, and the sequences whose media failed."""
@@ -126,6 +128,7 @@ class Towers:
         except Exception as error:  # noqa: BLE001 - what a device raises is no more the neighbours' fault
             if len(items) == 1:
                 _log.exception("the tower failed on %s", items[0].ref)
+            self._require_alive()
             failure = DeviceError(f"the tower failed: {type(error).__name__}")
         if (failure := ranks.agreed(failure)) is not None:
             return failure
@@ -133,6 +136,11 @@ class Towers:
             return features
         like = torch.empty(0, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
         return ranks.exchanged(features, owners, lengths, like)
+
+    def _require_alive(self) -> None:
+        """Before anything is tried again: what does not compute gives features without an error."""
+        for device in self._model.devices:
+            require_alive(device)
 
     def _within_limits(self, missing: list[tuple[Sequence, MediaItem]]) -> list[list[tuple[Sequence, MediaItem]]]:
         groups: list[list[tuple[Sequence, MediaItem]]] = []

@@ -68,7 +68,11 @@ def paged_attention(
         kernels = kernels_of(query.device)
         for pages, new in zip(cached, (key, value), strict=True):
             kernels.store(pages, paged.slots, new.transpose(0, 1))
-        if sliding_window is None and paged.is_causal and kernels.attends(query, *cached):
+        if (
+            sliding_window is None
+            and paged.is_causal
+            and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
+        ):
             return kernels.attend(query, *cached, paged.rows, scaling)
     match paged.prefills, paged.decodes:  # nothing to put together
         case [prefill], []:

@@ -107,6 +107,11 @@ class MediaModel(ABC):
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
     """The slots of each kind on MindIE's wire; none, and ids of that wire are refused."""
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where it computes: the towers may be elsewhere than the rest."""
+        return {self.spec.device, *(parameter.device for parameter in self.module.parameters())}
+
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Features of each item, [num_features, hidden and `extra_width` columns], in the order of its slots.

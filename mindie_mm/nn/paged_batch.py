@@ -134,6 +134,9 @@ class PagedBatch:
         `cache` None: nothing is kept, every chunk is a whole sequence.
         """
         self.cache = cache
+        self.num_sequences = len(chunks)
+        self.longest = max((chunk.stop for chunk in chunks), default=0)
+        """Tokens of the longest sequence."""
         self._chunks = chunks
         self._device = device
         self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
@@ -186,6 +189,8 @@ class RecordedBatch(PagedBatch):
     def __init__(self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
         """slots int64 [S]; blocks int64 [S, n], padded with the cache's block for that; lengths int64 [S]."""
         self.cache = cache
+        self.num_sequences = len(slots)
+        self.longest = blocks.shape[1] * cache.block_size
         self.slots = slots
         self.is_causal = True
         self.prefills = []

@@ -304,9 +304,65 @@ def test_an_operator_that_is_missing_is_said_once_and_done_in_plain_torch(names)
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
     assert not {*names} & {name for one in found for step in one["names"] for name in step}
     # Of attention each layout is tried.
-    tried = [*names, *[f"{FUSED} (TND)" for name in names if name == FUSED]]
-    reasons = [line.partition(SAYS.format("bfloat16")) for line in lines]
-    assert sorted(name for name, _, reason in reasons if reason) == sorted(tried)
+    packed = [line for line in lines if line.startswith(f"{FUSED} (TND)")]
+    assert len(packed) == (FUSED in names)
+    reasons = [line.partition(SAYS.format("bfloat16")) for line in lines if line not in packed]
+    assert sorted(name for name, _, reason in reasons if reason) == sorted(names)
+
+
+def test_where_attention_takes_no_packed_rows_the_other_layout_takes_its_place():
+    """As in CANN by _op_plugin_docs, where packed rows have no pages."""
+    found, lines = call(said, twice, missing=f"{FUSED}@128")
+    assert [one["names"] for one in found] == [[STORE + [FUSED] * calls for calls in (3, 2, 1)]] * 2
+    assert max(one["worst"] for one in found) < HALF_TOLERANCE
+    (line,) = lines
+    assert line.startswith(f"{FUSED} (TND) does not run on npu:0 in torch.bfloat16, its layout BSH takes its place: ")
+
+
+def sizes() -> list[bool]:
+    """Which batches are taken, of heads that are packed and of others."""
+    import torch
+
+    from mindie_mm.device import kernels_of, open_device
+
+    device = open_device("npu").torch_device
+    taken = []
+    for width in (128, 64):
+        query = torch.zeros(4, 1, width, dtype=torch.bfloat16, device=device)
+        pages = torch.zeros(1, 128, 2, width, dtype=torch.bfloat16, device=device)
+        attends = kernels_of(device).attends
+        taken += [attends(query, pages, pages, *size) for size in ((4096, 2**18 + 1), (4097, 2**18), (1, 2**18 + 1))]
+    return taken
+
+
+def test_batches_that_the_operator_refuses_are_plain_torchs():
+    """More than 4096 sequences are not packed; a single row that is not has 262144 keys at most."""
+    assert call(sizes) == [True, True, True, False, True, False]
+
+
+def scaled() -> list[str]:
+    """What rotates in a model whose cosines are multiplied, as YaRN's are."""
+    import torch
+    from transformers.models.llama import modeling_llama
+
+    from mindie_mm.device import npu_layers
+
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+    config = modeling_llama.LlamaConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1, rope_parameters=rope
+    )
+    model = modeling_llama.LlamaModel(config).to("npu")
+    npu_layers.fuse(model)
+    with Recorder() as recorder, torch.inference_mode():
+        model(torch.arange(5).unsqueeze(0).to("npu"))
+    return recorder.names
+
+
+def test_cosines_above_one_are_not_the_operators():
+    """Its documents say that they are in [-1, 1]."""
+    names = call(scaled)
+    assert "npu_rms_norm" in names
+    assert "npu_rotary_mul" not in names
 
 
 @pytest.mark.parametrize("missing", ["npu_rms_norm", "npu_rms_norm@48"])

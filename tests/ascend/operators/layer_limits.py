@@ -95,7 +95,12 @@ LIMITS = (
         dtypes(FLOAT, "x1", "x2", "gamma"),
     ),
     Limit(("npu::npu_add_rms_norm",), f"{DOCS}, npu_rms_norm: gamma", PARAMETER, same_dtype("x1", "x2", "gamma")),
-    Limit(("npu::npu_rms_norm", "npu::npu_add_rms_norm"), f"{DOCS}, npu_rms_norm: gamma", PARAMETER, _norm),
+    Limit(
+        ("npu::npu_rms_norm", "npu::npu_add_rms_norm"),
+        f"{DOCS}, npu_rms_norm: gamma; its 2 to 8 axes are 1 to 8 in CANN's aclnnRmsNorm",
+        PARAMETER,
+        _norm,
+    ),
     Limit(("npu::npu_rotary_mul",), f"{DOCS}, npu_rotary_mul", PARAMETER, dtypes(FLOAT, "input", "r1", "r2")),
     Limit(("npu::npu_rotary_mul",), f"{DOCS}, npu_rotary_mul, jit_compile=False", PARAMETER, _rotary),
     Limit(("npu::npu_rotary_mul",), f"{DOCS}, the same: B, N < 1000; B * N < 1000", PARAMETER, _rotary_counts),

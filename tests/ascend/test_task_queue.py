@@ -1,0 +1,133 @@
+"""With torch_npu's queue, as it comes (TASK_QUEUE_ENABLE=1): after a failure in it, calls succeed and do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindie_mm.engine.messages import Progress
+from tests.ascend.processes import call
+
+QUEUED: dict[str, Any] = {"TASK_QUEUE_ENABLE": 1}
+COPY = b"aclrtMemcpyAsync"
+
+
+def fail_next_copy() -> None:
+    import torch
+
+    from tests.ascend.test_runtime import simulator
+
+    torch.accelerator.synchronize()
+    sim = simulator()
+    sim.sim_fail(b"%s=507899@%d" % (COPY, sim.sim_calls(COPY) + 1))
+
+
+def fail_in_queue(*_: object) -> None:
+    """As an operator that fails behind the call of it. Where torch_npu hears of that in a destructor, it aborts."""
+    import torch
+
+    held = torch.ones(4).pin_memory()
+    fail_next_copy()
+    held.to("npu", non_blocking=True)
+    torch.accelerator.synchronize()
+
+
+def after_a_failure() -> tuple[list[int], str]:
+    """What a copy of [5] gives behind one that failed, and what is said of the device."""
+    from mindie_mm.device import download, open_device, require_alive, upload
+    from mindie_mm.errors import DeviceError
+
+    device = open_device("npu").torch_device
+    require_alive(device)
+    with pytest.raises(RuntimeError, match="507899"):
+        fail_in_queue()
+    (answer,) = download(upload([5], device))
+    with pytest.raises(DeviceError) as said:
+        require_alive(device)
+    return answer.tolist(), str(said.value)
+
+
+def test_a_device_that_answers_without_computing_is_told():
+    answer, said = call(after_a_failure, **QUEUED)
+    assert answer != [5], "torch_npu tells by itself: what asks it is no longer needed"
+    assert said.startswith("npu:0 no longer computes: ")
+
+
+def trials() -> list[bool]:
+    """Whether two layouts run, the first of whose trials fails."""
+    import torch
+
+    from mindie_mm.device import open_device, require_alive
+    from mindie_mm.device.npu_kernels import works
+
+    device = open_device("npu").torch_device
+    require_alive(device)
+    fail_next_copy()
+    found = [works("npu_fused_infer_attention_score", device, torch.bfloat16, 4, 2, 64, 128)]
+    require_alive(device)
+    return [*found, works("npu_fused_infer_attention_score (TND)", device, torch.bfloat16, 4, 2, 128, 128)]
+
+
+def test_a_trial_that_fails_leaves_the_device_as_it_was():
+    assert call(trials, **QUEUED) == [False, True]
+
+
+def served(place: str) -> list[str]:
+    """What is said of two requests, then of two more in whose step something fails in the queue, at `place`."""
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+
+    from mindie_mm.config import EngineConfig
+    from mindie_mm.engine.core import Engine
+    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.models import load_model
+    from mindie_mm.nn import staging
+    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.shm import release
+    from mindie_mm.tokenize import Tokenizer
+
+    def word(progress: Progress) -> str:
+        return progress.error.message if progress.error else progress.finish_reason or "goes on"
+
+    engine = Engine(load_model(None, "npu", "bfloat16"), EngineConfig(), 2**26)
+    params, rng = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True), np.random.default_rng(0)
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(Checkpoint.open(None).path) as tokenizer:
+        path_file = Path(folder) / "shm_name.txt"
+
+        def ask() -> None:
+            for number in range(2):  # in one step: a tower that fails on both is asked for each
+                picture = rng.integers(0, 255, (84, 84, 3), dtype=np.uint8)
+                ids = tokenizer.tokenize([{"image": picture}, {"text": "what is it?"}], path_file).numpy()
+                assert engine.add(Add(str(number), ids.tobytes(), params)) is None
+            while engine.has_work():
+                said.extend(map(word, engine.step().progress))
+
+        ask()
+        owner, name = {
+            "tower": (engine._towers._model, "tower"),
+            "fetching": (staging.Staging, "fetch"),
+            "decoder": (engine._runner, "forward"),
+        }[place]
+        own = getattr(owner, name)
+
+        def fail_once(*arguments: Any) -> Any:
+            setattr(owner, name, own)
+            fail_in_queue()
+            return own(*arguments)
+
+        setattr(owner, name, fail_once)
+        with pytest.raises(Exception, match=r"npu:0 no longer computes") as ended:
+            ask()
+        said.append(type(ended.value).__name__)
+        release(path_file)
+    return said
+
+
+@pytest.mark.parametrize("place", ["tower", "fetching", "decoder"])
+def test_an_engine_whose_device_no_longer_computes_ends_and_makes_nothing_up(place: str):
+    assert call(served, place, **QUEUED) == ["goes on", "goes on", "length", "length", "DeviceError"]
