@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
 MAX_SOURCE_BYTES = 512 * MiB
 """Most bytes of one encoded medium."""
+_DOMAIN = re.compile(r"[^\W_]([\w-]*[^\W_])?(\.[^\W_]([\w-]*[^\W_])?)*\.?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 TowerParallel = Literal["replicate", "items"]
 
@@ -130,8 +132,8 @@ class WorkerConfig:
     """Family that serves it, whatever its config.json suggests; None: the one that its config.json names."""
     num_tokenizers: Count = 1
     """Tokenizer processes."""
-    arena_bytes: Count = 256 * MiB
-    """Shared memory of each tokenizer process."""
+    arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
+    """Shared memory of each tokenizer process; a picture of 640x480 pixels takes about a MiB of it."""
     arena_request_bytes: Count | None = None
     """Most of it that one request may hold; None: half."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
@@ -233,6 +235,8 @@ class ServiceConfig:
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
         for origin in self.cors_origin:
             _require_origin(origin)
+        for domain in self.allowed_media_domains:
+            _require_domain(domain)
         if self.otlp_endpoint is not None:
             _require_url("otlp_endpoint", self.otlp_endpoint)
 
@@ -243,6 +247,19 @@ def _require_origin(origin: str) -> None:
         raise InputError(
             f"cors_origin is {origin!r}, it must be * or such as https://example.org, in small letters, a port behind "
             "it where there is one, no slash"
+        )
+
+
+def _require_domain(domain: str) -> None:
+    """InputError for what no URL's host can be, or be below."""
+    try:
+        is_host = bool(_DOMAIN.fullmatch(domain)) or bool(ip_address(domain))
+    except ValueError:
+        is_host = False
+    if not is_host:
+        raise InputError(
+            f"allowed_media_domains holds {domain!r}, it must be a host's name such as example.org, with no scheme, "
+            "port or *: those below it are allowed with it"
         )
 
 

@@ -42,6 +42,11 @@ class MindieMMError(Exception):
 class InputError(MindieMMError):
     """The caller's mistake."""
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """`param` is the field of a request that is to blame, where it is known."""
+        super().__init__(message)
+        self.param = param
+
 
 class MediaError(InputError):
     """Media that cannot be read, fetched or decoded."""
@@ -151,6 +156,16 @@ def naming(what: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise type(error)(f"{what}: {error}") from error
+
+
+@contextmanager
+def blaming(param: str | None) -> Iterator[None]:
+    """Has an InputError from inside blame that field of the request, unless it blames another."""
+    try:
+        yield
+    except InputError as error:
+        error.param = error.param or param
+        raise
 
 
 @contextmanager

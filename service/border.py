@@ -188,7 +188,9 @@ class _Body:
     def _check(self, num_bytes: int) -> None:
         limit = self._config.max_request_bytes
         if num_bytes > limit:
-            raise HTTPException(413, f"the request's body is longer than the limit of {limit} bytes")
+            raise HTTPException(
+                413, f"the request's body has {num_bytes} bytes or more, over the limit of {limit} bytes"
+            )
         held = self._border.held_bytes - self.num_bytes + num_bytes
         if held > self._config.max_held_bytes:
             raise HTTPException(

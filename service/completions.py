@@ -44,10 +44,11 @@ class _Completion(Form):
         """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
         given = self.body.prompts()
         if not given or not all(given):
-            raise InputError("prompt is empty")
+            raise InputError("prompt is empty", param="prompt")
         n = self.call.n
         if len(given) * n > MAX_CHOICES:
-            raise LimitExceeded(f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices")
+            said = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
+            raise LimitExceeded(said, param="prompt")
         if texts := [TokenizeRequest(text=text) for text in given if isinstance(text, str)]:
             return self.call.prompts(texts)
         return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)])

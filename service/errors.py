@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_DETAILS = 5
 _MAX_MESSAGE = 800
+_MAX_VALUE = 40
 
 
 TABLE: Mapping[type[BaseException], int] = {
@@ -83,7 +85,7 @@ def status_of(error: BaseException) -> int:
 def error_object(error: BaseException) -> dict[str, Any]:
     """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text."""
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
-    param = "model" if isinstance(error, errors.ModelNotFound) else None
+    param = error.param if isinstance(error, errors.InputError) else None
     body = error_body(message, status_of(error), param)
     if isinstance(error, errors.ContextLengthExceeded):
         body["error"]["code"] = "context_length_exceeded"
@@ -135,13 +137,13 @@ def _param(detail: Mapping[str, Any]) -> str | None:
 
 
 def _detail(detail: Mapping[str, Any]) -> str:
-    """One mistake of the body: where and what, with the value where it is a number; any other may be a picture."""
+    """One mistake of the body: where and what, with the value where it is short: another may be a picture."""
     if detail["type"] == "json_invalid":
         return "the body is not valid JSON"
     where = ".".join(str(part) for part in detail["loc"][1:]) or "body"
     value = detail["input"]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{where}: {detail['msg']}, not {value}" if number else f"{where}: {detail['msg']}"
+    short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _MAX_VALUE)
+    return f"{where}: {detail['msg']}, not {json.dumps(value)}" if short else f"{where}: {detail['msg']}"
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:

@@ -42,6 +42,8 @@ class GenerateBody(InputsBody):
 
     of_parameters: ClassVar[Collection[str]] = GenerateParameters.model_fields
 
+    stream: bool | None = None
+    """True: for /generate_stream, which streams in any case."""
     parameters: GenerateParameters | None = None
 
 
@@ -97,6 +99,8 @@ class GenerateEvent(TypedDict):
 @router.post("/generate", responses=answered(GenerateAnswer))
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos, in one piece."""
+    if body.stream:
+        raise InputError("stream is true, which /generate does not serve; ask /generate_stream", param="stream")
     generation = _generation(body, incoming)
     return incoming.answered(generation, timeout_s=generation.parameters.timeout)
 
@@ -106,7 +110,8 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     """Answers the same in events, one a step."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
-        raise InputError("decoder_input_details is true, which a stream does not take")
+        said = "decoder_input_details is true, which a stream does not take"
+        raise InputError(said, param="parameters.decoder_input_details")
     return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
 
@@ -114,9 +119,11 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
     call = incoming.call(body.model, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
-        raise InputError(f"adapter_id is {parameters.adapter_id!r}; no adapters are served")
+        said = f"adapter_id is {parameters.adapter_id!r}; no adapters are served"
+        raise InputError(said, param="parameters.adapter_id")
     if parameters.return_full_text and not isinstance(body.inputs, str):
-        raise InputError("return_full_text is true, which needs inputs to be a text")
+        said = "return_full_text is true, which needs inputs to be a text"
+        raise InputError(said, param="parameters.return_full_text")
     return _Generate(call, body, parameters)
 
 

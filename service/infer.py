@@ -55,6 +55,7 @@ class InferParameters(Settings):
         **dict.fromkeys(("grammar", "ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_n_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),
+        **dict.fromkeys(("logprobs", "top_logprobs"), (*OFF, 0)),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's; max_new_tokens is meant
     }
 
@@ -117,7 +118,7 @@ class InputsBody(Body):
         """What there is to tokenise; InputError where it is empty."""
         if isinstance(self.inputs, str):
             if not self.inputs:
-                raise InputError("inputs is empty")
+                raise InputError("inputs is empty", param="inputs")
             return TokenizeRequest(text=self.inputs)
         return TokenizeRequest(items=self.inputs, chat=self.chat_template is not False)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mindie_mm import faults
 from mindie_mm.engine.retry import PromptSource
-from mindie_mm.errors import InputError, TokenOutOfRange
+from mindie_mm.errors import InputError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
     Media,
     Paths,
@@ -48,13 +48,15 @@ async def prompts(
     Their media are as the client gave them. The media's files stay, for a second try, until all prompts are settled.
     """
     started = time.perf_counter()
-    parsed = [_checked(request, service.config.max_media_items) for request in requests]
+    field = _field(requests[0])
+    with blaming(field):
+        parsed = [_checked(request, service.config.max_media_items) for request in requests]
     media = [item for found, _ in parsed for item in found]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
         paths: Iterator[Paths] = iter(())
         if media:
-            with room_to_spool():
+            with room_to_spool(), blaming(field):
                 directory = stack.enter_context(request_directory(service.spool))
                 stack.callback(service.media.remove, directory.path)
                 paths = iter(await service.media.spool(media, directory.path))
@@ -62,7 +64,8 @@ async def prompts(
             clock.fetch_s = time.perf_counter() - started
             faults.point("spooled")
         complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
-        sources = await gather([service.worker.tokenize(one) for one in complete])
+        with blaming(field):
+            sources = await gather([service.worker.tokenize(one) for one in complete])
         faults.point("tokenized")
         elapsed_s = time.perf_counter() - started
         clock.preprocess_s = elapsed_s - clock.fetch_s
@@ -72,6 +75,13 @@ async def prompts(
         if media:
             _when_all_settle(sources, lambda: service.media.remove(directory.path))
         yield sources
+
+
+def _field(request: TokenizeRequest) -> str | None:
+    """The field of the body that holds what is tokenised; None of a text, which has several names."""
+    if request.messages is not None:
+        return "messages"
+    return None if request.items is None else "inputs"
 
 
 def _checked(request: TokenizeRequest, max_media_items: int) -> _Parsed:

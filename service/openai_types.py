@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import OFF, PROMPT_FIELDS, template_variables
+from mindie_mm.inputs import OFF, PROMPT_FIELDS, require_tools, template_variables
 from service.body import (
     INT32_MAX,
     Array,
@@ -106,7 +106,7 @@ class ResponseFormat(_Closed):
         """The schema as JSON, None for a text; InputError where it is missing, out of place, or nests too deeply."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             has = "no" if self.json_schema is None else "a"
-            raise InputError(f"response_format is {self.type!r} and has {has} json_schema")
+            raise InputError(f"response_format is {self.type!r} and has {has} json_schema", param="response_format")
         if self.type == "text":
             return None
         if self.json_schema is None or self.json_schema.content is None:
@@ -116,7 +116,7 @@ class ResponseFormat(_Closed):
                 _closed(self.json_schema.content) if self.json_schema.strict else self.json_schema.content
             )
         except RecursionError as error:
-            raise InputError("response_format.json_schema nests too deeply") from error
+            raise InputError("response_format.json_schema nests too deeply", param="response_format") from error
 
 
 def _closed(schema: Any) -> Any:
@@ -194,7 +194,7 @@ class GenerationBody(Body, Settings):
     def params(self, **made: Any) -> SamplingParams:
         """As `Settings.params`; InputError for what is not served."""
         if self.best_of not in (None, 1, self.n):
-            raise InputError(f"best_of is {self.best_of}; it is not served")
+            raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
         own = {
             "top_k": None if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
@@ -227,18 +227,22 @@ class ChatBody(GenerationBody):
     def sampling_params(self) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InputError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one"
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one",
+                param="max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            raise InputError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
+            said = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
+            raise InputError(said, param="top_logprobs")
         return self.params(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables of the chat template; InputError for a tool_choice that is not served."""
-        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
+        """Variables of the chat template; InputError for tools that are none, or a tool_choice that is not served."""
+        made = template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
+        require_tools(self.tools)
+        return made
 
 
 class CompletionBody(GenerationBody):
@@ -271,7 +275,7 @@ class CompletionBody(GenerationBody):
     def sampling_params(self) -> SamplingParams:
         """As `Settings.sampling_params`; of 0 tokens one is drawn, to be left out."""
         if self.max_tokens == 0 and not self.echo:
-            raise InputError("max_tokens is 0, which needs echo to be true")
+            raise InputError("max_tokens is 0, which needs echo to be true", param="max_tokens")
         return self.params(
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1),
             prompt_logprobs=self.logprobs if self.echo else None,
@@ -282,6 +286,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
-    if not all(_ID.fullmatch(token) for token in biases):
-        raise InputError("logit_bias must map token ids, written as digits, to numbers")
+    if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
+        raise InputError(f"logit_bias names {bad[:40]!r}, it maps token ids, written as digits", param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

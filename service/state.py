@@ -42,7 +42,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """ModelNotFound unless `name` is the served model's, or none."""
         if name is not None and name != self.model_name:
-            raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is")
+            raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
 
 
 async def _service(request: Request) -> Service:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import template_variables
+from mindie_mm.inputs import require_tools, template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
 from service.admitted import WholeAnswer
@@ -77,9 +77,11 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
-        raise InputError(f"chat_template is {body.chat_template}, which needs inputs")
+        raise InputError(f"chat_template is {body.chat_template}, which needs inputs", param="chat_template")
     if body.add_special_tokens not in (None, body.prompt is not None):
-        raise InputError(f"add_special_tokens is {body.add_special_tokens}; it is not served")
+        said = f"add_special_tokens is {body.add_special_tokens}; it is not served"
+        raise InputError(said, param="add_special_tokens")
+    require_tools(body.tools)
     wanted = TokenizeRequest(
         text=body.prompt,
         messages=body.messages,

@@ -1,6 +1,7 @@
 """Settings name themselves when they are wrong."""
 
 import math
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -34,6 +35,23 @@ def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, na
         read_file(file)
     with pytest.raises(InputError, match=f"^{name} {said}"):
         ServiceConfig(**{name: empty})
+
+
+@pytest.mark.parametrize(
+    "domain", ["example.org", "a-b.example.org.", "bücher.de", "xn--bcher-kva.de", "10.0.0.5", "::1"]
+)
+def test_domains_that_hosts_can_be_below(domain):
+    assert ServiceConfig(allowed_media_domains=(domain,)).allowed_media_domains == (domain,)
+
+
+@pytest.mark.parametrize(
+    "domain", ["http://x.org", "*.example.org", ".example.org", "example.org:443", "example.org/a", "a b", "u@x.org"]
+)
+def test_domains_that_no_host_can_be_below(domain):
+    with pytest.raises(
+        InputError, match=f"allowed_media_domains holds {re.escape(repr(domain))}, it must be a host's name"
+    ):
+        ServiceConfig(allowed_media_domains=(domain,))
 
 
 def test_an_empty_path_of_a_flag_is_a_mistake():

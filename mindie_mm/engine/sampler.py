@@ -101,7 +101,7 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         probabilities = scores.softmax(dim=-1)
         # A token stays while the ones before it have not reached top_p: the likeliest always does.
         before = probabilities.cumsum(dim=-1) - probabilities
-        dropped = (before >= top_p) & (top_p < 1)
+        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # even where float32 has no number as small as top_p
         dropped |= probabilities < min_p * probabilities[:, :1]
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, blaming
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -76,18 +76,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
-                raise InputError(f"{name} is {value}, it must be in [{low}, {high}]")
+                raise InputError(f"{name} is {value}, it must be in [{low}, {high}]", param=name)
         if self.top_p == 0:
-            raise InputError("top_p is 0, it must be above 0")
+            raise InputError("top_p is 0, it must be above 0", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}")
+            raise InputError(
+                f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}", param="min_tokens"
+            )
         try:
             msgspec.msgpack.encode(self)  # as it goes to the engine
         except UnicodeEncodeError as error:
             raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
         if len(self.cache_salt) > MAX_SALT_CHARACTERS:
-            raise InputError(f"cache_salt has {len(self.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}")
-        self._check_stop()
+            raise InputError(
+                f"cache_salt has {len(self.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}",
+                param="cache_salt",
+            )
+        with blaming("stop"):
+            self._check_stop()
         self._check_ids(vocab_size)
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
             raise InputError("a JSON schema says where the output ends: neither ignore_eos nor min_tokens goes with it")
@@ -96,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InputError(f"{len(self.stop)} stop strings, at most {MAX_STOP_STRINGS} are taken")
-        if any(not text for text in self.stop):
-            raise InputError("a stop string is empty")
+        if "" in self.stop:
+            raise InputError(f"stop string {self.stop.index('')} of {len(self.stop)} is empty")
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
             raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
 
@@ -107,11 +113,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ):
             if len(ids) > most:
-                raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}")
+                raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}", param=name)
             if bad := [i for i in ids if not 0 <= i < vocab_size]:
-                raise InputError(f"{name} names token {bad[0]}, ids are in [0, {vocab_size})")
+                raise InputError(f"{name} names token {bad[0]}, ids are in [0, {vocab_size})", param=name)
         if bad_bias := [b for b in self.logit_bias.values() if not -100 <= b <= 100]:
-            raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]")
+            raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
 
 
 _INT32 = 2**31 - 1

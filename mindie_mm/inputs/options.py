@@ -30,7 +30,7 @@ def parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOpti
     """What is `given` beside the source of an item. InputError for what its kind does not take, or its limits."""
     allowed = _OPTIONS[kind]
     if unknown := [name for name in given if name not in allowed]:
-        known = ", ".join(allowed)
+        known = ", ".join(allowed) + (", which is of an array of samples alone" if kind == "audio" else "")
         raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: it takes {known}")
     values: dict[str, Any] = {}
     for name, value in given.items():

@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -127,10 +128,16 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> URL:
         raise MediaError("a URL without a host or with port 0")
     if target.user is not None or target.password is not None:
         raise MediaError("a URL with a user name or password")
-    host = own.rstrip(".").lower()
-    if allowed_domains and not any(host == d.lower() or host.endswith(f".{d.lower()}") for d in allowed_domains):
-        raise MediaError(f"{host} is none of the allowed media domains")
+    host = (target.raw_host or "").rstrip(".").lower()
+    if allowed_domains and not any(host == one or host.endswith(f".{one}") for one in map(_encoded, allowed_domains)):
+        raise MediaError(f"{own} is none of the allowed media domains")
     return target.with_fragment(None)
+
+
+@lru_cache
+def _encoded(host: str) -> str:
+    """A host's name as DNS has it, without a dot behind it: xn--bcher-kva.de of bücher.de, Bücher.de and itself."""
+    return (URL.build(scheme="http", host=host.rstrip(".")).raw_host or "").lower()
 
 
 def _location(response: aiohttp.ClientResponse, base: URL) -> str:

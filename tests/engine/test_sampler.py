@@ -66,6 +66,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     row = {1: 12.0, 3: 11.0, 4: 10.0}
     assert set(draws(row, top_p=0.5)) == {1}
     assert set(draws(row, top_p=0.8)) == {1, 3}
+    assert set(draws(row, top_p=1e-46)) == {1}, "no float32 is as small"
 
 
 def test_min_p_drops_what_is_far_below_the_likeliest():
@@ -264,7 +265,7 @@ def test_logprobs_are_of_the_raw_distribution():
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
         ({"logprobs": 21}, "logprobs is 21"),
-        ({"stop": ("",)}, "stop string is empty"),
+        ({"stop": ("",)}, "stop string 0 of 1 is empty"),
         ({"stop": ("a",) * 17}, "17 stop strings"),
         ({"stop_token_ids": (50,)}, "token 50"),
         ({"logit_bias": {-1: 1.0}}, "token -1"),

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.fetch import fetch, is_public
+from mindie_mm.media.fetch import _checked, fetch, is_public
 
 BODY = bytes(range(256)) * 40
 
@@ -132,7 +132,15 @@ async def test_the_domain_list_takes_subdomains(server: str, domain: str) -> Non
 
 async def test_the_domain_list_takes_no_suffix_of_a_name(server: str) -> None:
     with pytest.raises(MediaError, match="none of the allowed"):
-        await get(f"{server}/media", allowed_domains=(".0.1",))
+        await get(f"{server}/media", allowed_domains=("7.0.0.1",))
+
+
+@pytest.mark.parametrize("domain", ["bücher.example", "Bücher.example", "xn--bcher-kva.example", "bücher.example."])
+@pytest.mark.parametrize("host", ["bücher.example", "XN--BCHER-KVA.example.", "a.bücher.example"])
+def test_the_domain_list_takes_a_name_in_either_spelling(domain: str, host: str) -> None:
+    assert _checked(f"http://{host}/a", [domain]).path == "/a"
+    with pytest.raises(MediaError, match="none of the allowed"):
+        _checked("http://a-bücher.example/a", [domain])
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: b
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tool_choice"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"x": 10**30}}, "64 bits"),
     ],
@@ -214,6 +214,44 @@ def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: b
 def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: str) -> None:
     assert said in check(http.post(CHAT, json={"messages": HELLO} | change), 400)["message"]
     assert said in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
+
+
+NAMELESS = {"type": "function", "function": {"parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "said"),
+    [
+        (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias names 'x', it maps token ids"),
+        (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "logit_bias is 101"),
+        (CHAT, {"stop": ["a", ""]}, "stop", "stop string 1 of 2 is empty"),
+        (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids names token 100000000"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "top_logprobs is 2"),
+        (CHAT, {"best_of": 3}, "best_of", "best_of is 3"),
+        (CHAT, {"min_tokens": 5, "max_tokens": 2}, "min_tokens", "min_tokens is 5"),
+        (CHAT, {"temperature": True}, "temperature", "temperature: Input should be a valid number, not true"),
+        (CHAT, {"seed": "5"}, "seed", 'seed: Input should be a valid integer, not "5"'),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "tool_choice must be"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools", "tools[0].type is 'web_search'"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function is missing"),
+        (CHAT, {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
+        ("/tokenize", {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
+        (CHAT, {"messages": [{"role": "me", "content": ""}]}, "messages", "messages[0].role is 'me'"),
+        ("/generate", {"inputs": "a", "stream": True}, "stream", "ask /generate_stream"),
+        ("/generate", {"inputs": [{"image": "a", "fps": 2}]}, "inputs", "unknown key 'fps'"),
+        ("/infer", {"inputs": "a", "parameters": {"logprobs": True}}, "parameters", "logprobs is not served"),
+    ],
+)
+def test_errors_name_the_field_and_the_value(http: Any, path: str, change: Any, param: str, said: str) -> None:
+    error = check(http.post(path, json={"messages": HELLO} | change), 400)
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_a_picture_that_cannot_be_read_is_the_messages_fault(http: Any) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    error = check(http.post(CHAT, json={"messages": [{"role": "user", "content": [picture]}]}), 400)
+    assert error["param"] == "messages"
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infer", "/generate", "/tokenize", "/detokenize"])

@@ -52,7 +52,7 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tools": [{"type": "function"}]}, "no place for tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
         ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message is not served"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),

@@ -210,7 +210,8 @@ async def test_a_request_given_up_behind_another_lengthens_no_ones_time(pool: To
                 (further,) = await sent(pool, SMALL)
                 further.cancel()
                 await asyncio.sleep(GIVEN_UP_S / 10)
-    assert not psutil.pid_exists(pid)
+            while psutil.pid_exists(pid):  # noqa: ASYNC110 - killed, and reaped soon
+                await asyncio.sleep(0.01)
 
 
 async def test_processes_ended_one_after_another_are_started_again_without_a_pause(

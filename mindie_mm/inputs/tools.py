@@ -1,0 +1,35 @@
+"""Tools that a chat offers, as clients of HTTP describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindie_mm.errors import InputError, blaming
+from mindie_mm.inputs.checks import require_dict, type_of
+
+
+def require_tools(tools: Sequence[Any] | None) -> None:
+    """InputError unless each is OpenAI's `{"type": "function", "function": {"name": ..., ...}}`.
+
+    A chat template writes what it finds, and the model reads of a tool without a name.
+    """
+    with blaming("tools"):
+        for index, tool in enumerate(tools or ()):
+            _require_tool(tool, f"tools[{index}]")
+
+
+def _require_tool(tool: Any, where: str) -> None:
+    require_dict(tool, where)
+    if (kind := tool.get("type")) != "function":
+        raise InputError(f"{where}.type is {kind!r}; it must be 'function'")
+    function = tool.get("function")
+    require_dict(function, f"{where}.function")
+    for name, kind, wanted in (
+        ("name", str, "a string"),
+        ("description", str, "a string"),
+        ("parameters", Mapping, "a dict"),
+    ):
+        value = function.get(name)
+        if not isinstance(value, kind) and (value is not None or name == "name"):
+            raise InputError(f"{where}.function.{name} is {type_of(value)}; it must be {wanted}")
