@@ -184,7 +184,7 @@ async def test_frames_are_files_of_their_video(tmp_path: Path, web_server: str) 
     ids=str,
 )
 async def test_a_frame_is_behind_the_fences_of_images(tmp_path: Path, frame: str, message: str) -> None:
-    domains = ("127.0.0.1", "[::1]", "::1") if "9/" in frame else ("example.org",)
+    domains = ("127.0.0.1", "::1") if "9/" in frame else ("example.org",)
     config = ServiceConfig(allowed_media_dir=tmp_path, allowed_media_domains=domains, max_item_bytes=30)
     with pytest.raises(InputError, match=rf"media item 1 \(video\): frame 0: .*{message}"):
         await MediaPolicy(config).spool([Media("image", "AAAA"), Media("video", (frame,))], tmp_path)
