@@ -41,12 +41,6 @@ def keep_collectives_local() -> None:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
-def config_file() -> Path | None:
-    """The TOML file of settings that MINDIE_MM_CONFIG names."""
-    file = os.environ.get("MINDIE_MM_CONFIG")
-    return Path(file) if file else None
-
-
 def unknown_variables(settings: Collection[str]) -> list[str]:
     """Variables named like a setting's that set none of the fields `settings`: misspelt, or of another version."""
     known = _NO_SETTINGS | set(map(variable, settings))

@@ -155,7 +155,7 @@ def naming(what: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{what}: {error}", param=error.param) from error
 
 
 @contextmanager
@@ -182,9 +182,11 @@ def error_name(error: MindieMMError) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
 
 
-def error_named(name: str, message: str) -> MindieMMError:
+def error_named(name: str, message: str, param: str | None = None) -> MindieMMError:
     """The error again, on the other side."""
     kind = globals()[name]
     assert issubclass(kind, MindieMMError), kind
     error: MindieMMError = kind(message)
+    if isinstance(error, InputError):
+        error.param = param
     return error

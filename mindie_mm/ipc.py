@@ -26,7 +26,7 @@ from weakref import WeakSet
 import msgspec
 
 from mindie_mm import faults, logs
-from mindie_mm.errors import MindieMMError, ProcessDied, error_name, error_named, os_errors_as
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_name, error_named, os_errors_as
 
 T = TypeVar("T")
 
@@ -51,15 +51,17 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
     name: str
     """Name of the error's nearest class that mindie_mm.errors defines."""
     message: str
+    param: str | None = None
+    """An InputError's."""
 
     @classmethod
     def of(cls, error: MindieMMError) -> Self:
         """What tells of `error`."""
-        return cls(error_name(error), str(error))
+        return cls(error_name(error), str(error), error.param if isinstance(error, InputError) else None)
 
     def exception(self) -> MindieMMError:
         """The error again, on the other side."""
-        return error_named(self.name, self.message)
+        return error_named(self.name, self.message, self.param)
 
 
 _sockets: WeakSet[socket.socket] = WeakSet()

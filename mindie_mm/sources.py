@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
-from mindie_mm.environment import config_file, given, unknown_variables, variable
+from mindie_mm.environment import given, unknown_variables, variable
 from mindie_mm.errors import InputError
 from mindie_mm.limits import converted
 
@@ -71,7 +71,7 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
         values.update(found)
         origins.update(origin)
 
-    if (file := file or config_file()) is not None:
+    if (file := file or _config_file()) is not None:
         found = read_file(file)
         give(found, dict.fromkeys(found, str(file)))
     for cls in CLASSES:
@@ -85,6 +85,11 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
 
     worker = made(WorkerConfig, engine=made(EngineConfig), media=made(MediaCaps))
     return Configuration(worker, made(ServiceConfig), origins)
+
+
+def _config_file() -> Path | None:
+    name = variable("config")
+    return None if (text := given("config")) is None else converted(name, text, Path, strict=False)
 
 
 def from_environment(cls: type[Any]) -> dict[str, Any]:

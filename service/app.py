@@ -17,6 +17,7 @@ from mindie_mm.config import ServiceConfig, require_media_dir
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import SharedMemoryError, os_errors_as
+from mindie_mm.media.fetch import encoded_domain
 from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
@@ -41,7 +42,7 @@ _EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
     """The application; worker and tracer stay the caller's, who starts and closes them.
 
-    The folders that it needs are there: `require_folders`.
+    The folders that it needs are there: `require_places`.
     """
     model_name = config.served_model_name or checkpoint_name(worker.config.model or EMBEDDED)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
@@ -99,8 +100,8 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     return app
 
 
-def require_folders(config: ServiceConfig) -> None:
-    """Makes the spool if it is missing; an error unless it and the folder of media will do.
+def require_places(config: ServiceConfig) -> None:
+    """Makes the spool if it is missing; an error unless it, the folder of media and the domains of media will do.
 
     SharedMemoryError, InputError.
     """
@@ -110,6 +111,8 @@ def require_folders(config: ServiceConfig) -> None:
     with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):
         tempfile.TemporaryDirectory(dir=spool).cleanup()
     require_media_dir(config)
+    for domain in config.allowed_media_domains:
+        encoded_domain(domain)
 
 
 def checkpoint_name(checkpoint: Path) -> str:

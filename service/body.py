@@ -89,6 +89,8 @@ class Fields(BaseModel):
 class Settings(Fields):
     """Fields that say how to answer."""
 
+    field: ClassVar[str | None] = None
+    """The field of a body that they stand in; None: they are its own."""
     timings: bool | None = None
     """Ours: say where the request's time went, in the answer's `timings`, or in the `details` of MindIE's forms."""
 

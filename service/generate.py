@@ -111,7 +111,7 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
         said = "decoder_input_details is true, which a stream does not take"
-        raise InputError(said, param="parameters.decoder_input_details")
+        raise InputError(said, param="parameters")
     return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
 
@@ -120,10 +120,10 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     call = incoming.call(body.model, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
         said = f"adapter_id is {parameters.adapter_id!r}; no adapters are served"
-        raise InputError(said, param="parameters.adapter_id")
+        raise InputError(said, param="parameters")
     if parameters.return_full_text and not isinstance(body.inputs, str):
         said = "return_full_text is true, which needs inputs to be a text"
-        raise InputError(said, param="parameters.return_full_text")
+        raise InputError(said, param="parameters")
     return _Generate(call, body, parameters)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.responses import Response
 
+from mindie_mm.errors import InputError
 from service.admitted import WholeAnswer
 from service.body import Settings
 from service.call import Call
@@ -46,7 +47,11 @@ class Incoming:
     ) -> Call:
         """The request's use of the service; `prefix` stands before the answer's id. ModelNotFound, InputError."""
         self.service.check_model(model)
-        params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)
+        try:
+            params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)
+        except InputError as error:
+            error.param = settings.field or error.param
+            raise
         return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), prompt_alone)
 
     def answered(

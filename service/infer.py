@@ -50,6 +50,7 @@ _SEED_BITS = 63
 class InferParameters(Settings):
     """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are taken and do nothing, as in MindIE."""
 
+    field = "parameters"
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
         **dict.fromkeys(("grammar", "ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),

@@ -23,7 +23,7 @@ from mindie_mm.config import ServiceConfig, WorkerConfig
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import WorldError, os_errors_as
-from service.app import create_app, require_folders
+from service.app import create_app, require_places
 from service.connection import Connection
 from service.state import Service
 from service.tracing import Tracer
@@ -75,7 +75,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     for number in _SIGNALS:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
-        require_folders(config)  # loading takes minutes
+        require_places(config)  # loading takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
         _log.info("loading %s on device %s with %d tokenizer processes", model, device, worker_config.num_tokenizers)
         async with await Worker.start(worker_config) as worker:

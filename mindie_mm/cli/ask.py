@@ -7,15 +7,16 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import configured
 
 
 @click.command("ask")
 @click.argument("question")
-@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; repeatable.")
-@click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="A video; repeatable.")
-@click.option("--audio", "sounds", multiple=True, type=click.Path(path_type=Path), help="A clip of sound; repeatable.")
-@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
+@click.option("--image", "images", multiple=True, type=PATH, help="A picture; repeatable.")
+@click.option("--video", "videos", multiple=True, type=PATH, help="A video; repeatable.")
+@click.option("--audio", "sounds", multiple=True, type=PATH, help="A clip of sound; repeatable.")
+@click.option("--model", type=PATH, help="Checkpoint directory; the embedded one if not given.")
 @click.option("--family", help="Family that serves it; the one that its config.json names if not given.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Most tokens of the answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always gives the same answer.")

@@ -11,14 +11,15 @@ from typing import Any
 import click
 
 from mindie_mm.cli.console import print_table
+from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import EngineConfig, WorkerConfig
 
 
 @click.command("doctor")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--root", type=click.Path(path_type=Path), default=Path("/"), hidden=True)  # tests put a machine there
+@click.option("--root", type=PATH, default=Path("/"), hidden=True)  # tests put a machine there
 @settings(WorkerConfig, EngineConfig)
 def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> None:
     """Say what of this machine is fine for serving PATH, and what to do about what is not.

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
 
 
 @click.command("generate")
-@click.option("--tokenized", "folder", type=click.Path(path_type=Path), required=True, help="What `tokenize` wrote.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON lines, a row each.")
-@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the rows' own if not given.")
+@click.option("--tokenized", "folder", type=PATH, required=True, help="What `tokenize` wrote.")
+@click.option("--output", type=PATH, required=True, help="JSON lines, a row each.")
+@click.option("--model", type=PATH, help="Checkpoint directory; the rows' own if not given.")
 @click.option("--other-model", is_flag=True, help="Take a checkpoint whose tokenising files did not make the rows.")
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens of an answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always gives the same answer.")

@@ -7,15 +7,16 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.errors import StorageError, os_errors_as
 
 
 @click.command("inspect")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH)
 @click.argument("row", type=int, required=False)
-@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the rows' own if not given.")
+@click.option("--model", type=PATH, help="Checkpoint directory; the rows' own if not given.")
 @click.option("--other-model", is_flag=True, help="Take a checkpoint whose tokenising files did not make the rows.")
-@click.option("--png", type=click.Path(path_type=Path), help="Where the row's pictures go.  [default: row-<ROW>.png]")
+@click.option("--png", type=PATH, help="Where the row's pictures go.  [default: row-<ROW>.png]")
 def command(folder: Path, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
     """Show what `tokenize` wrote to FOLDER: the run, or one ROW with its pictures on one page."""
     from mindie_mm.batch import Dataset

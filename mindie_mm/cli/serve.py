@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.sources import misspelt_variables
@@ -16,7 +17,7 @@ _log = logging.getLogger("mindie_mm.settings")
 
 
 @click.command("serve")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False, type=PATH)
 @settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig)
 def command(path: Path | None, **flags: Any) -> None:
     """Serve the checkpoint directory PATH, or the embedded one, over HTTP.

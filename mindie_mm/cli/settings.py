@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.sources import PARTS, Configuration, configuration
 
 Command = Callable[..., Any]
@@ -26,7 +27,7 @@ def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Co
     def decorate(command: Command) -> Command:
         command = click.option(
             "--config",
-            type=click.Path(path_type=Path),
+            type=PATH,
             help="TOML file of settings, each by its name: port = 8100. Flags and the environment go first.",
         )(command)
         for cls in reversed(classes):
@@ -54,16 +55,7 @@ def _parameter(hint: Any) -> Any:
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
     kind, *_ = get_args(hint) or (hint,)
-    return _Path(path_type=Path) if kind is Path else kind
-
-
-class _Path(click.Path):
-    """A path; an empty one, which Python takes for the working directory, is what a script has not set."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("it is empty: leave it out, or give one", param, ctx)
-        return super().convert(value, param, ctx)
+    return PATH if kind is Path else kind
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:

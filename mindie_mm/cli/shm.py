@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
@@ -95,12 +96,12 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
     "--path-file",
     "path_files",
     multiple=True,
-    type=click.Path(path_type=Path, readable=False),
+    type=PATH,
     help="Free what this path file names, whoever needs it, and do nothing else; repeatable.",
 )
 @click.option(
     "--spool",
-    type=click.Path(path_type=Path, readable=False),
+    type=PATH,
     help="Folder of request directories  [default: MINDIE_MM_SPOOL, or the service's own one]",
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured, settings
 from mindie_mm.config import MediaCaps, MiB
@@ -15,8 +16,8 @@ from mindie_mm.config import MediaCaps, MiB
 
 @click.command("tokenize")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; made if absent.")
-@click.option("--model", type=click.Path(path_type=Path), help="Checkpoint directory; the embedded one if not given.")
+@click.option("--output", type=PATH, required=True, help="Folder of the run; made if absent.")
+@click.option("--model", type=PATH, help="Checkpoint directory; the embedded one if not given.")
 @click.option("--family", default="", help="Family that serves it; the one that its config.json names if not given.")
 @click.option("--workers", type=click.IntRange(1), help="Processes, or Ray's actors.  [default: one a core]")
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,

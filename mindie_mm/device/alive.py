@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import count
+from secrets import randbits
 
 import torch
 
 from mindie_mm.device.transfer import download, upload
 from mindie_mm.errors import DeviceError
 
-_numbers = count(1)
+_numbers = count(randbits(60))
 
 
 def require_alive(device: torch.device) -> None:

@@ -98,7 +98,9 @@ class Towers:
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
         """Adds the features of a group's items; or what kept a rank from it, and then none."""
         # The same content twice in a step is computed once.
-        distinct = {item.key: item for _, item in group}
+        distinct: dict[bytes | ItemRef, MediaItem] = {}
+        for _, item in group:
+            distinct.setdefault(item.key, item)  # the first, which `fetch` takes, too
         faults.point("before-tower")
         start = time.perf_counter()
         found = self._encoded(list(distinct.values()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,13 +18,14 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.fetch_connector import MAX_INTERIM, Connector, TooManyInterim
 from mindie_mm.media.threads import Threads
 
 MAX_URL_LENGTH = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
+_DOMAIN = re.compile(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9_-]*[a-z0-9])?)*", re.IGNORECASE)
 
 # Networks that Python's is_global calls global though they lead (or may lead) to an IPv4 address of any kind, or to the
 # cloud that a machine runs in.
@@ -129,15 +131,28 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> URL:
     if target.user is not None or target.password is not None:
         raise MediaError("a URL with a user name or password")
     host = (target.raw_host or "").rstrip(".").lower()
-    if allowed_domains and not any(host == one or host.endswith(f".{one}") for one in map(_encoded, allowed_domains)):
+    allowed = map(encoded_domain, allowed_domains)
+    if allowed_domains and not any(host == domain or host.endswith(f".{domain}") for domain in allowed):
         raise MediaError(f"{own} is none of the allowed media domains")
     return target.with_fragment(None)
 
 
 @lru_cache
-def _encoded(host: str) -> str:
-    """A host's name as DNS has it, without a dot behind it: xn--bcher-kva.de of bücher.de, Bücher.de and itself."""
-    return (URL.build(scheme="http", host=host.rstrip(".")).raw_host or "").lower()
+def encoded_domain(domain: str) -> str:
+    """A domain's name as DNS has it, without a dot behind it: xn--bcher-kva.de of bücher.de, Bücher.de and itself.
+
+    InputError for what no URL's host can be, or be below.
+    """
+    try:
+        host = URL.build(scheme="http", host=domain.rstrip(".")).raw_host or ""
+    except ValueError:
+        host = ""
+    if not _DOMAIN.fullmatch(host) and ":" not in host:
+        raise InputError(
+            f"allowed_media_domains holds {domain!r}, it must be a host's name such as example.org, with no scheme, "
+            "port or *: those below it are allowed with it"
+        )
+    return host.lower()
 
 
 def _location(response: aiohttp.ClientResponse, base: URL) -> str:

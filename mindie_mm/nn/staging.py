@@ -70,25 +70,28 @@ class Staging:
         """Arrays that the device is reading by itself."""
         self._names: set[str] = set()
         """Arrays that towers have asked for: of a block's others the host makes use."""
-        self._fetched: dict[Ref, dict[str, _Copy]] = {}
+        self._fetched: dict[MappedArena, dict[Ref, dict[str, _Copy]]] = {}
+        """Only as long as the arena is mapped: the same words may lead to another content in a later one."""
 
     def bring(self, view: ItemView, name: str) -> Tensor:
         """As `to_device`."""
         self._names.add(name)
-        fetched = self._fetched.get(view.ref, {}).pop(name, None) if isinstance(view, View) else None
-        copy = fetched or self._copy(view, name)
+        ahead = self._fetched.get(view.arena, {}).get(view.ref, {}) if isinstance(view, View) else {}
+        copy = ahead.pop(name, None) or self._copy(view, name)
         computing = torch.accelerator.current_stream(self._device)
         computing.wait_event(copy.copied)
         copy.target.record_stream(computing)
         return copy.target
 
     def fetch(self, views: Iterable[ItemView]) -> None:
-        """As `fetch`, of views of our own wire: a segment's name may be given again to another content."""
+        """As `fetch`, of what lies in arenas; files on disk and segments are read when they are needed."""
         known, self._fetched = self._fetched, {}
         for view in views:
-            if isinstance(view, View):
-                names = self._names.intersection(view)
-                self._fetched[view.ref] = known.get(view.ref) or {name: self._copy(view, name) for name in names}
+            if isinstance(view, View) and self._hears_of(view.arena):
+                copies = known.get(view.arena, {}).get(view.ref)
+                if copies is None:
+                    copies = {name: self._copy(view, name) for name in self._names.intersection(view)}
+                self._fetched.setdefault(view.arena, {})[view.ref] = copies
 
     def _copy(self, view: ItemView, name: str) -> _Copy:
         array = from_dlpack(view[name])
@@ -116,6 +119,11 @@ class Staging:
         flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=found[1])
         return flat.view(array.shape)
 
+    def _hears_of(self, arena: MappedArena) -> bool:
+        """Whether it is told when the arena is given up."""
+        self._pages(arena)
+        return arena in self._registered
+
     def _pages(self, arena: MappedArena) -> mmap.mmap | None:
         """The arena's file as registered memory; None where it cannot be."""
         if arena not in self._registered:
@@ -131,6 +139,7 @@ class Staging:
 
     def _unregister(self, arena: MappedArena) -> None:
         pages = self._registered.pop(arena)
+        self._fetched.pop(arena, None)
         self.settle()
         if pages is not None:
             kind_of(self._device).unpin(_address(pages))

@@ -22,7 +22,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
     already be another content's.
     """
 
-    __slots__ = ("_arena", "_base", "_buffer", "_header", "digest", "ref")
+    __slots__ = ("_base", "_buffer", "_header", "arena", "digest", "ref")
 
     def __init__(self, arena: MappedArena, ref: Ref) -> None:
         """For `attach`."""
@@ -31,7 +31,9 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         """The reference that was attached."""
         self.digest = header.digest
         """Names the content and its preprocessing; None if the block is not to be cached."""
-        self._arena, self._header = arena, header
+        self.arena = arena
+        """Where the block lies."""
+        self._header = header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         spec, offset = self._header.arrays[name]
@@ -40,9 +42,9 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
 
     def file_offset(self, name: str) -> tuple[MappedArena, int] | None:
         """The arena, and where in its file the array lies; None where it lies there in pieces."""
-        if self._buffer is not self._arena.map:
+        if self._buffer is not self.arena.map:
             return None
-        return self._arena, self._base + self._header.arrays[name].offset
+        return self.arena, self._base + self._header.arrays[name].offset
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header.arrays)
@@ -58,7 +60,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
     def verify(self) -> None:
         """StaleReference if the block was freed, or freed and used again, since it was attached."""
         fence()
-        self._arena.check(self.ref)
+        self.arena.check(self.ref)
 
     def __enter__(self) -> Self:
         return self

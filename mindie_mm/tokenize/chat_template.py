@@ -67,7 +67,7 @@ class ChatTemplate:
     ) -> Rendered:
         """`messages` as a prompt. InputError where the template refuses them, or would leave something out."""
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
-            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}")
+            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}", param="chat_template_kwargs")
         self._check_placed(template_kwargs)
         conversation = [self._turn(message) for message in messages]
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
@@ -97,13 +97,14 @@ class ChatTemplate:
             turn["role"] = "system"  # OpenAI's name for it
         if turn["role"] in self._lost_roles:
             raise InputError(f"the role {message.role} is not served: the model's chat template passes over it")
-        self._check_placed(message.extra)
+        self._check_placed(message.extra, "messages")
         return turn
 
-    def _check_placed(self, given: Mapping[str, Any]) -> None:
+    def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
             if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
-                raise InputError(f"not served: the model's chat template has no place for {name}")
+                said = f"not served: the model's chat template has no place for {name}"
+                raise InputError(said, param=field or name)
 
     def _loses(self, tried: Sequence[Message]) -> bool:
         """Whether the template passes over a part of them. One that refuses them will say so itself."""

@@ -32,10 +32,12 @@ def free_second(engine: Any, refs: list) -> None:
     free(refs[1])
 
 
-def answers(beside: bool, disturb: Callable[[Any, list], None] = undisturbed) -> dict:
+def answers(
+    beside: bool, disturb: Callable[[Any, list], None] = undisturbed, encoder_decoder: str | None = None
+) -> dict:
     """What each picture's request is told, and the calls of each step; `beside`: all wait for the first one's end.
 
-    They are disturbed behind the first step.
+    They are disturbed behind the first step. The checkpoint is the embedded one, or that of an `encoder_decoder`.
     """
     import tempfile
 
@@ -45,6 +47,7 @@ def answers(beside: bool, disturb: Callable[[Any, list], None] = undisturbed) ->
     from mindie_mm.engine.core import Engine
     from mindie_mm.engine.messages import Add
     from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.seq2seq import Seq2SeqEngine
     from mindie_mm.models import load_model
     from mindie_mm.nn import staging
     from mindie_mm.nn.checkpoint import Checkpoint
@@ -52,7 +55,9 @@ def answers(beside: bool, disturb: Callable[[Any, list], None] = undisturbed) ->
     from mindie_mm.tokenize import Tokenizer
 
     trace = Path(os.environ["ASCEND_SIM_TRACE"])
-    engine = Engine(load_model(None, "npu", "bfloat16"), EngineConfig(max_num_seqs=1), 2**26)
+    path = Path(encoder_decoder) if encoder_decoder else Checkpoint.open(None).path
+    kind = Seq2SeqEngine if encoder_decoder else Engine
+    engine = kind(load_model(path, "npu", "bfloat16"), EngineConfig(max_num_seqs=1), 2**26)
     told: dict[str, list] = {}
     calls: list[list[str]] = []
     refs, nbytes = [], []
@@ -68,7 +73,7 @@ def answers(beside: bool, disturb: Callable[[Any, list], None] = undisturbed) ->
             file.seek(begun)
             calls.append([line.split(" ", 3)[3].rstrip() for line in file])
 
-    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(Checkpoint.open(None).path) as tokenizer:
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(path) as tokenizer:
         path_file = Path(folder) / "shm_name.txt"
         for number, size in enumerate(SIZES):
             picture = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
@@ -128,6 +133,22 @@ def test_pictures_that_wait_are_read_beside_a_step_of_others(apart: dict, tmp_pa
     assert first[-1] == 0, "the step's last wait is for its token"
     assert [size for size in first[encoded:] if size in others] == others
     assert not [size for step in rest for size in step if size in found["nbytes"]], "none is read twice"
+    assert found["held"] == 0
+
+
+def test_so_they_are_in_an_encoder_decoder(tmp_path: Path) -> None:
+    """Whose pictures are all of one size."""
+    from tests.models.test_florence2 import TestFlorence2  # asks for the device: the called process would, too early
+
+    (tmp_path / "model").mkdir()
+    TestFlorence2.write_checkpoint(tmp_path / "model")
+    found, apart = (
+        call(answers, beside, undisturbed, str(tmp_path / "model"), trace=str(tmp_path / f"trace {beside}"))
+        for beside in (True, False)
+    )
+    assert found["told"] == apart["told"]
+    (nbytes,) = {*found["nbytes"]}
+    assert [read(calls).count(nbytes) for calls in found["calls"]] == [3] + [0] * (len(found["calls"]) - 1)
     assert found["held"] == 0
 
 

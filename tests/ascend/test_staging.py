@@ -40,6 +40,7 @@ def staged(releases: bool = False) -> dict:
         values = [tensor.cpu().flatten().tolist() for tensor in brought]
         for view in views:
             view.verify()
+        staging.fetch(views[1:], device)
         late = staging.to_device(views[0], "a", device)
         free(refs[0])
         owner.stdin.write("overwrite\n")
@@ -57,8 +58,10 @@ def staged(releases: bool = False) -> dict:
     del late, brought
     drop_removed()  # from whatever thread: what a device reads is left alone
     kept = simulator().sim_calls(b"aclrtHostUnregister")
+    fetched = [len(staging._staging(device)._fetched)]
     with suppress(SegmentMissing):
         attach(refs[0])  # here it is given up
+    fetched.append(len(staging._staging(device)._fetched))
     after = sorted(set(staging.to_device(views[1], "a", device).cpu().flatten().tolist()))
     found = {
         "values": [sorted(set(one)) for one in values],
@@ -66,6 +69,7 @@ def staged(releases: bool = False) -> dict:
         "error": error,
         "lines": lines,
         "kept": kept,
+        "fetched": fetched,
         "after": after,
     }
     torch.accelerator.synchronize()
@@ -98,6 +102,7 @@ def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
     assert found["values"] == [[1], [2]]
     assert not found["lines"]
     assert not found["kept"]
+    assert found["fetched"] == [1, 0], "what was fetched goes with its arena, whose words may come again"
     assert found["after"] == [2], "what was attached before is read on, by one copy more"
     # Bytes that are read when they are another content's come with an error, as they are settled before the check.
     assert found["read"] == [9]
@@ -142,7 +147,12 @@ def mounted() -> list[int]:
             block["a"][...] = number
             ref = block.publish()
         with mount(path):
-            brought = staging.to_device(attach(ref), "a", device)
+            view = attach(ref)
+            staging.to_device(view, "a", device)
+            staging.fetch([view], device)  # nothing: another file may have the same words when it is needed
+            assert not staging._staging(device)._fetched
+            brought = staging.to_device(view, "a", device)
+            del view
             staging.settle(device)
             assert set(brought.cpu().tolist()) == {number}
         gc.collect()

@@ -1,6 +1,7 @@
 """Fetching media: what is fetched, and everything that is refused. Loopback servers only."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,8 +9,8 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.fetch import _checked, fetch, is_public
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.media.fetch import _checked, encoded_domain, fetch, is_public
 
 BODY = bytes(range(256)) * 40
 
@@ -141,6 +142,26 @@ def test_the_domain_list_takes_a_name_in_either_spelling(domain: str, host: str)
     assert _checked(f"http://{host}/a", [domain]).path == "/a"
     with pytest.raises(MediaError, match="none of the allowed"):
         _checked("http://a-bücher.example/a", [domain])
+
+
+@pytest.mark.parametrize(
+    "domain", ["example.org", "a-b.c_d.example", "हिन्दी.भारत", "bu\u0308cher.de", "中文.com", "10.0.0.5", "::1"]
+)
+def test_domains_that_hosts_can_be_below(domain: str) -> None:
+    assert encoded_domain(domain).isascii()
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        *("http://x.org", "*.example.org", ".example.org", "example.org:443", "example.org/a", "a b", "u@x.org"),
+        *("[::1]", "ü" * 64 + ".de", "xn--ü.de", "."),
+    ],
+)
+def test_domains_that_no_host_can_be_below(domain: str) -> None:
+    said = f"allowed_media_domains holds {re.escape(repr(domain))}, it must be a host's name"
+    with pytest.raises(InputError, match=said):
+        encoded_domain(domain)
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,8 @@ def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: st
     assert said in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
 
 
+NAMED = {"type": "function", "function": {"name": "a"}}
+CALL = {"role": "assistant", "tool_calls": [{"id": "a", **NAMED}]}
 NAMELESS = {"type": "function", "function": {"parameters": {}}}
 
 
@@ -236,9 +238,20 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function is missing"),
         (CHAT, {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
         ("/tokenize", {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
+        (CHAT, {"tools": [NAMED]}, "tools", "no place for tools"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "no place for reasoning_effort"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "cannot hold 'tokenize'"),
+        (CHAT, {"messages": [CALL, *HELLO]}, "messages", "no place for tool_calls"),
         (CHAT, {"messages": [{"role": "me", "content": ""}]}, "messages", "messages[0].role is 'me'"),
         ("/generate", {"inputs": "a", "stream": True}, "stream", "ask /generate_stream"),
         ("/generate", {"inputs": [{"image": "a", "fps": 2}]}, "inputs", "unknown key 'fps'"),
+        ("/infer", {"inputs": "a", "parameters": {"stop": [""]}}, "parameters", "stop string 0 of 1 is empty"),
+        (
+            "/generate",
+            {"inputs": [{"text": "a"}], "parameters": {"return_full_text": True}},
+            "parameters",
+            "needs inputs",
+        ),
         ("/infer", {"inputs": "a", "parameters": {"logprobs": True}}, "parameters", "logprobs is not served"),
     ],
 )
