@@ -54,31 +54,37 @@ Fail = Callable[[AsyncEngine, str, bool], None]
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], None]:
-    """Has something done before a request is sent, and before each step of it.
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
+    """Has something done before a request is sent, and before each step of it; the requests that are asked for.
 
     It is given the engine, the request and whether it is sent; a DeviceError that it raises ends the request.
     """
     own = AsyncEngine.generate
+    asked: set[str] = set()
 
-    def install(fail: Fail) -> None:
+    def install(fail: Fail) -> set[str]:
         async def generate(
             self: AsyncEngine, request_id: str, ids: NDArray[np.int64], params: SamplingParams
         ) -> AsyncGenerator[Progress, None]:
             fail(self, request_id, False)
             failure: DeviceError | None = None
-            async with aclosing(own(self, request_id, ids, params)) as steps:
-                async for step in steps:  # to its end, as after an engine's own failure: nothing comes that is late
-                    try:
-                        fail(self, request_id, True)
-                    except DeviceError as error:
-                        failure = error
-                    if failure is None:
-                        yield step
+            asked.add(request_id)
+            try:
+                async with aclosing(own(self, request_id, ids, params)) as steps:
+                    async for step in steps:  # to its end, as after an engine's own failure: nothing comes that is late
+                        try:
+                            fail(self, request_id, True)
+                        except DeviceError as error:
+                            failure = error
+                        if failure is None:
+                            yield step
+            finally:
+                asked.discard(request_id)
             if failure is not None:
                 raise failure
 
         monkeypatch.setattr(AsyncEngine, "generate", generate)
+        return asked
 
     return install
 
@@ -97,7 +103,7 @@ def test_an_engine_that_is_killed_costs_no_answer(
 
 @pytest.mark.slow
 def test_a_row_that_kills_the_engine_each_time_is_an_error(
-    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None]
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
     def kill(engine: AsyncEngine, request: str, sent: bool) -> None:
         if request == "1" and not sent:
@@ -112,16 +118,16 @@ def test_a_row_that_kills_the_engine_each_time_is_an_error(
 
 
 def test_a_row_that_fails_every_step_is_an_error_and_the_others_are_answered(
-    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None]
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
     asked: list[str] = []
 
     def fail(engine: AsyncEngine, request: str, sent: bool) -> None:
         asked.append(request)
-        if sent and POISON in engine._requests:
+        if sent and POISON in running:
             raise DeviceError("the step failed: Poison")
 
-    failing(fail)
+    running = failing(fail)
     done = generate(folder, tmp_path / "out.jsonl")
     assert done.exit_code == 1, done.output
     found, expected = ((path.splitlines()) for path in ((tmp_path / "out.jsonl").read_bytes(), whole))
@@ -134,7 +140,7 @@ def test_a_row_that_fails_every_step_is_an_error_and_the_others_are_answered(
 
 
 def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
-    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None]
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
     failed: list[str] = []
 
@@ -154,7 +160,7 @@ def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
 
 
 def test_an_engine_that_does_not_come_back_ends_the_run(
-    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], None], monkeypatch: pytest.MonkeyPatch
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(engine: AsyncEngine) -> None:
         raise DeviceError("no such device")

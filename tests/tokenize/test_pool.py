@@ -220,9 +220,10 @@ async def test_a_cancelled_request_leaves_no_block(pool, request_path):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    # Two more requests than processes: the cancelled one is answered before the last of these is.
-    await asyncio.gather(*(pool.tokenize(TokenizeRequest(text="a")) for _ in range(4)))
-    assert blocks(pool) == before
+    assert len(await pool.tokenize(TokenizeRequest(text="a"))) > 0, "others need not wait for it"
+    async with asyncio.timeout(60):
+        while blocks(pool) != before:  # noqa: ASYNC110 - a process has it still, and tells nobody
+            await asyncio.sleep(0.01)
 
 
 async def test_a_closed_pool_says_so(checkpoint_path):
