@@ -27,10 +27,11 @@ def fail_in_queue(*_: object) -> None:
     """As an operator that fails behind the call of it. Where torch_npu hears of that in a destructor, it aborts."""
     import torch
 
-    held = torch.ones(4).pin_memory()
+    here = torch.ones(4).pin_memory()
     fail_next_copy()
-    held.to("npu", non_blocking=True)
+    there = here.to("npu", non_blocking=True)
     torch.accelerator.synchronize()
+    del here, there  # not before
 
 
 def after_a_failure() -> tuple[list[int], str]:
