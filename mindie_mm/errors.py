@@ -25,6 +25,7 @@
         |-- RequestAborted          the request was aborted before it finished
         |-- ServiceStopping         the service was asked to stop
         `-- ProcessDied             a tokenizer or engine process is gone
+            `-- NoProcess           none takes requests, and none came back in time
 
 Messages name the value and the limit. The service maps each class to one HTTP status, by the nearest class in
 one table (service/errors.py).

@@ -69,7 +69,7 @@ class Call:
         """The prompts that clients encoded; InputError also for a schema."""
         with self._counted(len(given)):
             await self.service.worker.check_schema(self.params)
-            yield [PromptSource(prompt_of_ids(self.service, ids)) for ids in given]
+            yield [PromptSource(prompt_of_ids(self.service, ids, "prompt")) for ids in given]
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """All choices, once they are finished."""

@@ -127,9 +127,9 @@ def _when_all_settle(sources: Sequence[PromptSource], drop: Callable[[], None]) 
         source.on_settled = settled
 
 
-def prompt_of_ids(service: Service, ids: Sequence[int]) -> Prompt:
-    """A prompt of token ids from a client. TokenOutOfRange unless all are in [0, vocabulary)."""
+def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
+    """A prompt of token ids from that field of a body. TokenOutOfRange unless all are in [0, vocabulary)."""
     vocab_size = service.worker.engine.info.vocab_size
     if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
-        raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})")
+        raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})", param=field)
     return Prompt(np.array(ids, np.int64))

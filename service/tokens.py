@@ -115,7 +115,7 @@ async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
     service.check_model(body.model)
 
     async def answer() -> DetokenizeAnswer:
-        ids: list[int] = prompt_of_ids(service, body.tokens).ids.tolist()
+        ids: list[int] = prompt_of_ids(service, body.tokens, "tokens").ids.tolist()
         return {"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)}
 
     return WholeAnswer(answer, service.admission)

@@ -237,9 +237,9 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     """
     torch.accelerator.synchronize(device)  # what failed before is not this operator's
     npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
+    past_queue = npu.SyncLaunchStream(device)  # torch_npu's queue runs nothing any more once an operator failed in it
     try:
-        # Past torch_npu's queue, which runs nothing any more once an operator has failed in it.
-        with npu.stream(npu.SyncLaunchStream(device)):
+        with npu.stream(past_queue):
             _TRIALS[operator](device, dtype, *shape)
         torch.accelerator.synchronize(device)
     except torch.OutOfMemoryError:

@@ -62,7 +62,7 @@ class SchemaCheck:
                     said = await asyncio.shield(self._asking)
         self._remember(schema, said)
         if said:
-            raise InputError(said)
+            raise InputError(said, param="response_format")
 
     async def close(self) -> None:
         """Ends the process; what is asked fails."""

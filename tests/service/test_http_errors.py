@@ -216,6 +216,7 @@ def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: st
     assert said in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
 
 
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {"type": "string"}}}}
 NAMED = {"type": "function", "function": {"name": "a"}}
 CALL = {"role": "assistant", "tool_calls": [{"id": "a", **NAMED}]}
 NAMELESS = {"type": "function", "function": {"parameters": {}}}
@@ -230,6 +231,9 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids names token 100000000"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "top_logprobs is 2"),
         (CHAT, {"best_of": 3}, "best_of", "best_of is 3"),
+        (CHAT, {"response_format": NO_SCHEMA}, "response_format", "not"),
+        ("/v1/completions", {"prompt": [10**8]}, "prompt", "token id 100000000 is outside the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1 is outside the vocabulary"),
         (CHAT, {"min_tokens": 5, "max_tokens": 2}, "min_tokens", "min_tokens is 5"),
         (CHAT, {"temperature": True}, "temperature", "temperature: Input should be a valid number, not true"),
         (CHAT, {"seed": "5"}, "seed", 'seed: Input should be a valid integer, not "5"'),
