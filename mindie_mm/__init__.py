@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mindie_mm.environment import limit_spinning
+
 if TYPE_CHECKING:
     from mindie_mm.batch.dataset import Dataset
     from mindie_mm.config import EngineConfig, WorkerConfig
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Dataset", "EngineConfig", "MindieMMError", "Output", "SamplingParams", "Tokenizer", "WorkerConfig"]
 __version__ = "0.1.0"
+
+limit_spinning()  # here, because it has to come before torch is loaded, in every process that runs it
 
 _HOMES = {
     "LLM": "mindie_mm.engine.llm",

@@ -68,7 +68,8 @@ class EngineConfig:
     step_timeout_s: Seconds = 300.0
     """Longest that a step may take while requests wait: an engine that hangs is ended, and started again."""
     num_threads: CountOrNone = 0
-    """Threads of the engine process on the CPU, of each rank if it has several; 0 is torch's own choice, shared."""
+    """Threads of the engine process on the CPU, of each rank if there are several. 0: as many as the CPUs that the
+    affinity mask and the control group allow, shared by the ranks; OMP_NUM_THREADS comes before that."""
     tensor_parallel: Count = 1
     """Processes, and devices, that share the text model's weights and heads."""
     tower_parallel: TowerParallel = "replicate"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mindie_mm.config import GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
-from mindie_mm.device import KINDS, open_device
+from mindie_mm.device import KINDS, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
@@ -90,7 +90,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
     if torch_device.type != "cpu" and wanted > (count := torch.accelerator.device_count()):
         found = f"{count} visible, tensor_parallel is {wanted}"
         return Finding("device", "error", found, "lower it, or make more of them visible"), chosen
-    found = f"{torch_device}, {free:.1f} GiB free, {torch.get_num_threads()} host threads; {absent}"
+    found = f"{torch_device}, {free:.1f} GiB free, {default_num_threads()} host threads; {absent}"
     if name == "auto" and broken:
         advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"
         return Finding("device", "warning", found, advice), chosen

@@ -18,6 +18,11 @@ _SERVICE_LINK = re.compile(
 _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
 """What such a Service's variable holds that ends with PORT alone."""
 
+_WAIT_POLICIES = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
+"""Variables by which an operator chooses how long OpenMP threads spin. Intel's and LLVM's OpenMP have KMP_* for it."""
+SPIN_COUNT = 1000
+"""Rounds that an OpenMP thread spins at a barrier before it sleeps."""
+
 
 def variable(name: str) -> str:
     """The variable that sets the field `name`."""
@@ -66,6 +71,21 @@ def keep_backends_out() -> None:
     the package imports them by itself, where the device is used.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def limit_spinning() -> None:
+    """Make OpenMP threads of this process and its children yield soon at a barrier, unless the operator has chosen.
+
+    GNU OpenMP reads GOMP_SPINCOUNT when torch loads it. By its own default a thread that waits spins for milliseconds.
+    When other programs share the CPUs, it spins while the thread that it waits for is not scheduled.
+    """
+    if not any(name in _WAIT_POLICIES or name.startswith("KMP_") for name in os.environ):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def has_thread_count() -> bool:
+    """Return whether the operator has set the number of OpenMP or MKL threads."""
+    return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
 def default_spool() -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "faults", "environment", "tasks"},
+    {"errors", "faults", "environment", "tasks", "cgroup"},
     {"limits"},
     {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},

@@ -1,5 +1,6 @@
 """`mindie-mm serve` under load, over HTTP: requests a second and latencies at 1 to 64 clients, and what the service
-adds to the model's own time; on request beside another OpenAI-compatible server.
+adds to the model's own time, and the rate that is left when busy loops use the same CPUs; on request beside another
+OpenAI-compatible server.
 
     python -m bench.serve                              # everything; an hour on two cores
     python -m bench.serve --quick                      # minutes: the embedded checkpoint alone, a few points
@@ -25,8 +26,10 @@ import aiohttp
 from bench.report import write
 from bench.serve.figures import write_plot, write_table
 from bench.serve.load import Load, Outcome, Server, drive, seeds, session
+from bench.serve.neighbours import neighbours
 from bench.serve.overhead import overhead
 from bench.serve.pictures import Size
+from mindie_mm.cgroup import available_cpus
 from tools.random_checkpoint import SIZES, write_checkpoint
 from tools.serving import running_service
 
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.overhead = min(options.overhead, 30)
     points: list[dict[str, Any]] = []
     overheads: list[dict[str, Any]] = []
+    busy: list[dict[str, Any]] = []
     for name in options.checkpoints or CHECKPOINTS:
         with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
             settings = {"spool": Path(folder) / "spool", "dtype": options.dtype}
@@ -59,12 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with running_service(settings, Path(folder) / "log", checkpoint := _directory(name)) as service:
                 server = Server(service.url, service.model)
                 points += asyncio.run(_measure(options, Path(name).name, server))
+                if options.busy:
+                    found = asyncio.run(_neighbours(options, server))
+                    busy.append({"checkpoint": Path(name).name, **found})
                 if options.overhead:
                     found = asyncio.run(overhead(server, checkpoint, options.overhead, seeds()))
                     overheads.append({"checkpoint": Path(name).name, **found})
     note = f"`mindie-mm serve --dtype {options.dtype}`; every answer has {options.tokens} tokens, streamed."
-    write(options.results, {"dtype": options.dtype, "points": points, "overhead": overheads})
-    write_table(options.results, points, overheads, note)
+    write(options.results, {"dtype": options.dtype, "points": points, "overhead": overheads, "busy_neighbours": busy})
+    write_table(options.results, points, overheads, busy, note)
     if points:
         write_plot(options.results, points)
 
@@ -78,12 +85,40 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, help="least of each point; default twice the clients, at least 16")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--overhead", type=int, default=100, help="requests to measure the overhead with; 0: not")
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=available_cpus(),
+        help="busy loops beside the server; default one for each CPU; 0: none",
+    )
+    parser.add_argument("--busy-clients", type=int, default=1, help="clients of the server that has busy neighbours")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="of the engine; default: its own choice")
     parser.add_argument("--peer", nargs=2, metavar=("URL", "MODEL"), help="another server, for turns with ours")
     parser.add_argument("--results", default="serve", help="name of the files under bench/results")
     parser.add_argument("--quick", action="store_true", help="a few minutes")
     return parser
+
+
+async def _neighbours(options: argparse.Namespace, server: Server) -> dict[str, Any]:
+    """Measure what the server, and the peer where there is one, keep of their rates beside busy loops."""
+    servers = [server, Server(*options.peer)] if options.peer else [server]
+    async with session() as http:
+        found = await neighbours(
+            http,
+            servers,
+            loops=options.busy,
+            concurrent=options.busy_clients,
+            requests=options.requests or 16,
+            max_tokens=options.tokens,
+            seeds=seeds(),
+        )
+    print(found, flush=True)
+    return {
+        "loops": options.busy,
+        "concurrent": options.busy_clients,
+        **dict(zip(("ours", "peer"), found, strict=False)),
+    }
 
 
 def _texts(text: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.report import RESULTS
@@ -19,8 +19,14 @@ COLUMNS = {
 KEYS = ("checkpoint", "picture", "repeated", "concurrent")
 
 
-def write_table(name: str, points: Sequence[dict[str, Any]], overheads: Sequence[dict[str, Any]], note: str) -> None:
-    """bench/results/<name>.md: a row for each point, the peer's figures and the ratios where there is one."""
+def write_table(
+    name: str,
+    points: Sequence[dict[str, Any]],
+    overheads: Sequence[dict[str, Any]],
+    busy: Sequence[dict[str, Any]],
+    note: str,
+) -> None:
+    """Write bench/results/<name>.md: a row for each point, and the peer's figures and the ratios where there is one."""
     peer = any("peer" in point for point in points)
     heads = ["checkpoint", "picture", "repeated", "concurrent", *COLUMNS.values()]
     if peer:
@@ -35,6 +41,8 @@ def write_table(name: str, points: Sequence[dict[str, Any]], overheads: Sequence
             cells += [theirs.get("requests_per_s"), ratios.get("requests_per_s")]
             cells += [theirs.get("ttft_ms_p50"), ratios.get("ttft_ms_p50")]
         lines.append(_row(cells))
+    if busy:
+        lines += ["", *_busy_rows(busy)]
     for found in overheads:
         lines += [
             "",
@@ -46,6 +54,20 @@ def write_table(name: str, points: Sequence[dict[str, Any]], overheads: Sequence
             *(_row([f"model: {part}", value]) for part, value in found["model_ms"].items()),
         ]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table of the rates alone and beside busy loops."""
+    yield f"Busy neighbours: requests per second of 640x480 pictures, alone and beside {busy[0]['loops']} busy loops."
+    yield ""
+    yield _row(["checkpoint", "server", "clients", "alone", "busy neighbours", "share kept", "errors"])
+    yield _row(["---"] * 7)
+    for found in busy:
+        for server in ("ours", "peer"):
+            if one := found.get(server):
+                rates = [one[name]["requests_per_s"] for name in ("alone", "busy")]
+                errors = one["alone"]["errors"] + one["busy"]["errors"]
+                yield _row([found["checkpoint"], server, found["concurrent"], *rates, one["kept"], errors])
 
 
 def _sentence(found: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from mindie_mm.batch.messages import Finished, Job, Ready, Report, Steps, death_
 from mindie_mm.batch.progress import Progress
 from mindie_mm.batch.source import Chunk
 from mindie_mm.batch.tally import Tally
+from mindie_mm.cgroup import available_cpus
 from mindie_mm.errors import ProcessDied, StorageError, os_errors_as
 from mindie_mm.ipc import Child, Failure
 from mindie_mm.tasks import gather
@@ -40,9 +40,12 @@ class Workers:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
 
     async def run(self, num_workers: int | None) -> None:
-        """Until all is done, with so many processes; None: one a core. ProcessDied, StorageError, TooManyErrors."""
+        """Run `num_workers` processes until all chunks are done. None: one for each CPU that this process may use.
+
+        Raises ProcessDied, StorageError and TooManyErrors.
+        """
         try:
-            await gather([self._worker(self._chunks) for _ in range(num_workers or len(os.sched_getaffinity(0)))])
+            await gather([self._worker(self._chunks) for _ in range(num_workers or available_cpus())])
             # Alone, so that what another worker took cannot be what ends it again.
             while self._set_aside:
                 again, self._set_aside = self._set_aside, []

@@ -19,7 +19,7 @@ from mindie_mm.config import MediaCaps, MiB
 @click.option("--output", type=PATH, required=True, help="Folder of the run; made if absent.")
 @click.option("--model", type=PATH, help="Checkpoint directory; the embedded one if not given.")
 @click.option("--family", default="", help="Family that serves it; the one that its config.json names if not given.")
-@click.option("--workers", type=click.IntRange(1), help="Processes, or Ray's actors.  [default: one a core]")
+@click.option("--workers", type=click.IntRange(1), help="Processes, or Ray's actors.  [default: one for each CPU]")
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,
               help="A shard ends with the row that brings its blocks to so many bytes.")  # fmt: skip
 @click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,

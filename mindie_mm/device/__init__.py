@@ -6,7 +6,7 @@ import torch
 
 from mindie_mm.device import host_memory
 from mindie_mm.device.alive import require_alive
-from mindie_mm.device.base import Device
+from mindie_mm.device.base import Device, default_num_threads
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.kernels import Kernels, Rows, block_table
@@ -56,6 +56,7 @@ __all__ = [
     "Kernels",
     "Rows",
     "block_table",
+    "default_num_threads",
     "download",
     "kernels_of",
     "kind_of",

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from mindie_mm.cgroup import available_cpus
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.environment import has_thread_count
 
 
 class Device(ABC):
@@ -83,10 +85,13 @@ class Device(ABC):
     def prepare(self, module: torch.nn.Module) -> None:
         """Lays out the weights of a model that is loaded and placed as they are computed with fastest."""
 
-    def set_num_threads(self, count: int) -> None:
-        """Host threads for compute; 0 keeps torch's choice."""
-        if count:
-            torch.set_num_threads(count)
+
+def default_num_threads() -> int:
+    """Return the number of threads to compute with on the host, unless a setting gives it.
+
+    OMP_NUM_THREADS and MKL_NUM_THREADS come first, then the CPUs that affinity mask and control group leave.
+    """
+    return torch.get_num_threads() if has_thread_count() else available_cpus()
 
 
 def allocator_peak_bytes(runtime: Any, work: Callable[[], object]) -> int:

@@ -7,50 +7,38 @@ import math
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 import torch
 
+from mindie_mm import cgroup
+
 _MiB, _GiB = 2**20, 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
-_MOUNT = Path("/sys/fs/cgroup")
-# Version 2 first, then 1: below which folder, and the files with the limit, the usage, and what of it can be dropped.
+# Version 2, then 1: the files of a group with its limit, its usage, and the part of the usage that can be dropped.
 _FILES = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-def available_bytes(mount: Path = _MOUNT, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that can be taken: what the host has, or the tightest control group around this process leaves.
+def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
+    """Return how many bytes this process may take: the host's free memory, or less if a control group leaves less.
 
-    `mount` is where the control groups are mounted, `own` the file that says which of them this process is in.
+    `mount` and `own` are as in `cgroup.folders`.
     """
     return min([psutil.virtual_memory().available, *_left(mount, own)])
 
 
 def _left(mount: Path, own: Path) -> Iterator[int]:
-    groups = {PurePosixPath("/")}  # a container's own group is often mounted as the root, whatever its path is outside
-    for line in _read(own).splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            groups |= {PurePosixPath(path), *PurePosixPath(path).parents}
-    for folder, limit, usage, inactive in _FILES:
+    for groups, (limit, usage, inactive) in zip(cgroup.folders("memory", mount, own), _FILES, strict=True):
         for group in groups:
-            at = mount / folder / group.relative_to("/")
-            most, used = _read(at / limit).strip(), _read(at / usage).strip()
+            most, used = cgroup.read(group / limit).strip(), cgroup.read(group / usage).strip()
             if most.isdecimal() and used.isdecimal():  # "max" is no limit
-                stat = dict(line.split() for line in _read(at / "memory.stat").splitlines())
+                stat = dict(line.split() for line in cgroup.read(group / "memory.stat").splitlines())
                 yield max(0, int(most) - int(used) + int(stat.get(inactive, 0)))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

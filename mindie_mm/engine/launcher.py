@@ -19,7 +19,6 @@ from threading import Thread
 
 import msgspec
 import psutil
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, and documented
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mindie_mm import logs
+from mindie_mm.device import default_num_threads
 from mindie_mm.ipc import ChildChannel, Lifeline
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
         shutdown_timeout=2,
     )
     log_settings = msgspec.json.encode(logs.current()).decode()
-    num_threads = max(1, torch.get_num_threads() // int(num_ranks))
+    num_threads = max(1, default_num_threads() // int(num_ranks))
     run = elastic_launch(config, sys.executable)
     try:
         run("-P", "-m", "mindie_mm.engine.rank", door.name, log_settings, "${local_rank}", device, num_threads)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from mindie_mm import faults
@@ -122,7 +123,7 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
     # Where one rank alone fails, the others must hear of it before they wait for it inside an operation.
     device = ranks.together(lambda: ranks.open_device(config.device))
-    device.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.num_threads or ranks.num_threads)
     model = ranks.together(
         lambda: load_model(
             Path(start.model) if start.model else None,

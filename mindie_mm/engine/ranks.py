@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindie_mm.device import Device, open_device
+from mindie_mm.device import Device, default_num_threads, open_device
 from mindie_mm.environment import keep_collectives_local
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.ipc import Failure
@@ -42,6 +42,11 @@ class Ranks:
     number = 0
     """This process's, from 0; the first one speaks with the parent."""
     count = 1
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the host that this process computes with, unless a setting gives their number."""
+        return default_num_threads()
 
     def open_device(self, name: str) -> Device:
         """As device.open_device, with one device a rank; DeviceError where there are fewer."""
@@ -98,7 +103,10 @@ ALONE = Ranks()
 class _Group(Ranks):
     """The processes of torch.distributed's default group."""
 
-    def __init__(self) -> None:
+    num_threads: int
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
         # Its own, so that nothing of the model's is in the way of words about a failure, and without a time limit.
@@ -168,17 +176,16 @@ class _Group(Ranks):
 def join(number: int, device: str, num_threads: int) -> Ranks:
     """The ranks that this process is started as one of, by torchrun, with the variables that torch reads.
 
-    `number` is its own, `device` what the engine runs on, `num_threads` its share of the processor.
+    `number` is its own, `device` what the engine runs on, `num_threads` its share of the host's threads.
     """
     keep_collectives_local()
-    torch.set_num_threads(num_threads)
     backend = "gloo"
     with suppress(MindieMMError):  # a device that is not there is told when it is opened: then there is whom to tell
         if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
             torch.accelerator.set_device_index(number)  # before anything else is asked of one: it would be the first
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend)
-    return _Group()
+    return _Group(num_threads)
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -1,0 +1,56 @@
+"""The control groups that limit this process, and how many CPUs it may use."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+MOUNT = Path("/sys/fs/cgroup")
+"""Where the control groups are mounted."""
+OWN = Path("/proc/self/cgroup")
+"""The file that lists the control groups of this process."""
+
+
+def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list[Path], list[Path]]:
+    """Return the folders of the groups that limit this process by `controller`, such as "memory" or "cpu".
+
+    The first list has the folders of version 2, the second those of version 1. A group's ancestors limit it too. Some
+    folders may not exist: a container often mounts its own group as the root, whatever its path is on the host.
+    """
+    groups = {PurePosixPath("/")}
+    for line in read(own).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            groups |= {PurePosixPath(path), *PurePosixPath(path).parents}
+    below = [group.relative_to("/") for group in groups]
+    return [mount / group for group in below], [mount / controller / group for group in below]
+
+
+def available_cpus(mount: Path = MOUNT, own: Path = OWN) -> int:
+    """Return how many CPUs this process may use: those of its affinity mask, or fewer if a control group has a quota.
+
+    A quota is rounded up. With 1.5 CPUs, two threads do more than one, though both pause when the quota is spent.
+    """
+    quotas = [max(1, math.ceil(quota)) for quota in _quotas(mount, own)]
+    return min([len(os.sched_getaffinity(0)), *quotas])
+
+
+def _quotas(mount: Path, own: Path) -> Iterator[float]:
+    """Yield each group's quota of processor time, in CPUs. Groups without one are left out."""
+    version_2, version_1 = folders("cpu", mount, own)
+    texts = [read(folder / "cpu.max").split() for folder in version_2]
+    texts += [[read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")] for folder in version_1]
+    for text in texts:
+        # Version 2 writes "max" where there is no limit, version 1 writes -1.
+        if len(text) == 2 and all(part.strip().isdecimal() for part in text) and int(text[1]):
+            yield int(text[0]) / int(text[1])
+
+
+def read(file: Path) -> str:
+    """Return the text of a kernel's file, empty if there is none."""
+    try:
+        return file.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
