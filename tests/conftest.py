@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,15 +19,12 @@ from mindie_mm.errors import DeviceError
 from mindie_mm.shm import survey
 from mindie_mm.shm.layout import SHM_DIRECTORY
 
-pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.recording", "tests.warm"]
+pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
 # What these assert is shown with its values, as in test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
 
 settings.register_profile("here", deadline=None)  # a busy machine makes no test wrong; pytest's own time limit holds
 settings.load_profile("here")
-
-
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,31 +63,12 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
     return workers
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a process a core, where each may have a /dev/shm of its own; else all tests in this one.
-
-    Tests look at all of /dev/shm, kill owners of arenas and collect what they leave: two at once must not meet there.
-    """
-    tried = ("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", str(SHM_DIRECTORY))
-    if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True, check=False).returncode:
-        return 0
-    return len(os.sched_getaffinity(0))
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Has worker processes find the tests' own modules; gives one of several its own /dev/shm, and one thread."""
+    """Have worker processes find the tests' own modules; give each of several pytest processes one thread."""
     paths = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    if not hasattr(config, "workerinput"):
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.unshare(_CLONE_NEWNS)
-        or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-        or libc.mount(b"tmpfs", os.fsencode(SHM_DIRECTORY), b"tmpfs", 0, None)
-    ):
-        raise OSError(ctypes.get_errno(), "no /dev/shm of its own")
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
