@@ -26,7 +26,7 @@ COMPILE_S = 0.1
 _REST = 4
 """How many times as long as a schema took it is until the next: the engine, which compiles it too, has other work."""
 _WALL_S = 10.0
-"""The same by the clock, for what takes no processor time."""
+"""Time by the clock after which a schema that took less processor time is given up: nothing is known of it."""
 _REPLY_S = 60.0
 
 
@@ -114,9 +114,13 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
 
 
 def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
-    """What is wrong with `schema`, and the processor time, in seconds, that a copy of this process took to find out.
+    """Return what is wrong with `schema`, and the processor time, in seconds, that a copy of this process took.
 
     Such a copy also bears what ends a process that compiles: a stack that overflows, memory that is short.
+
+    Raises:
+        TimeoutError: The machine was too busy, which is no fault of the schema.
+
     """
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
@@ -136,7 +140,10 @@ def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
     with os.fdopen(read, "rb") as pipe:
         said = pipe.read().decode()
     _, status, usage = os.wait4(pid, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM):
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if ended_by == signal.SIGALRM:
+        raise TimeoutError(f"the machine gave no processor time to compile a JSON schema within {_WALL_S:g} s")
+    if ended_by == signal.SIGPROF:
         said = f"compiling the JSON schema takes more than {COMPILE_S:g} s of processor time, the limit"
     elif status:
         said = f"compiling the JSON schema fails, with status {os.waitstatus_to_exitcode(status)}"

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
+
+from tests.processor_time import processor_s
 
 T = TypeVar("T")
 
 
 class Watched:
-    """Processes whose memory is watched."""
+    """A process whose memory and processor time are watched, with those of its children where that is asked for."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._folders = [Path(f"/proc/{pid}") for pid in pids]
+    def __init__(self, pid: int, *, with_children: bool = False) -> None:
+        self.pid = pid
+        children = psutil.Process(pid).children() if with_children else []
+        self._folders = [Path(f"/proc/{one}") for one in (pid, *(child.pid for child in children))]
 
     def during(self, work: Callable[[], T]) -> tuple[T, float, int]:
-        """What `work` gives, the seconds that it took, and the bytes by which the processes grew at most."""
+        """Return what `work` gives, the processor time it took in seconds, and the bytes by which memory grew at most.
+
+        Processor time is that of all descendants.
+        """
         for folder in self._folders:
             (folder / "clear_refs").write_text("5")  # the peak starts anew
         before = [self._bytes(folder, "VmRSS") for folder in self._folders]
-        started = time.monotonic()
+        started_s = processor_s(self.pid)
         result = work()
-        seconds = time.monotonic() - started
+        used_s = processor_s(self.pid) - started_s
         peaks = [self._bytes(folder, "VmHWM") for folder in self._folders]
-        return result, seconds, sum(peak - least for peak, least in zip(peaks, before, strict=True))
+        return result, used_s, sum(peak - least for peak, least in zip(peaks, before, strict=True))
 
     @staticmethod
     def _bytes(folder: Path, name: str) -> int:
