@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,8 +59,15 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
         workers.put_nowait(process)
         return process, ours
 
+    exited, asked = ipc.exited, Counter[int]()
+
+    async def soon(process: subprocess.Popen[bytes], _: float) -> int | None:
+        """Wait little for what other signals do not end, and as long as it takes for SIGKILL, the third."""
+        asked[process.pid] += 1
+        return await exited(process, 0.2 if asked[process.pid] < 3 else 60.0)
+
     monkeypatch.setattr(ipc, "spawn", stopped)
-    monkeypatch.setattr(ipc, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(ipc, "exited", soon)
     return workers
 
 

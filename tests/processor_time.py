@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psutil
 
 
@@ -17,3 +21,12 @@ def processor_s(pid: int) -> float:
         except psutil.NoSuchProcess:
             continue  # ended meanwhile, its time is its parent's
         return float(sum(one.user + one.system + one.children_user + one.children_system for one in used))
+
+
+@contextmanager
+def processor_time_below(limit_s: float) -> Iterator[None]:
+    """Hold what this process does in the block to so many seconds of processor time."""
+    started_s = time.process_time()
+    yield
+    used_s = time.process_time() - started_s
+    assert used_s < limit_s

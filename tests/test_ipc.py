@@ -87,6 +87,13 @@ async def test_a_message_cut_short_is_the_end_of_the_stream():
     await channel.close()
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is not killed because the machine gives it little time to end."""
+    monkeypatch.setattr(ipc, "PATIENCE_S", 60.0)
+
+
+@pytest.mark.usefixtures("unhurried")
 async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_holds(tmp_path):
     made = tmp_path / "made"
     child = await Child.start("tests.busy_worker", str(made))
@@ -138,6 +145,7 @@ def forked() -> Iterator[Callable[[], None]]:
         os.waitpid(child, 0)
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_forked_process_hides_no_end_from_a_worker(forked, tmp_path):
     child = await Child.start("tests.busy_worker", str(tmp_path / "made"))
     assert await child.channel.recv() == b"made"

@@ -120,7 +120,7 @@ def test_an_exception_that_ends_a_process_is_a_record():
 async def test_a_child_logs_as_its_parent_does(capfd):
     with logging_to(logs.LogSettings("json", "debug")):
         child = await Child.start("tests.logging_worker")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert await child.channel.recv() == b"logged"
         await child.end()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]

@@ -19,7 +19,7 @@ async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> N
 
     def write(number: int) -> None:
         started.release()
-        may_end.wait(30)
+        may_end.wait(120)
         ended.append(number)
 
     async def item(numbers: range) -> list[None]:
@@ -47,7 +47,7 @@ async def test_what_waits_for_a_thread_is_not_done_after_all() -> None:
 
     def first() -> None:
         loop.call_soon_threadsafe(began.set)
-        may_end.wait(30)
+        may_end.wait(120)
         done.append(0)
 
     works = [in_thread(first), *(in_thread(lambda: done.append(1)) for _ in range(9))]

@@ -12,7 +12,7 @@ from tools.serving import RunningService
 
 def wait_until(condition: Callable[[], object]) -> None:
     """For what no event tells of, such as what happens in another process."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.001)

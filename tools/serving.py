@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 120.0
 _READY = re.compile(r"mindie_mm serves (\S+) at (http://\S+)")
 
 
@@ -33,7 +33,7 @@ class RunningService:
 
     def get(self, path: str) -> Any:
         """The JSON behind `path`."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:  # noqa: S310 - our own server
+        with urllib.request.urlopen(self.url + path, timeout=120) as answer:  # noqa: S310 - our own server
             return json.load(answer)
 
     def shm(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class RunningService:
         found: dict[str, Any] = self.get("/shm")
         return found
 
-    def wait_until_free(self, timeout_s: float = 20.0) -> dict[str, Any]:
+    def wait_until_free(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """`shm()` once no block is in use, or as it is when the time is up."""
         deadline = time.monotonic() + timeout_s
         while (found := self.shm())["blocks"] and time.monotonic() < deadline:

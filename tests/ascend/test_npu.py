@@ -108,7 +108,7 @@ def test_cann_is_missing():
         env=variables | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=True,
     )
     assert answer.stdout.startswith("the device npu can't be used: torch_npu does not load (")

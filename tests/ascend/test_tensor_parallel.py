@@ -64,7 +64,7 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
             release(path_file)
         device = engine.info.device
         await engine.close()
-        _, alive = psutil.wait_procs(seen, timeout=10)
+        _, alive = psutil.wait_procs(seen, timeout=120)
         left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         return {"found": found, "again": again, "device": device, "left": left}
 
@@ -118,7 +118,6 @@ def test_more_ranks_than_devices_are_refused(random_checkpoint):
     assert said == "tensor_parallel is 2, the visible npu devices are 1"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("tower_parallel", ["items", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_parallel, tmp_path, monkeypatch):
     from mindie_mm.config import EngineConfig
@@ -169,7 +168,6 @@ def of_one_process(checkpoint: Path, path_file: Path) -> list[Told]:
     return [*found.values()]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("width", "layout"), [(128, "TND"), (16, "BSH")])
 def test_two_ranks_attend_by_the_fused_operator(width, layout, tmp_path, monkeypatch):
     """In bfloat16, each with half of the heads: within rounding of one process."""

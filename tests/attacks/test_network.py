@@ -23,7 +23,7 @@ def found() -> dict[str, str]:
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to make a network of its own")
     command = ["unshare", "--net", sys.executable, "-m", "tests.attacks.hostile_net"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]
     answers: dict[str, str] = json.loads(ran.stdout)
     return answers

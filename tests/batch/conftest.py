@@ -102,5 +102,5 @@ def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = No
     """`mindie-mm tokenize`, to its end; unless something is `given` on its standard input, of `tests.warm`."""
     command = [CLI, "tokenize", *map(str, arguments)]
     if given is None:
-        return warm.run(command, timeout=100)
-    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=100, cwd=cwd)
+        return warm.run(command, timeout=300)
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=300, cwd=cwd)

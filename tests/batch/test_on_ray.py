@@ -39,7 +39,6 @@ def cluster():
     made.shutdown()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
     run(settings(lines), tmp_path / "here")
@@ -48,7 +47,6 @@ def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_a_folder_of_media_that_no_node_has_listed(cluster, media, tmp_path, monkeypatch):
     """They get it in pieces; the run's folder is relative to where it was called, and a task has several chunks."""
@@ -150,7 +148,6 @@ def test_a_mark_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("deaths", "error"), [(1, None), (2, "ProcessDied: the worker ended with an unknown status")])
 def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_path, deaths, error):
@@ -168,7 +165,6 @@ def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_a_row_at_which_earlier_calls_were_stopped_is_not_to_blame(cluster, lines, tmp_path):
     folder, made = tmp_path / "run", settings(lines, limit=3)
@@ -181,7 +177,6 @@ def test_a_row_at_which_earlier_calls_were_stopped_is_not_to_blame(cluster, line
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_what_ends_a_run_there_ends_it_with_our_own_error(cluster, tmp_path):
     path = tmp_path / "rows.parquet"

@@ -149,7 +149,7 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
 def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8"]
-    done = warm.run([CLI, *arguments], timeout=100)
+    done = warm.run([CLI, *arguments], timeout=300)
     assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 1 row failed\n"), done.stderr
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]

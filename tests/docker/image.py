@@ -133,7 +133,7 @@ class Image:
         """HEALTHCHECK's verdict, run inside."""
         root, words = self.stage.root, _words(self.stage.env | dict(env))
         command = ["chroot", str(root), "env", f"--chdir={self.stage.workdir}", "-i", *words, *self.healthcheck]
-        return subprocess.run(command, capture_output=True, check=False, timeout=20).returncode == 0
+        return subprocess.run(command, capture_output=True, check=False, timeout=120).returncode == 0
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import httpx2
-import pytest
 import yaml
 
 from tests.docker.dockerfile import FOLDER, healthcheck, last_stage, of, pairs, read
@@ -30,7 +29,7 @@ def environment(port: int) -> dict[str, str]:
 
 
 def is_healthy(env: dict[str, str]) -> bool:
-    return subprocess.run(healthcheck(LAST), env=env, capture_output=True, check=False, timeout=20).returncode == 0
+    return subprocess.run(healthcheck(LAST), env=env, capture_output=True, check=False, timeout=120).returncode == 0
 
 
 def probes() -> set[str]:
@@ -41,7 +40,6 @@ def probes() -> set[str]:
     return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
 
 
-@pytest.mark.timeout(300)
 def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
     env = environment(free_port()) | {"MINDIE_MM_API_KEY": "a-key", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     assert not is_healthy(env)

@@ -23,6 +23,7 @@ from mindie_mm.errors import (
 )
 from mindie_mm.shm import arenas_of, free, release
 from mindie_mm.tokenize import Tokenizer
+from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.models.contract import picture
 from tests.removed_arenas import removed_arenas
 
@@ -152,7 +153,7 @@ async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint,
     up = asyncio.create_task(waited(engine, asked))
     later = [progress async for progress in engine.generate("later", PROMPT, GREEDY)]
     assert [token for progress in later for token in progress.token_ids] == right, "it waits for the next process"
-    assert 0.9 * await up < later[-1].timings.queue_s < time.monotonic() - asked, "and says how long"
+    assert 0.5 * await up < later[-1].timings.queue_s < time.monotonic() - asked, "and says how long"
     assert engine.pid != before
     engine.check()
     await engine.close()
@@ -179,31 +180,33 @@ async def test_the_next_engine_has_the_cache_of_the_first_whatever_neighbours_to
         await engine.close()
 
 
-async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, device, caplog):
-    patience_s = 1.5
-    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=patience_s))
+async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, device, caplog, periods):
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=STEP_TIMEOUT_S))
     try:
         right, before = await tokens(engine, "before"), engine.pid
-        await asyncio.sleep(2.5 * patience_s)
+        await periods.passed(3)
         assert engine.pid == before, "at rest it makes no step, and need not"
         os.kill(before, signal.SIGSTOP)
-        said = f"engine process {before} made no step for 1.5 s, and was ended"
+        said = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s, and was ended"
+        hung = asyncio.create_task(tokens(engine, "hung"))
+        await periods.passed(2)
         with pytest.raises(ProcessDied, match=said):
-            await tokens(engine, "hung")
+            await hung
         assert said in caplog.text
         assert await tokens(engine, "later") == right
     finally:
         await engine.close()
 
 
-async def test_an_engine_at_rest_is_left_alone_however_long_a_caller_takes_to_read(random_checkpoint, device):
-    patience_s = 0.5
-    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=patience_s))
+async def test_an_engine_at_rest_is_left_alone_however_long_a_caller_takes_to_read(random_checkpoint, device, periods):
+    engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=STEP_TIMEOUT_S))
     try:
         before, params = engine.pid, SamplingParams(temperature=0, max_tokens=3)
         async with aclosing(engine.generate("slow", np.arange(10, 14), params)) as progress:
             assert (await anext(progress)).finish_reason is None
-            await asyncio.sleep(4 * patience_s)
+            while engine.stats.num_running:  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0.001)
+            await periods.passed(3)
             assert engine.pid == before
             assert [one.finish_reason async for one in progress] == [None, "length"]
     finally:

@@ -27,7 +27,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("point", [point for point in POINTS if str(point) in SLICE], ids=str)
 def test_kill(rig: Rig, point: Point) -> None:
     found = run(rig, point)

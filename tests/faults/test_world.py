@@ -111,7 +111,7 @@ def test_the_same_service_started_twice_is_one_line_and_harms_nobody(
         command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", f"--port={port}"]
         spool = first.log.parent / "spool"
         again = subprocess.run(
-            [*command, f"--spool={spool}"], capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
+            [*command, f"--spool={spool}"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
         )
         assert again.returncode == 1, again.stderr
         assert again.stdout == ""
@@ -168,7 +168,7 @@ def test_a_service_for_which_shm_is_too_small_says_so_and_ends() -> None:
         pytest.skip(f"mounting is not permitted: {tried.stderr.strip()}")
     command = [*FULL_SHM, str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0"]
     done = subprocess.run(
-        [*command, f"--arena-bytes={64 * MiB}"], capture_output=True, text=True, timeout=90, check=False
+        [*command, f"--arena-bytes={64 * MiB}"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

@@ -265,7 +265,7 @@ def test_threads_of_a_damaged_hevc_do_not_wait_for_each_other():
     with _on_threads(2):
         thread = threading.Thread(target=decode, daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(120)
     assert refusals
 
 

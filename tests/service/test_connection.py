@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from service import connection
 
-TIMEOUT_S, PAUSE_S = 0.3, 1
+TIMEOUT_S, WAIT_S = 0.3, 60
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
@@ -45,9 +45,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(content)(scope, receive, send)
 
 
-@pytest.fixture
-async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
+@contextlib.asynccontextmanager
+async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
+    """Yield the address of a server, which closes connections that pause for so long between requests."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
             uvicorn.Config(
@@ -55,28 +55,44 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
                 http=connection.Connection,
                 lifespan="off",
                 log_config=None,
-                timeout_keep_alive=PAUSE_S,
+                timeout_keep_alive=pause_s,
                 timeout_graceful_shutdown=1,
             )
         )
-        serving = asyncio.create_task(server.serve([listener]))
+        running = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()
         server.should_exit = True
-        await serving
+        await running
+
+
+@pytest.fixture
+async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
+    """A server that nothing is too late for."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", WAIT_S)
+    async with serving() as found:
+        yield found
+
+
+@pytest.fixture
+async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
+    """A server that waits `TIMEOUT_S` for a head."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
+    async with serving() as found:
+        yield found
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n", b"GET"])
-async def test_a_head_that_does_not_come(address: tuple[str, int], sent: bytes) -> None:
-    reader, writer = await asyncio.open_connection(*address)
+async def test_a_head_that_does_not_come(hasty: tuple[str, int], sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*hasty)
     writer.write(sent)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         assert await reader.read() == b""
     writer.close()
 
 
-async def test_the_second_head_is_waited_for_no_longer(address: tuple[str, int]) -> None:
-    reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+async def test_the_second_head_is_waited_for_no_longer(hasty: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*hasty)
+    async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE + b"hi")
         assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
         writer.write(b"GET / HT")
@@ -87,27 +103,27 @@ async def test_the_second_head_is_waited_for_no_longer(address: tuple[str, int])
 EARLY = WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length: %d")
 
 
-async def test_a_body_behind_its_answer_is_read_and_the_connection_goes_on(address: tuple[str, int]) -> None:
+async def test_a_body_behind_its_answer_is_read_and_the_connection_goes_on() -> None:
     """However it comes, and with a whole new measure each time."""
-    reader, writer = await asyncio.open_connection(*address)
     long = b"h" * (connection.MAX_DROPPED_BYTES * 2 // 3)
     chunks = b"1\r\nh\r\n" * 100
     early_chunks = CHUNKED.replace(b"POST /", b"POST /early")
     pieces = [(EARLY % 4, [b"h"] * 4), (early_chunks, [chunks, b"0\r\n", b"\r\n"]), *[(EARLY % len(long), [long])] * 2]
-    async with asyncio.timeout(20):
+    async with serving(pause_s=1) as address, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection(*address)
         for head, body in pieces:
             writer.write(head)
             assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
             for piece in body:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.01)
                 writer.write(piece)
         await writer.drain()
-        with pytest.raises(TimeoutError):  # LINGER_S holds for bodies alone, PAUSE_S begins with the last byte
-            await asyncio.wait_for(reader.read(1), 0.6 * PAUSE_S)
+        with pytest.raises(TimeoutError):  # the pause begins with the last byte
+            await asyncio.wait_for(reader.read(1), 0.2)
         writer.write(WHOLE + b"hi")
         assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
         assert await reader.read() == b""
-    writer.close()
+        writer.close()
 
 
 @pytest.mark.parametrize("piece", [b"", b"h"])
@@ -116,7 +132,7 @@ async def test_a_body_that_does_not_end_behind_its_answer_holds_no_connection(
 ) -> None:
     monkeypatch.setattr(connection, "LINGER_S", 0.5)
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(0.9 * PAUSE_S):
+    async with asyncio.timeout(WAIT_S / 2):
         writer.write(EARLY % 100)
         assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
         ended = asyncio.create_task(lost(reader))
@@ -127,9 +143,10 @@ async def test_a_body_that_does_not_end_behind_its_answer_holds_no_connection(
     writer.close()
 
 
-async def test_a_body_without_end_behind_its_answer(address: tuple[str, int]) -> None:
+async def test_a_body_without_end_behind_its_answer(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", WAIT_S)
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(0.9 * connection.LINGER_S):
+    async with asyncio.timeout(WAIT_S / 2):
         writer.write(EARLY % 2**40)
         assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
         ended = asyncio.create_task(lost(reader))
@@ -143,7 +160,7 @@ async def test_small_chunks_without_end(address: tuple[str, int]) -> None:
     """Behind an answer they end the connection, in a body that is read they are refused."""
     chunk = b"1\r\nh\r\n"
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(CHUNKED.replace(b"POST /", b"POST /early"))
         assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 200")
         writer.write(chunk * (connection.MAX_SMALL_CHUNKS + 1000))
@@ -158,7 +175,7 @@ async def test_small_chunks_without_end(address: tuple[str, int]) -> None:
 
 async def test_chunks_that_are_not_small_have_no_number(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(2):  # each body is counted for itself
             count = connection.MAX_SMALL_CHUNKS
             writer.write(CHUNKED + b"1\r\nh\r\n" * (count - 1) + b"0\r\n\r\n")
@@ -180,7 +197,7 @@ async def test_a_connection_that_was_reset_is_held_by_no_timer(
 
     monkeypatch.setattr(connection.Connection, "connection_lost", watched)
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE + b"hi")
         await reader.readuntil(b"\r\n\r\nhi")
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -190,9 +207,9 @@ async def test_a_connection_that_was_reset_is_held_by_no_timer(
     assert timer is None
 
 
-async def test_a_body_and_a_pause_may_take_longer(address: tuple[str, int]) -> None:
-    reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+async def test_a_body_and_a_pause_may_take_longer(hasty: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*hasty)
+    async with asyncio.timeout(WAIT_S):
         for _ in range(2):
             writer.write(WHOLE)
             with pytest.raises(TimeoutError):
@@ -233,7 +250,7 @@ async def test_a_head_that_is_too_long(address: tuple[str, int], sent: bytes) ->
 async def test_a_line_that_does_not_end(address: tuple[str, int], first: bytes) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(first)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while not reader.at_eof():
             writer.write(LONG[: 1 << 14])  # a line that comes in pieces is no shorter
             with contextlib.suppress(TimeoutError):
@@ -251,7 +268,7 @@ async def test_trailers_that_are_too_long(address: tuple[str, int], trailers: by
     assert_refused(await answers_to(address, CHUNKED + b"1\r\na\r\n0\r\n" + trailers + b"a:b\r\n" * 2), 431)
     behind_early = CHUNKED.replace(b"POST /", b"POST /early")
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(behind_early)
         await reader.readuntil(b"\r\n\r\nno")
         writer.write(b"0\r\n" + trailers + b"a:b\r\n" * 2)
@@ -269,7 +286,7 @@ async def test_heads_as_long_as_they_may_be(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     values = (b"a: " + b"b" * 200 + b"\r\n") * (connection.MAX_HEADERS - 2)
     url = b"/" + b"c" * 12_000
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(3):
             head = WHOLE.replace(b"/ ", url + b" ").replace(b"\r\n\r\n", b"\r\n" + values + b"\r\n")
             assert len(head) > 0.97 * connection.MAX_HEAD_BYTES
@@ -284,7 +301,7 @@ async def test_heads_as_long_as_they_may_be(address: tuple[str, int]) -> None:
 async def test_chunks_and_few_trailers(address: tuple[str, int]) -> None:
     """A chunk's bytes are no line, though its size may come alone; a trailer is no header."""
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(2):
             writer.write(CHUNKED)
             for _ in range(2 * connection.MAX_HEADERS):
@@ -318,7 +335,7 @@ async def test_answers_that_are_due_come_before_the_end(address: tuple[str, int]
 
 
 async def test_requests_without_end_in_front_of_an_answer(address: tuple[str, int]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi" + (WHOLE + b"ho") * 2 * connection.MAX_PIPELINED)
         answer = await lost(reader)
@@ -330,7 +347,7 @@ async def test_requests_without_end_in_front_of_an_answer(address: tuple[str, in
 async def test_many_requests_at_once(address: tuple[str, int]) -> None:
     """Up to the limit they are answered, time after time."""
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(3):
             writer.write((WHOLE + b"hi") * connection.MAX_PIPELINED)
             for _ in range(connection.MAX_PIPELINED):
@@ -360,7 +377,7 @@ async def test_who_leaves_ends_its_request_whatever_stands_behind_it(
 
     monkeypatch.setattr(connection.Connection, "connection_lost", watched)
     _, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
         await asyncio.sleep(0.1)
         writer.write(ahead[:200])
@@ -371,30 +388,30 @@ async def test_who_leaves_ends_its_request_whatever_stands_behind_it(
         await asyncio.gather(*(await left).tasks)
 
 
-async def test_what_stands_behind_requests_comes_in_pieces(address: tuple[str, int]) -> None:
+async def test_what_stands_behind_requests_comes_in_pieces(hasty: tuple[str, int]) -> None:
     """Answers before it take longer than a head may."""
     late = WHOLE.replace(b"/", b"/late", 1)
     sent = late + b"hi" + late + b"ho" + WHOLE + b"he" + WHOLE + b"hu"
     cuts = [len(2 * late) + 4 + cut for cut in (-1, 0, 10, len(WHOLE), len(WHOLE) + 1, len(WHOLE) + 3)]
 
     async def assert_answered(cut: int) -> None:
-        reader, writer = await asyncio.open_connection(*address)
+        reader, writer = await asyncio.open_connection(*hasty)
         writer.write(sent[:cut])
         await asyncio.sleep(0.1)
-        for start in range(cut, len(sent), 7):
-            writer.write(sent[start : start + 7])
-            await asyncio.sleep(0.005)
+        for start in range(cut, len(sent), 20):
+            writer.write(sent[start : start + 20])
+            await asyncio.sleep(0)
         for body in (b"hi", b"ho", b"he", b"hu"):
             assert (await reader.readuntil(b"\r\n\r\n" + body)).startswith(b"HTTP/1.1 200")
         writer.close()
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*map(assert_answered, cuts))
 
 
-async def test_a_head_that_does_not_come_behind_a_request(address: tuple[str, int]) -> None:
-    async with asyncio.timeout(TIMEOUT_S + PAUSE_S):  # a pause between requests would be over then
-        answer = await answers_to(address, WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE + b"ho" + WHOLE[:20])
+async def test_a_head_that_does_not_come_behind_a_request(hasty: tuple[str, int]) -> None:
+    async with asyncio.timeout(WAIT_S / 2):  # a pause between requests would not be over then
+        answer = await answers_to(hasty, WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE + b"ho" + WHOLE[:20])
     assert answer.count(b"HTTP/1.1 200") == 2
     assert answer.endswith(b"\r\n\r\nho")
 
@@ -402,7 +419,7 @@ async def test_a_head_that_does_not_come_behind_a_request(address: tuple[str, in
 async def test_bytes_without_end_in_front_of_an_answer(address: tuple[str, int]) -> None:
     """The answer comes, and says that it is the last."""
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE)
         await asyncio.sleep(0.1)
         writer.write(b"h" * 2 * connection.MAX_AHEAD_BYTES)
@@ -416,9 +433,9 @@ async def test_bytes_without_end_in_front_of_an_answer(address: tuple[str, int])
 async def test_who_closes_its_sending_half_has_left(address: tuple[str, int]) -> None:
     """One that is gone looks the same, and is not to be worked for."""
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
-        writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi")
-        await asyncio.sleep(TIMEOUT_S / 3)
+    async with asyncio.timeout(WAIT_S):
+        writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
+        await asyncio.sleep(0.05)
         writer.write_eof()
         assert await reader.read() == b""
     writer.close()
@@ -441,7 +458,7 @@ async def test_an_upgrade_is_not_served(
     address: tuple[str, int], caplog: pytest.LogCaptureFixture, protocol: bytes
 ) -> None:
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(b"GET /lines HTTP/1.1\r\n" + OFFER % protocol + b"\r\n")
         await reader.readuntil(b"\r\n\r\nhost,connection,http2-settings")
         writer.write(NEXT)
@@ -451,11 +468,8 @@ async def test_an_upgrade_is_not_served(
 
 
 @pytest.mark.parametrize("offered", OFFERED.values(), ids=OFFERED)
-async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(
-    address: tuple[str, int], offered: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(address: tuple[str, int], offered: bytes) -> None:
     """Wherever its packets end."""
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 30)  # a hundred and more at once
     body = b"" if offered.startswith(b"GET") else b"hi"
     sent = offered + NEXT.replace(b"b: c", b"Connection: close")
 
@@ -469,7 +483,7 @@ async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(
         assert first.endswith(b"\r\n\r\n" + body)
         assert second.endswith(b"\r\n\r\nhost,connection")
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await assert_answered(sent)
         await assert_answered(*(bytes([byte]) for byte in sent))
         await asyncio.gather(*(assert_answered(sent[:stop], sent[stop:]) for stop in range(1, len(sent))))
@@ -481,7 +495,7 @@ async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(
 ) -> None:
     head = b"POST / HTTP/1.1\r\n" + OFFER % protocol + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(NEXT)
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(head)
         await asyncio.sleep(0.1)
         writer.write(NEXT)
@@ -494,7 +508,7 @@ async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(
 
 async def test_lengths_of_requests_that_offer_an_upgrade(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(3):
             writer.write(OFFERED["length"] * connection.MAX_PIPELINED)
             for _ in range(connection.MAX_PIPELINED):
@@ -528,8 +542,8 @@ async def test_a_client_of_another_version_gets_no_chunks(address: tuple[str, in
     assert body == b""
 
 
-async def test_a_client_of_http_1_1_gets_chunks(address: tuple[str, int]) -> None:
-    answer = await answers_to(address, WHOLE.replace(b"POST /", b"POST /stream") + b"hi" + HEAD + LONG)
+async def test_a_client_of_http_1_1_gets_chunks(hasty: tuple[str, int]) -> None:
+    answer = await answers_to(hasty, WHOLE.replace(b"POST /", b"POST /stream") + b"hi" + HEAD + LONG)
     assert b"transfer-encoding: chunked" in answer
     assert answer.endswith(b"\r\n\r\n2\r\nhi\r\n2\r\nhi\r\n0\r\n\r\n")
 
@@ -537,7 +551,7 @@ async def test_a_client_of_http_1_1_gets_chunks(address: tuple[str, int]) -> Non
 async def answers_to(address: tuple[str, int], sent: bytes) -> bytes:
     """All that comes until the connection ends."""
     reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         writer.write(sent)
         answer = await reader.read()
     writer.close()

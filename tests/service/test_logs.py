@@ -165,7 +165,7 @@ def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object]
             next(events)
             service.process.send_signal(signal.SIGTERM)
             assert '"code":503' in [line for line in events if line][-2]
-        assert service.process.wait(30) == 0
+        assert service.process.wait(120) == 0
     found = records(log.read_text())
     ids = [response.headers["x-request-id"] for response in (left, died, stopped)]
     names = ["RequestAborted", "ProcessDied", "ServiceStopping"]

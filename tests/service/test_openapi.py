@@ -163,7 +163,6 @@ def require(http: Any, schema: dict[str, Any], found: list[Any]) -> None:
         validator.validate(one)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("phases", "examples"), [("fuzzing", 5), pytest.param("coverage,fuzzing", 10, marks=pytest.mark.slow)]
 )

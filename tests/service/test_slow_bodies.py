@@ -58,7 +58,7 @@ async def connected(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.Str
     """For 20 s at most."""
     reader, writer = await asyncio.open_connection(*address)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             yield reader, writer
     finally:
         writer.close()  # else the server would wait for it when a test fails

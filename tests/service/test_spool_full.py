@@ -96,7 +96,7 @@ def test_the_service_says_come_again(tmp_path: Path) -> None:
             connection.recv(KiB)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:-1])
             begun.set()
-            go_on.wait(30)
+            go_on.wait(120)
             connection.sendall(data[-1:])
 
     def ask(url: str) -> Any:
@@ -117,7 +117,7 @@ def test_the_service_says_come_again(tmp_path: Path) -> None:
         served = threads.submit(serve, listener)
         asked = threads.submit(ask, f"http://127.0.0.1:{listener.getsockname()[1]}/")
         try:
-            assert begun.wait(30)
+            assert begun.wait(120)
             refused = ask(inline)
             while refused.status_code == 200:  # the piece was not read yet
                 refused = ask(inline)

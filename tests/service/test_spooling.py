@@ -106,7 +106,7 @@ async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch:
         def read(self, size: int | None = -1, /) -> bytes:
             data = super().read(-1 if size is None else size)
             loop.call_soon_threadsafe(begun.set)
-            assert go.wait(30)
+            assert go.wait(120)
             return data
 
     source, request = tmp_path / "in.png", tmp_path / "request"

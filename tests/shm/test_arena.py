@@ -39,7 +39,7 @@ def test_an_arena_is_one_private_file_reserved_whole_and_removed_by_closing() ->
         assert arena.path == Path(f"/dev/shm/mindie_mm-{arena.number:04x}")
         assert status.st_mode & 0o777 == 0o600
         assert status.st_blocks * 512 >= status.st_size > arena.capacity_bytes >= 3_000_000
-        assert arena.populated.wait(30)
+        assert arena.populated.wait(120)
         with arena.path.open("rb") as file:
             assert ArenaStats.read(file.fileno()).populated_bytes == status.st_size
     assert not arena.path.exists()
@@ -147,19 +147,19 @@ def test_the_owner_frees_a_published_block_at_once_and_maps_nothing_for_it(path_
 
 
 def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "POLL_S", 60.0)  # it is told, and does not look
+    monkeypatch.setattr(waiting, "POLL_S", 600.0)  # it is told, and does not look
     with Arena.create(PAGE) as arena:
         with arena.allocate(PAGE_SPECS, path_file=None) as block:
             block.publish()
         taken: list[Block] = []
         waiter = threading.Thread(
-            target=lambda: taken.append(arena.allocate(PAGE_SPECS, path_file=None, timeout_s=60.0))
+            target=lambda: taken.append(arena.allocate(PAGE_SPECS, path_file=None, timeout_s=600.0)), daemon=True
         )
         waiter.start()
         while not arena._line.tickets:
             waiter.join(0.01)
         arena.free(block)
-        waiter.join(10)
+        waiter.join(120)
         assert taken, "it was not told"
 
 

@@ -91,7 +91,7 @@ def test_the_owner_counts_where_everybody_can_read(arena: Arena) -> None:
     for ref in refs:
         free(ref)
     assert arena.used_bytes == 0
-    assert arena.populated.wait(30)
+    assert arena.populated.wait(120)
     assert stats(arena) == ArenaStats(
         populated_bytes=arena.path.stat().st_size,
         used_bytes=0,
@@ -124,7 +124,7 @@ def test_a_request_that_waits_is_served_when_a_lease_ends_elsewhere(arena: Arena
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert served.wait(10)
+    assert served.wait(120)
     thread.join()
 
 

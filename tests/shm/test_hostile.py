@@ -173,7 +173,7 @@ for number, words in enumerate(sys.argv[1:]):
 words = [",".join(map(str, ref.to_words())) for ref in refs]
 say(subprocess.run([sys.executable, "-c", reader, *words]).returncode)
 for ref in refs: free(ref)
-say(arena.num_blocks, arena.populated.wait(30))
+say(arena.num_blocks, arena.populated.wait(120))
 arena.close()
 del block  # its arrays keep their pages, as does a reader's mapping until it looks again
 collect()
@@ -194,7 +194,7 @@ def test_a_closed_arena_gives_its_memory_back() -> None:
     """While the object is still at hand, as in a tokenizer that makes another."""
     with Arena.create(1 << 20) as arena:
         inode = arena.path.stat().st_ino
-        assert arena.populated.wait(30)
+        assert arena.populated.wait(120)
         free(publish(arena))
         assert arena.used_bytes == 0
     collect()  # a reader's mapping in this process goes when it looks again
@@ -351,7 +351,7 @@ def test_pieces_that_go_round_in_a_circle_hang_nobody(arena: Arena, size: int) -
         words[round_about + SIZE], words[round_about + NEXT] = size, 1 + other.block
         words.release()
     with process((), CIRCLE, ref.arena, ref.block, ref.generation) as reader:
-        said, _ = reader.communicate(timeout=20)
+        said, _ = reader.communicate(timeout=120)
     assert said.split() == ["missing", "seen"]
     for one in (ref, other):
         free(one)

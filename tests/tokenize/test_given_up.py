@@ -115,7 +115,9 @@ async def test_the_blocks_of_a_given_up_request_are_freed_when_its_answer_comes(
         await pool.close()
 
 
-async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(pool: TokenizerPool) -> None:
+async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(
+    pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor over one that it answers in time."""
     (pid,) = pool.pids
     with hung(pid):
@@ -128,12 +130,14 @@ async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(pool:
         (in_work,) = await sent(pool, SMALL)
         await asyncio.sleep(3 * GIVEN_UP_S)  # the time of the one before it is over
     await in_work
+    monkeypatch.setattr(pool_module, "GIVEN_UP_S", 600.0)  # however little time the machine gives it
     with hung(pid):
         (cancelled,) = await sent(pool, SMALL)
         cancelled.cancel()
         await asyncio.sleep(0)
+        assert [process._grace is None for process in pool._processes] == [False]
     await pool.tokenize(SMALL)
-    await asyncio.sleep(3 * GIVEN_UP_S)
+    assert [process._grace for process in pool._processes] == [None], "its time ends with its answer"
     assert pool.pids == [pid]
     assert pool.restarts.started == 0
 

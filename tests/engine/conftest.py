@@ -1,0 +1,53 @@
+"""Time that tests of the engine let pass as they need it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+STEP_TIMEOUT_S = 86.0
+"""What EngineConfig.step_timeout_s is where a test has its time pass."""
+
+
+class Periods:
+    """Periods of `STEP_TIMEOUT_S` in which an engine may make no step: each is over when the test says so."""
+
+    def __init__(self) -> None:
+        self._begun = self._over = 0
+        self._changed = asyncio.Condition()
+
+    async def passed(self, number: int) -> None:
+        """End so many periods, and wait until the next one has begun, or the engine is ended."""
+        async with self._changed:
+            for _ in range(number):
+                await self._changed.wait_for(lambda: self._begun > self._over)
+                self._over += 1
+                self._changed.notify_all()
+
+    async def wait(self) -> None:
+        """Wait for the end of a period that begins now."""
+        async with self._changed:
+            self._begun += 1
+            period = self._begun
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._over >= period)
+
+
+@pytest.fixture
+def periods(monkeypatch: pytest.MonkeyPatch) -> Periods:
+    """Periods for the test's engine, whatever else waits for as long as it says."""
+    made, wait = Periods(), asyncio.wait
+
+    async def waiting(tasks: Iterable[asyncio.Task[Any]], **options: Any) -> Any:
+        if options.get("timeout") != STEP_TIMEOUT_S:
+            return await wait(tasks, **options)
+        period = asyncio.create_task(made.wait())
+        done, pending = await wait({*tasks, period}, return_when=asyncio.FIRST_COMPLETED)
+        period.cancel()
+        return done - {period}, pending - {period}
+
+    monkeypatch.setattr(asyncio, "wait", waiting)
+    return made
