@@ -100,7 +100,7 @@ clean:
 
 .PHONY: families fuzz stress faults soak screenshots
 
-# README's table of families, from what they say of themselves.
+# The table of docs/families.md, from the families' own descriptions.
 families: install
 	$(BIN)/python -m tools.families
 

@@ -1,4 +1,7 @@
-"""Writes the table of families into README.md: `python -m tools.families`; with --check it only looks (exit status)."""
+"""Writer of the table in docs/families.md: `python -m tools.families`.
+
+With --check it writes nothing, and exits with 1 if the table is out of date.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from pathlib import Path
 
 from mindie_mm.models import family_named, family_names
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs/families.md"
 BEGIN, END = "<!-- families: made by `make families` -->\n", "<!-- /families -->\n"
 
 
 def names() -> list[str]:
-    """The families of the package; those of other packages, where some are installed, are not its own."""
+    """Return the families of this package, without those that other installed packages bring."""
     return [name for name in family_names() if family_named(name).__module__.startswith("mindie_mm.models.")]
 
 
 def table() -> str:
-    """One row a family."""
-    rows = ["| family | `model_type` | published, such as | media | proven equal to |", "|---|---|---|---|---|"]
+    """Return the table, with one row per family."""
+    rows = ["| family | `model_type` | example on Hugging Face | media | tested against |", "|---|---|---|---|---|"]
     for name in names():
         family = family_named(name)
         types = ", ".join(f"`{one}`" for one in family.model_types)
@@ -26,20 +29,20 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def with_table(readme: str) -> str:
-    """`readme` with the table as it should be."""
-    before, rest = readme.split(BEGIN)
+def with_table(page: str) -> str:
+    """Return `page` with its table up to date."""
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return before + BEGIN + table() + END + after
 
 
 def main() -> int:
-    """The exit status."""
-    found = README.read_text()
+    """Write the table, or check it; return the exit status."""
+    found = PAGE.read_text()
     wanted = with_table(found)
     if "--check" in sys.argv[1:]:
         return int(found != wanted)
-    README.write_text(wanted)
+    PAGE.write_text(wanted)
     return 0
 
 

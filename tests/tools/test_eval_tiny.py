@@ -1,4 +1,4 @@
-"""The embedded checkpoint is what the README says; the whole judgement is `python -m tools.eval_tiny`."""
+"""The embedded checkpoint answers as docs/embedded-checkpoint.md says; `python -m tools.eval_tiny` is the full evaluation."""
 
 import math
 

@@ -1,16 +1,16 @@
-"""README's table of families is what the families say of themselves."""
+"""The table of docs/families.md matches the families' own descriptions."""
 
 from mindie_mm.models import family_named
 from tools import families
 
 
-def test_the_readme_is_true():
-    readme = families.README.read_text()
-    assert families.with_table(readme) == readme, "run `make families`"
+def test_the_table_is_up_to_date():
+    page = families.PAGE.read_text()
+    assert families.with_table(page) == page, "run `make families`"
 
 
-def test_what_the_readme_calls_proven_has_a_test():
-    tests = families.README.parent / "tests" / "models"
+def test_every_family_of_the_table_has_a_test():
+    tests = families.PAGE.parents[1] / "tests" / "models"
     missing = [name for name in families.names() if not (tests / f"test_{name}.py").is_file()]
     assert not missing
 
@@ -20,7 +20,7 @@ def test_each_is_published_as_its_own():
     assert len(published) == len(families.names()), "one is missing, or is that of the family that it builds on"
 
 
-def test_a_table_that_is_not_true_is_seen():
+def test_an_outdated_table_is_noticed():
     name = families.names()[0]
-    stale = families.README.read_text().replace(f"| `{name}` |", "| `other` |")
+    stale = families.PAGE.read_text().replace(f"| `{name}` |", "| `other` |")
     assert families.with_table(stale) != stale

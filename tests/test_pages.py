@@ -1,0 +1,118 @@
+"""The pages: README's length and picture, links of all pages, and the code that ARCHITECTURE.md names."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.families import names
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/**/*.md")]
+)
+
+
+def prose(page: Path) -> str:
+    """Return the text of `page` without its code blocks."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^    .*$|`[^`\n]*`", lambda code: code[0] if code[0].startswith("`") else "", text, flags=re.MULTILINE
+    )
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of `page`."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#{1,6} (.*)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found[slug] = found.get(slug, 0) + 1
+    return {slug if number == 0 else f"{slug}-{number}" for slug, count in found.items() for number in range(count)}
+
+
+def links(page: Path) -> Iterator[tuple[str, Path, str]]:
+    """Yield each relative link of `page`: as written, the file that it names, and the anchor."""
+    for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose(page)):
+        if not re.match(r"[a-z]+:", link):
+            path, _, anchor = link.partition("#")
+            yield link, (page.parent / path).resolve() if path else page, anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for link, file, anchor in links(page):
+        assert file.exists(), f"{page.name}: there is no file for the link {link}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: there is no heading for the link {link}"
+
+
+def test_links_are_found() -> None:
+    assert ("docs/api.md#formats", ROOT / "docs/api.md", "formats") in list(links(ROOT / "README.md"))
+    assert {"get-health", "media", "keys-origins-ids"} <= anchors(ROOT / "docs/api.md")
+    assert "etcmindie_mmsettingstoml" not in anchors(ROOT / "docs/operations.md"), "a comment in a code block"
+
+
+def test_the_readme_is_short_and_has_one_picture() -> None:
+    assert len(README.split()) <= 700
+    assert len(re.findall(r"!\[|<img|<picture|<svg", README)) == 1
+
+
+def test_the_readme_counts_the_families() -> None:
+    assert f"{len(names())} [families]" in README
+
+
+def test_the_readme_shows_what_is_served_in_six_rows() -> None:
+    table = README.partition("## What is served")[2].partition("\n## ")[0]
+    assert len(re.findall(r"^\| \w", table, re.MULTILINE)) == 6
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            waiting += [file for _, file, _ in links(page) if file.suffix == ".md"]
+    assert set(ROOT.glob("docs/*.md")) <= reached
+
+
+def defined(file: Path) -> set[str]:
+    """Return the functions and classes of a module, and the methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{one.name}"
+                for one in node.body
+                if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return found
+
+
+def test_the_code_that_the_architecture_names_exists() -> None:
+    named = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", ARCHITECTURE)
+    assert len(named) >= 20
+    for name, path in named:
+        file = ROOT / path
+        assert name == file.name or name in defined(file), f"{path} does not define {name}"
+    for path in re.findall(r"(?<!\[)`([\w/]+\.py)`", ARCHITECTURE):
+        assert (ROOT / path).is_file() or (ROOT / "mindie_mm" / path).is_file(), path
+    for folder in re.findall(r"^\| `(\S+)/` \|", ARCHITECTURE, re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_the_architecture_has_a_row_for_every_package() -> None:
+    packages = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("mindie_mm/*/__init__.py")}
+    rows = {*re.findall(r"^\| `(\S+)/` \|", ARCHITECTURE, re.MULTILINE)}
+    assert packages - rows == {"mindie_mm/inputs"}
+
+
+def test_the_architecture_fits_on_a_page() -> None:
+    assert len(ARCHITECTURE.splitlines()) <= 90
+    assert max(map(len, ARCHITECTURE.splitlines())) <= 120
