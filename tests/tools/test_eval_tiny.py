@@ -1,4 +1,4 @@
-"""The embedded checkpoint answers as docs/embedded-checkpoint.md says; `python -m tools.eval_tiny` is the full evaluation."""
+"""The embedded checkpoint answers as docs/embedded-checkpoint.md says; `python -m tools.eval_tiny` asks more."""
 
 import math
 

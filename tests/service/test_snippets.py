@@ -1,0 +1,102 @@
+"""The code in README.md and docs/python.md runs as it stands there, against a real service and real engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindie_mm.shm import survey
+from tests.service.conftest import TINY
+from tools.serving import RunningService
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
+SERVED_AT = "http://127.0.0.1:8000"
+
+
+def snippet(page: str, language: str, holding: str) -> str:
+    """Return the one code block of `page` that contains `holding`."""
+    (found,) = [
+        code for code in re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if holding in code
+    ]
+    return str(found)
+
+
+def run(source: str) -> dict[str, Any]:
+    """Run a Python block and return its names."""
+    names: dict[str, Any] = {}
+    exec(compile(source, "snippet", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change into a folder that holds the files of a checkout that the pages name."""
+    (tmp_path / "docs/images").mkdir(parents=True)
+    shutil.copy(ROOT / "docs/images/red_circle.png", tmp_path / "docs/images")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_curl(service: RunningService) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    script = snippet(README, "sh", "curl").replace(SERVED_AT, service.url)
+    ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert "circle" in json.loads(ended.stdout)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.usefixtures("checkout")
+def test_the_openai_client(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(snippet(README, "python", "OpenAI").replace(SERVED_AT, service.url))
+    names["client"].close()
+    assert "circle" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("checkout", "copied_workers")
+def test_a_picture_through_llm(capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(README, "python", "LLM()"))
+    assert "circle" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("checkout", "copied_workers")
+def test_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(PYTHON_PAGE, "python", "llm.chat"))
+    first, second, chat = capsys.readouterr().out.splitlines()
+    assert (first, chat) == ("red circle", "red")
+    assert second.endswith(" stop")
+
+
+def test_tokenize_and_release(checkout: Path) -> None:
+    names = run(snippet(README, "python", "tokenizer.tokenize("))
+    assert (names["ids"] < 0).sum() == 2, "the two words of a handle"
+    assert (checkout / "shm_name.txt").read_text()
+    assert names["release"]("shm_name.txt") == 0, "nothing is left to free"
+
+
+def test_a_model_takes_the_ids(checkout: Path) -> None:
+    names = run(snippet(PYTHON_PAGE, "python", "load_model"))
+    ids, logits = names["ids"], names["logits"]
+    assert logits.shape[0] == len(ids)
+    answered = json.loads((TINY / "tokenizer.json").read_text())["model"]["vocab"]
+    assert logits[-1].argmax() == answered["red"], "the model has seen the picture"
+    assert not (checkout / "shm_name.txt").exists()
+
+
+def test_ids_for_a_mindie_worker(checkout: Path, random_checkpoint: Path) -> None:
+    (checkout / "qwen2-vl").symlink_to(random_checkpoint)
+    segments = {path.name for path in Path("/dev/shm").glob("psm_*")}
+    before = {arena.name for arena in survey()}
+    names = run(snippet(PYTHON_PAGE, "python", 'wire="mindie"'))
+    ids = names["ids"].numpy()
+    assert ids.dtype == np.int64
+    assert {path.name for path in Path("/dev/shm").glob("psm_*")} == segments, "release has freed them"
+    assert {arena.name for arena in survey()} == before
