@@ -1,7 +1,7 @@
-"""Settings, frozen.
+"""Settings, as frozen dataclasses.
 
-Every field can be set by a flag of `mindie-mm serve`, by the variable MINDIE_MM_<FIELD>, or by the key <field> of a
-TOML file; the first of these that is given counts (`sources.py`).
+Set a field by a flag of `mindie-mm serve`, by the variable MINDIE_MM_<FIELD>, or by the key <field> of a TOML file. A
+flag wins over a variable, and a variable over the file (`sources.py`). A field's docstring is the help of its flag.
 """
 
 from __future__ import annotations
@@ -30,58 +30,62 @@ TowerParallel = Literal["replicate", "items"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine process."""
+    """Settings of the engine process."""
 
     device: str = "auto"
-    """auto, npu, cuda or cpu."""
+    """Device that runs the model: auto, npu, cuda or cpu. auto takes an accelerator if there is one."""
     dtype: str = "auto"
-    """auto (float32 on the CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+    """Type of weights and activations: auto, float32, bfloat16 or float16. auto is float32 on the CPU, and the
+    checkpoint's own type on other devices."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    """Most tokens of prompt and output together, of an encoder-decoder of each; the start fails if the KV cache does
-    not hold them. None: the checkpoint's own, or fewer if it does not hold those."""
+    """Maximum number of tokens of prompt and output together; of an encoder-decoder, of each. The start fails if
+    the KV cache cannot hold so many. Default: the checkpoint's own, or fewer if the KV cache holds fewer."""
     max_num_seqs: Count = 64
-    """Most requests in one step."""
+    """Maximum number of requests in one step. More raise the throughput and take more KV cache."""
     max_num_batched_tokens: Count = 2048
-    """Most tokens in one step; longer prompts are prefilled in chunks."""
+    """Maximum number of tokens in one step. Longer prompts are computed in chunks, so a lower value
+    makes running answers smoother and long prompts slower."""
     max_tower_tokens: Count = 16384
-    """Most features that the towers compute in one step, unless a single item has more."""
+    """Maximum number of media features that one step computes. A single larger item has a step of its own."""
     max_tower_bytes: Count = 256 * MiB
-    """Most bytes of the media that they take, and of the features that they give, in one step; as above."""
+    """Maximum size of the media that one step reads, and of the features that it computes, in bytes. A single larger
+    item has a step of its own."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Share of the memory that is free beside the weights, for the KV cache, the encoder cache and the largest step
-    together; None: 0.5 on the CPU, else 0.9."""
+    """Fraction of the memory left by the weights that the KV cache, the encoder cache and the largest step may use
+    together. Default: 0.5 on the CPU, else 0.9."""
     kv_cache_bytes: Count | None = None
-    """Memory for the KV cache; None: what the others leave of memory_share. Never more than max_num_seqs full contexts
-    need."""
+    """Size of the KV cache in bytes. The cache never exceeds the need of max_num_seqs full contexts. Default:
+    the rest of memory_share."""
     measure_s: Annotated[float, Meta(ge=0)] | None = None
-    """About how long the largest step is tried at the start, for the memory that it takes: larger sizes are reckoned
-    from smaller ones. 0: not at all; None: 0.5 on the CPU, else 10."""
+    """Time in seconds to measure how much memory the largest step takes, during the start. Larger sizes are
+    extrapolated. 0 skips the measurement and reserves nothing for that step. Default: 0.5 on the CPU, else 10."""
     kv_block_size: Count | None = None
-    """Tokens in one block of the KV cache; None: what suits the device, 128 on an NPU, else 16."""
+    """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
-    """Memory for the towers' features, kept by content."""
+    """Memory in bytes for features of media, so that an item that comes again skips the tower."""
     prefix_caching: bool = True
-    """Whether prompts that begin alike, media included, share what the KV cache holds of them."""
+    """Reuse the KV cache for prompts with the same beginning, media included."""
     enforce_eager: bool = False
-    """Whether each operator of a decode step is launched by itself, where the device could record the step and launch
-    it as one (CUDA graphs; with one device)."""
+    """Launch each operator of a decode step by itself. Off: record the step and launch it at once, as CUDA graphs do,
+    if one device runs the model and supports it."""
     step_timeout_s: Seconds = 300.0
-    """Longest that a step may take while requests wait: an engine that hangs is ended, and started again."""
+    """Maximum time of one step in seconds. An engine that takes longer is stopped and restarted."""
     num_threads: CountOrNone = 0
-    """Threads of the engine process on the CPU, of each rank if there are several. 0: as many as the CPUs that the
-    affinity mask and the control group allow, shared by the ranks; OMP_NUM_THREADS comes before that."""
+    """Number of CPU threads of the engine, of each rank if there are several. 0: one for each CPU that the affinity mask
+    and the control group allow, shared by the ranks. OMP_NUM_THREADS overrides that default."""
     tensor_parallel: Count = 1
-    """Processes, and devices, that share the text model's weights and heads."""
+    """Number of devices (on the CPU: of processes) that share the text model's weights."""
     tower_parallel: TowerParallel = "replicate"
-    """What their towers do, which are whole on each: replicate, each encodes all items; items, each a share of them."""
+    """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
+    which is faster for many pictures at once."""
     vision_device: str | None = None
-    """Where the vision tower runs, as `device`; None: where the rest does."""
+    """Device that runs the vision tower. Default: the same as the model."""
     vision_bits: int | None = None
-    """Precision of the vision tower: 32 or 16; None: the model's dtype."""
+    """Precision of the vision tower in bits: 16 or 32. Default: the model's dtype."""
     projector_device: str | None = None
-    """Where the projector runs, which brings the tower's features to the decoder's width; None: with the rest."""
+    """Device that runs the projector between tower and decoder. Default: the same as the model."""
     projector_bits: int | None = None
-    """Precision of the projector: 32 or 16; None: the model's dtype."""
+    """Precision of the projector in bits: 16 or 32. Default: the model's dtype."""
 
     def __post_init__(self) -> None:
         require(self)
@@ -95,27 +99,32 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaCaps:
-    """How much media items may be, told by their headers before they are decoded, or while they are decoded."""
+    """Limits on media items.
+
+    They are checked from an item's header before decoding, and while it is decoded.
+    """
 
     max_image_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = MAX_IMAGE_PIXELS
-    """Most pixels of an image, as stored. No more than the default, above which Pillow reads no image."""
+    """Maximum number of pixels of one image, as stored. The default is also the highest value, because Pillow opens no
+    larger image."""
     max_request_pixels: Count = 2**30
-    """Most pixels of all images of a request, as stored, with those of frames that are handed in as images."""
+    """Maximum number of pixels of all images in one request, as stored. Frames that are sent as images count too."""
     max_video_pixels: Count = 2**25
-    """Most pixels of one frame of a video."""
+    """Maximum number of pixels of one video frame."""
     max_video_frames: Count = 2**18
-    """Most frames of a video as encoded, sampled or not."""
+    """Maximum number of frames in a video file, whether they are sampled or not."""
     max_video_seconds: Seconds = 4 * 3600.0
-    """Longest video."""
+    """Maximum length of a video in seconds."""
     max_request_video_pixels: Count = 2**38
-    """Most pixels of the frames of a request's videos that are decoded, those between the sampled ones included."""
+    """Maximum number of pixels of all decoded video frames in one request. Frames between the sampled ones count too,
+    because they have to be decoded."""
     max_audio_seconds: Seconds = 4 * 3600.0
-    """Longest clip of sound, as its container states it."""
+    """Maximum length of a sound in seconds, as its container states it."""
     max_audio_samples: Count = 2**26
-    """Most samples of one channel that are decoded of a clip, whatever its container states."""
+    """Maximum number of samples per channel to decode from a sound, whatever its container states."""
     max_decode_bytes: CountOrNone = 4 * GiB
-    """Memory of its own that a tokenizer process may take while it decodes, beyond what it has when it is ready; what
-    asks for more fails alone. 0: no limit."""
+    """Maximum memory in bytes that a tokenizer process may allocate for decoding, beyond its size at the start. A
+    request that needs more fails alone. 0 removes the limit."""
 
     def __post_init__(self) -> None:
         require(self)
@@ -123,23 +132,26 @@ class MediaCaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Tokenizer processes and an engine over one checkpoint."""
+    """Settings of the worker.
+
+    A worker has tokenizer processes and an engine over one checkpoint.
+    """
 
     model: Path | None = None
-    """Checkpoint directory; None is the embedded one."""
+    """Checkpoint directory. Default: the embedded checkpoint."""
     family: str | None = None
-    """Family that serves it, whatever its config.json suggests; None: the one that its config.json names."""
+    """Model family to use, whatever config.json says. Default: the family that config.json names."""
     num_tokenizers: Count = 1
-    """Tokenizer processes."""
+    """Number of tokenizer processes, which decode media in parallel. Each one reserves an arena."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
-    """Shared memory of each tokenizer process; a picture of 640x480 pixels takes about a MiB of it."""
+    """Shared memory of each tokenizer process in bytes. A picture of 640x480 pixels takes about 1 MiB."""
     arena_request_bytes: Count | None = None
-    """Most of it that one request may hold; None: half."""
+    """Maximum number of bytes of an arena that one request may hold. Default: half of the arena."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
-    """Memory in which each tokenizer process keeps media that it preprocessed, for requests that bring them again, as
-    every turn of a chat does. 0: none."""
+    """Memory in bytes of each tokenizer process for preprocessed media. Media that come again, as in every turn of a
+    chat, are copied from it. 0 turns it off."""
     truncate: bool = False
-    """Drop the oldest text and whole media items of a prompt that is too long, instead of refusing it."""
+    """Shorten a prompt that is too long, by its oldest text and whole media items, instead of refusing it."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 
@@ -149,82 +161,83 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """The HTTP service over one worker."""
+    """Settings of the HTTP service."""
 
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on. Set an API key before you listen on more than loopback."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """0 takes a free port; the line printed when ready names it."""
+    """Port to listen on. 0 takes a free port, which the line printed at the start names."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
-    """Keys, one of which a request must bear, as `Authorization: Bearer KEY`; empty: nobody is asked for one. /health
-    and /metrics never ask."""
+    """API key that requests must send as `Authorization: Bearer KEY`. Repeat the option for several keys. /health and
+    /metrics need no key. Default: no request needs one."""
     cors_origin: tuple[str, ...] = ()
-    """Web pages' origins, such as https://example.org, whose scripts may call the service; * is every page."""
+    """Origin whose web pages may call the service, such as https://example.org, or * for all. Repeat the option for
+    several origins."""
     web_page: bool = True
-    """Serve a page at / to ask with, and to watch the service."""
+    """Serve a web page at / for questions and for watching the service."""
     served_model_name: str | None = None
-    """Name of the model in requests and answers; None: the name of the checkpoint's directory, `owner/name` of one
-    in Hugging Face's cache."""
+    """Name of the model in requests and answers. Default: the name of the checkpoint's directory, or `owner/name` in
+    the Hugging Face cache."""
     spool: Path | None = None
-    """Folder in which requests keep their path files and media; None: mindie_mm-<uid> in the
-    temporary directory."""
+    """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     reclaim_interval_s: Seconds = 60.0
-    """How often shared memory of dead processes is looked for."""
+    """Time in seconds between two searches for shared memory that dead processes left."""
     max_concurrent_requests: Count = 256
-    """Most requests being answered; further ones are refused."""
+    """Maximum number of requests in progress. More get status 429."""
     request_timeout_s: Seconds = 600.0
-    """Longest that one request may take, media fetching included."""
+    """Maximum time in seconds of one request, from fetching its media to the end of its answer."""
     send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
-    """Longest that a client may take nothing of an answer before its connection is dropped."""
+    """Maximum time in seconds that a client may read nothing of its answer. Then the connection is closed."""
     grace_s: Annotated[float, Meta(ge=0)] = 5.0
-    """How long running requests may go on after a stop was asked for, before they are aborted; a second signal ends
-    it."""
+    """Time in seconds that running requests have to finish after a stop signal. A second signal ends it."""
     log_format: Literal["text", "json"] = "text"
-    """text, or json: an object a line."""
+    """Format of the log: text, or json for one object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe records that are logged: debug, info, warning or error. Of other libraries, no debug records."""
+    """Lowest level that is logged: debug, info, warning or error. Other libraries never log at debug."""
     log_prompts: bool = False
-    """Log the text of prompts, too; media never are."""
+    """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None
-    """URL that takes OpenTelemetry spans, as http://localhost:4318/v1/traces: one a request. Needs the extra otel."""
+    """URL that receives OpenTelemetry spans, such as http://localhost:4318/v1/traces: one span per request. Requires
+    the extra `otel`."""
     max_request_bytes: Count = 64 * MiB
-    """Longest request body."""
+    """Maximum size of a request body in bytes."""
     max_request_values: Count = 2**18
-    """Most values in a request body: brackets, braces and commas are counted, in texts too. Each takes memory and time
-    before anything else is known of the request."""
+    """Maximum number of JSON values in a request body, counted by its brackets, braces and commas, including those in
+    texts."""
     max_held_bytes: Count = 1 * GiB
-    """Longest sum of the bodies of the requests being read and answered; further ones are refused."""
+    """Maximum size of the bodies of all requests in progress, in bytes. The service refuses more requests."""
     max_item_bytes: Count = 64 * MiB
-    """Longest media item, decoded from base64, before it is decoded as media."""
+    """Maximum size of one media item in bytes, after base64 and before media decoding."""
     max_media_bytes: Count = 256 * MiB
-    """Longest sum of a request's media items."""
+    """Maximum size of all media items of one request, in bytes."""
     max_spool_bytes: Count = 2 * GiB
-    """Longest sum of the media items of all requests, as files in the spool; further ones are refused. At least
+    """Maximum size of all media files in the spool, in bytes. The service refuses more requests. Must be at least
     max_media_bytes."""
     max_media_items: CountOrNone = 32
-    """Most media items in one request."""
+    """Maximum number of media items in one request."""
     max_images: CountOrNone = 32
-    """Most images in one request."""
+    """Maximum number of images in one request."""
     max_videos: CountOrNone = 8
-    """Most videos in one request."""
+    """Maximum number of videos in one request."""
     max_audios: CountOrNone = 8
-    """Most clips of sound in one request."""
+    """Maximum number of sounds in one request."""
     fetch_timeout_s: Seconds = 30.0
-    """Longest that fetching one item over HTTP may take, redirects included."""
+    """Maximum time in seconds to fetch one media item over HTTP, redirects included."""
     fetch_connect_timeout_s: Seconds = 5.0
-    """Longest that connecting to a media server may take."""
+    """Maximum time in seconds to connect to a media server."""
     fetch_read_timeout_s: Seconds = 10.0
-    """Longest that a media server may be silent."""
+    """Maximum time in seconds that a media server may send nothing."""
     max_fetch_redirects: CountOrNone = 3
-    """Most redirects that a fetch follows, each judged as the first URL is."""
+    """Maximum number of redirects when fetching an item. Each target is checked like the first URL."""
     max_concurrent_fetches: Count = 16
-    """Most items being fetched over HTTP, a quarter of them for one request; further ones wait."""
+    """Maximum number of items fetched over HTTP at once. One request may use a quarter of them; more wait."""
     allowed_media_dir: Path | None = None
-    """Files named by a request must lie under this folder; None: no file is read."""
+    """Folder that requests may read media files from. Default: requests may read no files."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Hosts, with their subdomains, that media may be fetched from; empty: every host."""
+    """Host, with its subdomains, that media may be fetched from. Repeat the option for several hosts. Default: any
+    public host."""
     allow_private_media: bool = False
-    """Fetch from addresses that are not public, too."""
+    """Fetch media from private addresses too, such as 10.0.0.1 or localhost."""
 
     def __post_init__(self) -> None:
         require(self)
@@ -239,7 +252,7 @@ class ServiceConfig:
 
 
 def _require_origin(origin: str) -> None:
-    """InputError for what is neither * nor an origin as browsers write it."""
+    """Raise InputError unless `origin` is * or an origin as browsers write it."""
     if not _ORIGIN.fullmatch(origin):
         raise InputError(
             f"cors_origin is {origin!r}, it must be * or such as https://example.org, in small letters, a port behind "
@@ -248,7 +261,7 @@ def _require_origin(origin: str) -> None:
 
 
 def _require_url(name: str, url: str) -> None:
-    """InputError unless `url` is of http or https, and holds no password: settings are logged."""
+    """Raise InputError unless `url` is an http or https URL without a password. Settings are logged."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -260,7 +273,7 @@ def _require_url(name: str, url: str) -> None:
 
 
 def require_media_dir(config: ServiceConfig) -> None:
-    """InputError unless `allowed_media_dir`, where one is set, is a folder whose files this user may open."""
+    """Raise InputError if `allowed_media_dir` is set and is not a folder that this user may enter."""
     folder = config.allowed_media_dir
     if folder is None:
         return

@@ -76,5 +76,5 @@ class Starter:
                 _log.exception("%s did not start, try %d", self._what, self.failures)
             else:
                 self.restarts += 1
-                _log.warning("%s was started again, for the %d. time", self._what, self.restarts)
+                _log.warning("%s was started again (restart %d)", self._what, self.restarts)
                 return started

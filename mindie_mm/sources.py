@@ -111,15 +111,15 @@ def _parse(name: str, text: str, hint: Any) -> Any:
 
 
 def misspelt_variables() -> list[str]:
-    """What is to be said of each MINDIE_MM_ variable that sets nothing. Its value is not: it may be a secret.
+    """Return a warning for each MINDIE_MM_ variable that is no setting, without its value, which may be secret.
 
-    They stop no start, as an unknown key of the file does: not all of an environment is of its user's making.
+    Such a variable stops no start, unlike an unknown key of the file, because the user may not have set it.
     """
     hints = _hints()
     said = []
     for name in unknown_variables(hints):
         near = difflib.get_close_matches(name.removeprefix(variable("")).lower(), hints, n=1)
-        said.append(f"{name} sets nothing{f'; {variable(near[0])} would' if near else ''}")
+        said.append(f"{name} is not a setting{f'; did you mean {variable(near[0])}?' if near else ''}")
     return said
 
 

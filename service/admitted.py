@@ -72,7 +72,7 @@ class Admitted(Response):
                     async with asyncio.timeout(_LAST_WORDS_S):
                         await sending(told, more=False)
                 except TimeoutError:  # left unfinished, the connection is closed
-                    _log.info("the client reads nothing, and is not told")
+                    _log.info("the client reads nothing; its answer is dropped")
             return
         await sending(last, more=False)
 

@@ -36,4 +36,4 @@ async def _collect(spool: Path) -> None:
     with logged("shared memory cannot be reclaimed"):  # now; it may be later, and serving goes on
         found = await asyncio.to_thread(collect, [spool])
         if found.reclaimed:
-            _log.warning("reclaimed %d bytes of the dead: %s", found.num_bytes, found.counts)
+            _log.warning("reclaimed %d bytes of shared memory from dead processes: %s", found.num_bytes, found.counts)

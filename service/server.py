@@ -77,7 +77,9 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     with _bound(config) as listener:
         require_places(config)  # loading takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
-        _log.info("loading %s on device %s with %d tokenizer processes", model, device, worker_config.num_tokenizers)
+        num = worker_config.num_tokenizers
+        noun = "process" if num == 1 else "processes"
+        _log.info("loading %s on device %s with %d tokenizer %s", model, device, num, noun)
         async with await Worker.start(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
             with _listening_errors(config):
@@ -86,6 +88,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
                 loop.add_signal_handler(number, server.ask_to_stop)
             faults.point("starting")
             await server.serve(sockets=[listener])
+        _log.info("stopped")
 
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -130,6 +133,7 @@ class _Server(uvicorn.Server):
                 ws="none",  # "auto" would import what is installed: no route speaks it
                 log_config=None,
                 access_log=False,
+                log_level=max(logging.WARNING, logging.root.level),  # starts and stops are told of here
                 server_header=False,
                 lifespan="on",
                 timeout_keep_alive=75,
@@ -175,7 +179,7 @@ class _Server(uvicorn.Server):
             assert isinstance(connection, Connection)
             connection.drain()
         admission, grace_s = self._service.admission, self._settings.grace_s
-        _log.info("stopping: %d requests are being answered, they have %g s", len(admission), grace_s)
+        _log.info("stopping; %d running requests have %g s to finish", len(admission), grace_s)
         await admission.stop(grace_s)
         faults.point("stopping")
         await super().shutdown(sockets)

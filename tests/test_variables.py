@@ -20,9 +20,9 @@ def test_a_misspelt_variable_is_told_without_its_value(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_API_KEYS", "a-secret")
     monkeypatch.setenv("MINDIE_MM_XYZZYPLUGHPLOVER", "1")
     assert misspelt_variables() == [
-        "MINDIE_MM_API_KEYS sets nothing; MINDIE_MM_API_KEY would",
-        "MINDIE_MM_MAX_IMAGE sets nothing; MINDIE_MM_MAX_IMAGES would",
-        "MINDIE_MM_XYZZYPLUGHPLOVER sets nothing",
+        "MINDIE_MM_API_KEYS is not a setting; did you mean MINDIE_MM_API_KEY?",
+        "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?",
+        "MINDIE_MM_XYZZYPLUGHPLOVER is not a setting",
     ]
     configuration({})
 
@@ -53,4 +53,4 @@ def test_what_kubernetes_sets_is_nobody_s_mistake(monkeypatch):
         monkeypatch.setenv(f"MINDIE_MM_{name}", value)
     assert misspelt_variables() == []
     monkeypatch.setenv("MINDIE_MM_CANARY_PORT", "80")
-    assert misspelt_variables() == ["MINDIE_MM_CANARY_PORT sets nothing"]
+    assert misspelt_variables() == ["MINDIE_MM_CANARY_PORT is not a setting"]

@@ -1,6 +1,6 @@
-"""The command mindie-mm: one module a command, imported when it is asked for.
+"""The command mindie-mm: one module per command, imported when that command is called.
 
-A command's module imports what takes long (torch, a web framework, rich) in its function, so that `--help` and the
+A command's module imports slow libraries (torch, a web framework, rich) inside its function, so that `--help` and the
 tools for shared memory start at once.
 """
 
@@ -17,18 +17,24 @@ import click
 
 from mindie_mm.environment import keep_backends_out
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
+from mindie_mm.interrupts import INTERRUPTED, importing, interruptible
 
-COMMANDS = ("serve", "ask", "tokenize", "inspect", "generate", "models", "shm", "doctor")
+COMMANDS = ("serve", "ask", "tokenize", "generate", "inspect", "models", "shm", "doctor")
 
 
 class _Mistake(click.ClickException):
-    """A path, a setting or a permission that the operator has to mend, told apart from what failed."""
+    """A path, a setting or a permission that the user has to correct."""
 
     exit_code = 2
 
 
 class _Commands(click.Group):
-    """Each command is `command` of the module of its name."""
+    """A group in which each command is `command` of the module with its name."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Parse the command line and run the command. An interrupt while parsing ends with 130 too."""
+        with importing():
+            return super().main(*args, **extra)
 
     def list_commands(self, _: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -36,7 +42,8 @@ class _Commands(click.Group):
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = importlib.import_module(f"{__name__}.{name}").command
+        with importing():
+            command = importlib.import_module(f"{__name__}.{name}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -48,17 +55,21 @@ class _Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """Shows our own errors as one line, without a trace."""
+        """Run a command. Show an error of ours as one line, and end with 130 on an interrupt."""
         try:
+            interruptible()
             return super().invoke(context)
         except MindieMMError as error:
             mistake = isinstance(error, InputError | SharedMemoryError)
             raise (_Mistake if mistake else click.ClickException)(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """SIGTERM and SIGINT end this process with status 0, until others handle them: for as long as it holds nothing.
+    """End this process with status 0 on SIGTERM and SIGINT, until the server handles them: it holds nothing before.
 
     The kernel drops signals that process 1 of a container has no handler for, and `serve` imports for a second or more.
     """
@@ -74,9 +85,11 @@ def _ending_at_once() -> Iterator[None]:
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="mindie_mm")
 def main() -> None:
-    """A multimodal serving worker: token ids carry references to pixels in shared memory.
+    """Serve multimodal models, and prepare and inspect their inputs.
 
-    Exits with 0 if all is fine, 1 if something failed, 2 if the command, a setting or a permission is to be mended.
-    `tokenize` and `generate` have 3 and 130, too.
+    Start with `mindie-mm serve`, or ask one question with `mindie-mm ask`. Both use a small embedded model unless you
+    name the folder of a checkpoint.
+
+    Exit status: 0 for success, 1 for a failure, 2 for a wrong command, setting or permission, 130 for an interrupt.
     """
     keep_backends_out()

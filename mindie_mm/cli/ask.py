@@ -7,22 +7,27 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.paths import PATH, READABLE_FILE
 from mindie_mm.cli.settings import configured
+from mindie_mm.config import WorkerConfig
+from mindie_mm.errors import InputError
+from mindie_mm.interrupts import importing
 
 
-@click.command("ask")
+@click.command("ask", short_help="Ask one question and print the answer.")
 @click.argument("question")
-@click.option("--image", "images", multiple=True, type=PATH, help="A picture; repeatable.")
-@click.option("--video", "videos", multiple=True, type=PATH, help="A video; repeatable.")
-@click.option("--audio", "sounds", multiple=True, type=PATH, help="A clip of sound; repeatable.")
-@click.option("--model", type=PATH, help="Checkpoint directory; the embedded one if not given.")
-@click.option("--family", help="Family that serves it; the one that its config.json names if not given.")
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="Most tokens of the answer.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always gives the same answer.")
-@click.option("--device", help="auto, or a device that `doctor` lists.")
-@click.option("--tensor-parallel", type=click.IntRange(1), help="Processes, and devices, that share the weights.")
-@click.option("--json", "as_json", is_flag=True, help="Text, token ids, finish reason and timings as JSON.")
+@click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Picture to ask about. Repeatable.")
+@click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
+@click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Sound to ask about. Repeatable.")
+@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
+@click.option("--family", help="Model family to use, whatever config.json says.  [default: the one in config.json]")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of the answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True,
+              help="Randomness of the answer. 0 always gives the same answer.")  # fmt: skip
+@click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
+@click.option("--tensor-parallel", type=click.IntRange(1),
+              help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason and timings as JSON.")
 def command(
     question: str,
     images: tuple[Path, ...],
@@ -37,29 +42,47 @@ def command(
     tensor_parallel: int | None,
     as_json: bool,
 ) -> None:
-    """Ask QUESTION about pictures, videos and sound, once."""
-    import math
+    """Ask QUESTION about pictures, videos and sounds, and print the answer.
 
-    import msgspec
-    from rich.console import Console
+    This loads the model for one question. To ask several, start `mindie-mm serve`.
+    """
+    media = {"image": images, "video": videos, "audio": sounds}
+    with importing():
+        import math
 
-    from mindie_mm.engine.llm import LLM  # late: it takes seconds to import
-    from mindie_mm.engine.sampling_params import SamplingParams
+        import msgspec
+        from rich.console import Console
 
-    items: list[dict[str, Any]] = [{"image": str(path)} for path in images]
-    items += [{"video": str(path)} for path in videos]
-    items += [{"audio": str(path)} for path in sounds]
-    items.append({"text": question})
-    flags = {"device": device, "family": family, "tensor_parallel": tensor_parallel}
-    config = configured(model, flags).worker
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # loading may take minutes
+        from mindie_mm import logs
+        from mindie_mm.engine.sampling_params import SamplingParams
+
+    found = configured(model, {"device": device, "family": family, "tensor_parallel": tensor_parallel})
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)
+    level = found.service.log_level if "log_level" in found.origins else "warning"
+    logs.configure(logs.LogSettings(level=level), "ask")
     status = Console(stderr=True)
     with status.status("loading the model"):
-        llm = LLM(config.model, config)
+        with importing():
+            from mindie_mm.engine.llm import LLM
+        _require_kinds(found.worker, [kind for kind, paths in media.items() if paths])
+        llm = LLM(found.worker.model, found.worker)
+    items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
     with llm, status.status("thinking"):
-        (output,) = llm.generate([items], params)
+        (output,) = llm.generate([[*items, {"text": question}]], params)
     if as_json:
         answer = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "timings")}
         click.echo(msgspec.json.encode(answer).decode())
     else:
         click.echo(output.text)
+
+
+def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
+    """Raise InputError if the checkpoint takes no media of a kind that was given: before its weights are loaded."""
+    from mindie_mm.models import family_of
+    from mindie_mm.nn.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(config.model)
+    kinds = family_of(checkpoint, config.family).kinds
+    for kind in given:
+        if kind not in kinds:
+            raise InputError(f"--{kind}: {checkpoint.path} takes no {kind}, only {', '.join(kinds)}")

@@ -1,4 +1,4 @@
-"""Where tables go."""
+"""Printing of tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ PIPED_WIDTH = 1000
 
 
 def print_table(*renderables: Any) -> None:
-    """Prints rich renderables: as wide as the terminal, or with every row on one line for another program."""
-    from rich.console import Console  # late: it takes as long to import as all else that a listing needs
+    """Print rich renderables as wide as the terminal, or one row per line if standard output is no terminal."""
+    from rich.console import Console  # late: slow to import
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(*renderables, sep="\n")

@@ -12,21 +12,26 @@ import click
 
 from mindie_mm.cli.console import print_table
 from mindie_mm.cli.paths import PATH
-from mindie_mm.cli.settings import configured, settings
+from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.config import EngineConfig, WorkerConfig
+from mindie_mm.interrupts import importing
 
 
-@click.command("doctor")
+@click.command("doctor", cls=SettingsCommand, short_help="Check whether this machine can serve a checkpoint.")
 @click.argument("path", required=False, type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--root", type=PATH, default=Path("/"), hidden=True)  # tests put a machine there
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--root", type=PATH, default=Path("/"), hidden=True)  # tests put the files of a machine there
 @settings(WorkerConfig, EngineConfig)
 def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> None:
-    """Say what of this machine is fine for serving PATH, and what to do about what is not.
+    """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
 
-    Exits with 1 if something would keep the service from starting.
+    PATH is a checkpoint directory; without it the embedded checkpoint is checked. Give the same options as to
+    `mindie-mm serve`.
+
+    Exits with 1 if a problem would keep the service from starting.
     """
-    from mindie_mm.doctor import examine  # late: torch
+    with importing():
+        from mindie_mm.doctor import examine
 
     findings = list(examine(configured(path, flags), root))
     if as_json:

@@ -10,19 +10,27 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
+from mindie_mm.interrupts import importing
 
 
-@click.command("generate")
-@click.option("--tokenized", "folder", type=PATH, required=True, help="What `tokenize` wrote.")
-@click.option("--output", type=PATH, required=True, help="JSON lines, a row each.")
-@click.option("--model", type=PATH, help="Checkpoint directory; the rows' own if not given.")
-@click.option("--other-model", is_flag=True, help="Take a checkpoint whose tokenising files did not make the rows.")
-@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens of an answer.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always gives the same answer.")
-@click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
-@click.option("--device", help="auto, or a device that `doctor` lists.")
-@click.option("--dtype", help="auto, float32, bfloat16 or float16.")
-@click.option("--tensor-parallel", type=click.IntRange(1), help="Processes, and devices, that share the weights.")
+@click.command("generate", short_help="Run the model on tokenized rows.")
+@click.option("--tokenized", "folder", type=PATH, required=True, help="Folder that `mindie-mm tokenize` wrote.")
+@click.option("--output", type=PATH, required=True, help="File for the answers, one JSON line per row.")
+@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the one that tokenized the rows]")
+@click.option(
+    "--other-model",
+    is_flag=True,
+    help="Accept a checkpoint whose tokenizer files differ from those that tokenized the rows.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
+              help="Maximum number of tokens of an answer.")  # fmt: skip
+@click.option("--temperature", type=float, default=0.0, show_default=True,
+              help="Randomness of the answers. 0 always gives the same answers.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
+@click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
+@click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
+@click.option("--tensor-parallel", type=click.IntRange(1),
+              help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
 @resuming()
 def command(
     folder: Path,
@@ -37,24 +45,30 @@ def command(
     dtype: str | None,
     tensor_parallel: int | None,
 ) -> None:
-    """Run the model on rows that are tokenised: no preprocessing, the arrays are mapped where they lie.
+    """Run the model on rows that `mindie-mm tokenize` has prepared, without preprocessing them again.
 
-    A line has row, id, text, token_ids and finish_reason, or error, in the order of the rows. A second call goes on
-    behind the last line of OUTPUT; OUTPUT.origin.json tells whether it is the same call. Exits with 1 if it is finished
-    and a row failed, with 130 if it was interrupted, and 3 if it is not finished for another reason.
+    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. Lines keep the order
+    of the rows. The same command continues after the last line of an output file that an earlier call began; the file
+    OUTPUT.origin.json tells whether the call is the same.
+
+    Exit status: 0 if every row has an answer, 1 if some rows failed, 130 after an interrupt, 3 if the run is not
+    finished for another reason.
     """
-    import asyncio
+    with importing():
+        import asyncio
 
-    from mindie_mm.batch import Dataset
-    from mindie_mm.cli.offline import generate  # late: it takes seconds to import
-    from mindie_mm.engine.sampling_params import SamplingParams
+        from mindie_mm.batch import Dataset
+        from mindie_mm.cli.offline import generate
+        from mindie_mm.engine.sampling_params import SamplingParams
 
     if output.name == "-":
-        raise click.BadParameter("answers go to a file, behind which a second call goes on", param_hint="--output")
+        raise click.BadParameter(
+            "answers must go to a file, so that a second call can continue it", param_hint="--output"
+        )
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
     flags = {"device": device, "dtype": dtype, "tensor_parallel": tensor_parallel, "arena_bytes": 1 << 20}
-    # Not the environment's: its checkpoint and family are a service's, these are the rows' own.
+    # The environment may name the checkpoint and family of a service. The rows have their own.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)

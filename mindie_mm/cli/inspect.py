@@ -9,44 +9,57 @@ import click
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.errors import StorageError, os_errors_as
+from mindie_mm.interrupts import importing
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Show a tokenized data set, or a row of it.")
 @click.argument("folder", type=PATH)
 @click.argument("row", type=int, required=False)
-@click.option("--model", type=PATH, help="Checkpoint directory; the rows' own if not given.")
-@click.option("--other-model", is_flag=True, help="Take a checkpoint whose tokenising files did not make the rows.")
-@click.option("--png", type=PATH, help="Where the row's pictures go.  [default: row-<ROW>.png]")
+@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the one that tokenized the rows]")
+@click.option("--other-model", is_flag=True,
+              help="Accept a checkpoint whose tokenizer files differ from those that tokenized the rows.")  # fmt: skip
+@click.option("--png", type=PATH, help="Write the row's pictures to this PNG file, on one page.")
 def command(folder: Path, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
-    """Show what `tokenize` wrote to FOLDER: the run, or one ROW with its pictures on one page."""
-    from mindie_mm.batch import Dataset
+    """Show the run that `mindie-mm tokenize` wrote to FOLDER, or one ROW of it.
 
+    Without ROW this prints the sizes of the run and of its shards. With ROW it prints the row's text and media.
+    Nothing is written unless you give --png.
+    """
+    with importing():
+        from mindie_mm.batch import Dataset
+
+    if row is None and png is not None:
+        raise click.UsageError("--png needs a ROW")
     dataset = Dataset(folder)
     if row is None:
         _show_run(dataset.manifest)
         return
     if not 0 <= row < len(dataset):
-        raise click.UsageError(f"row {row} of {len(dataset)}")
+        raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)}, numbered from 0")
     dataset.shard(row).verify(folder)
     sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
     if sample.ids is None:
         click.echo(f"failed: {sample.error}")
         return
-    from mindie_mm.models import family_of  # late: it imports torch, which a run's table needs none of
-    from mindie_mm.nn.checkpoint import Checkpoint
+    with importing():  # torch, which the table of a run does not need
+        from mindie_mm.models import family_of
+        from mindie_mm.nn.checkpoint import Checkpoint
 
     run = dataset.manifest.run
     checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
     if not other_model:
         run.require_model(checkpoint)
     family = family_of(checkpoint, run.settings.family or None)
-    if pictures := _show_prompt(sample, family.tokenizer(checkpoint), family.processor(checkpoint)):
-        _save(pictures, png or Path(f"row-{row}.png"))
+    pictures = _show_prompt(sample, family.tokenizer(checkpoint), family.processor(checkpoint))
+    if png is not None:
+        _save(pictures, png)
+    elif pictures:
+        click.echo(f"{_counted(pictures)}; --png FILE writes them")
 
 
 def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
-    """Prints the row's text and what its media are; their pictures."""
+    """Print the row's text and describe its media; return their pictures."""
     from mindie_mm.nn.splice import ITEM, MediaShape
 
     click.echo(f"{len(sample.ids)} tokens")
@@ -63,12 +76,19 @@ def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
 
 
 def _save(pictures: list[Any], png: Path) -> None:
-    """StorageError."""
+    """Write `pictures` to one page. Raise StorageError if the file cannot be written."""
+    if not pictures:
+        click.echo(f"the row has no pictures; {png} was not written")
+        return
     from mindie_mm.batch.sheet import contact_sheet
 
     with os_errors_as(StorageError, f"{png} cannot be written"):
         contact_sheet(pictures).save(png, "PNG")
-    click.echo(f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'} in {png}")
+    click.echo(f"wrote {_counted(pictures)} to {png}")
+
+
+def _counted(pictures: list[Any]) -> str:
+    return f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'}"
 
 
 def _show_run(manifest: Any) -> None:

@@ -10,21 +10,24 @@ import click
 
 from mindie_mm.cli.console import print_table
 from mindie_mm.errors import InputError
+from mindie_mm.interrupts import importing
 
 
-@click.command("models")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.command("models", short_help="List the supported model families.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(*, as_json: bool) -> None:
-    """List the model families that are served: their media, and what their tests prove them equal to."""
-    from mindie_mm.models import family_named, family_names  # late: torch
+    """List the supported model families, with their media and the reference that tests compare them with."""
+    with importing():
+        from mindie_mm.models import family_named, family_names
 
     families = [_described(name, family_named) for name in family_names()]
     if as_json:
         click.echo(json.dumps(families))
         return
-    from rich.table import Table
+    with importing():
+        from rich.table import Table
 
-    table = Table("family", "model_type", "media", "proven equal to")
+    table = Table("family", "model_type", "media", "tested against")
     for family in families:
         row = (family["name"], ", ".join(family["model_types"]), ", ".join(family["kinds"]), family["reference"])
         table.add_row(*row)
@@ -34,7 +37,7 @@ def command(*, as_json: bool) -> None:
 def _described(name: str, find: Callable[[str], Any]) -> dict[str, Any]:
     try:
         family = find(name)
-    except InputError as error:  # another package's, which does not load
+    except InputError as error:  # a family of another package that cannot be imported
         return {"name": name, "model_types": [], "kinds": [], "reference": str(error), "package": None}
     return {
         "name": name,

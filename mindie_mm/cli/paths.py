@@ -1,4 +1,4 @@
-"""Paths on the command line."""
+"""Types of paths on the command line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import click
 
 
 class _Path(click.Path):
-    """An empty one, which Python takes for the working directory, is what a script has not set."""
+    """A path that must not be empty. Python takes an empty one for the current folder; a script has left it unset."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            self.fail("it is empty: leave it out, or give one", param, ctx)
+            self.fail("it is empty; leave it out, or give a path", param, ctx)
         return super().convert(value, param, ctx)
 
 
 PATH = _Path(path_type=Path)
-"""The type of options and arguments that are paths."""
+"""Type of options and arguments that are paths."""
+READABLE_FILE = _Path(path_type=Path, exists=True, dir_okay=False, readable=True)
+"""Type of options that are files to read. Parsing the command line fails if such a file cannot be read."""

@@ -1,4 +1,4 @@
-"""How a command ends that goes on where it was stopped: its exit status says whether it is finished."""
+"""Exit statuses of the commands that continue where an earlier call stopped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import click
 
 from mindie_mm.errors import BadReference, InputError, MindieMMError, SharedMemoryError
+from mindie_mm.interrupts import INTERRUPTED
 
 ROWS_FAILED = 1
-"""Finished; errors stand in the place of some rows."""
+"""The run is finished, and some rows have an error in place of a result."""
 UNFINISHED = 3
-INTERRUPTED = 130
-"""As a shell has it for SIGINT."""
-_AGAIN = "the same command goes on"
+"""The run is not finished."""
+_AGAIN = "run the same command again to continue"
 
 
 class _Unfinished(click.ClickException):
@@ -24,21 +24,21 @@ class _Unfinished(click.ClickException):
 
 @contextmanager
 def resuming() -> Iterator[None]:
-    """Ends the process with one of these statuses for whatever comes out of the command that it is around.
+    """Turn each exception of the decorated command into one of these exit statuses.
 
-    What the caller has to mend goes through: the group of commands has a status for it.
+    Mistakes of the caller pass through. The group of commands has a status for them.
     """
     try:
         yield
     except (InputError, SharedMemoryError, click.ClickException):
         raise
-    except BadReference as error:  # stays as it is until somebody makes the shard anew
+    except BadReference as error:  # calling again does not help: the shard has to be made anew
         raise _Unfinished(str(error)) from error
     except MindieMMError as error:
-        raise _Unfinished(f"{error}. Once that is mended, {_AGAIN}") from error
+        raise _Unfinished(f"{error}. Fix that, then {_AGAIN}") from error
     except KeyboardInterrupt:
         click.echo(f"Interrupted: {_AGAIN}", err=True)
         raise SystemExit(INTERRUPTED) from None
-    except Exception:  # noqa: BLE001 - Python's own status for it is 1
+    except Exception:  # noqa: BLE001 - Python would exit with 1, which means finished
         traceback.print_exc()
         raise SystemExit(UNFINISHED) from None

@@ -9,31 +9,33 @@ from typing import Any
 import click
 
 from mindie_mm.cli.paths import PATH
-from mindie_mm.cli.settings import configured, settings
+from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.sources import misspelt_variables
 
 _log = logging.getLogger("mindie_mm.settings")
 
 
-@click.command("serve")
+@click.command("serve", cls=SettingsCommand, short_help="Serve a checkpoint over HTTP.")
 @click.argument("path", required=False, type=PATH)
 @settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig)
 def command(path: Path | None, **flags: Any) -> None:
-    """Serve the checkpoint directory PATH, or the embedded one, over HTTP.
+    """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
-    Each option can also be set by the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log begins
-    with all of them, and where each came from.
+    When the service is ready, it prints one line with its URL. Ctrl-C stops it.
+
+    You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log starts
+    with all settings and where each one was set.
     """
-    from mindie_mm import logs  # late, as the server: `mindie-mm --help` imports every command
+    from mindie_mm import logs  # late: `mindie-mm --help` imports every command
 
     found = configured(path, flags)
     logs.configure(logs.LogSettings(found.service.log_format, found.service.log_level), "api")
     for one in found.settings():
         fields = {"setting": one.name, "value": one.value, "origin": one.origin}
         _log.info("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
-    for said in misspelt_variables():
-        _log.warning("%s", said)
-    from service.server import serve  # late: a web framework
+    for warning in misspelt_variables():
+        _log.warning("%s", warning)
+    from service.server import serve  # late: slow to import
 
     serve(found.worker, found.service)

@@ -1,4 +1,4 @@
-"""Options of commands, made from the settings classes: one for each field, with its docstring as help."""
+"""Options of commands, made from the settings classes: one per field, with the field's docstring as its help."""
 
 from __future__ import annotations
 
@@ -13,45 +13,86 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 
 from mindie_mm.cli.paths import PATH
+from mindie_mm.config import GiB, MiB
 from mindie_mm.sources import PARTS, Configuration, configuration
 
 Command = Callable[..., Any]
 
 
-def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """One option for each field of the settings `classes`, with its docstring as help; and one for a file of them.
+class _Setting(click.Option):
+    """An option that `SettingsCommand` lists under the heading of its settings class."""
 
-    `without` names fields that mean nothing to the command.
+    def __init__(self, *arguments: Any, heading: str, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.heading = heading
+
+
+class SettingsCommand(click.Command):
+    """A command whose help lists its own options first, and then the settings of each class."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                heading = parameter.heading if isinstance(parameter, _Setting) else "Options"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Return a decorator that adds one option per field of the settings `classes`, and `--config`.
+
+    `without` names the fields that mean nothing to the command.
     """
 
     def decorate(command: Command) -> Command:
         command = click.option(
             "--config",
             type=PATH,
-            help="TOML file of settings, each by its name: port = 8100. Flags and the environment go first.",
+            help="TOML file with settings, such as: port = 8100. Options and environment variables override it.",
         )(command)
         for cls in reversed(classes):
             helps = _field_docs(cls)
             for field in reversed(dataclasses.fields(cls)):
                 if field.name not in {*PARTS, "model", *without}:
-                    command = _option(field, get_type_hints(cls)[field.name], helps[field.name])(command)
+                    command = _option(cls, field, helps[field.name])(command)
         return command
 
     return decorate
 
 
-def _option(field: dataclasses.Field[Any], hint: Any, text: str) -> Callable[[Command], Command]:
-    name = field.name.replace("_", "-")
-    # A flag that was not given stays None, so that the environment counts; the default shown is the class's own.
-    text += "" if field.default is None or field.default == () else f"  [default: {field.default}]"
+def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callable[[Command], Command]:
+    name, hint = field.name.replace("_", "-"), get_type_hints(cls)[field.name]
+    heading = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+    # An option that is not given stays None, so that the environment counts.
+    named: dict[str, Any] = {"cls": _Setting, "heading": heading, "default": None}
+    text, _, left_open = " ".join(text.split()).partition(" Default: ")
+    if default := left_open.rstrip(".") or _shown(field):
+        text += f"  [default: {default}]"
     if hint is bool:
-        return click.option(f"--{name}/--no-{name}", default=None, help=text)
+        return click.option(f"--{name}/--no-{name}", help=text, **named)
     many = get_origin(hint) is tuple
-    return click.option(f"--{name}", type=_parameter(hint), multiple=many, default=None, help=text)
+    return click.option(f"--{name}", type=_parameter(hint), multiple=many, help=text, **named)
+
+
+def _shown(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as help shows it: sizes with their unit, switches as on or off, none as nothing."""
+    value = field.default
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if field.name.endswith("_bytes") and isinstance(value, int):
+        unit, size = ("GiB", GiB) if value % GiB == 0 else ("MiB", MiB)
+        return f"{value}, {value // size} {unit}"
+    return str(value)
 
 
 def _parameter(hint: Any) -> Any:
-    """What click reads: of a tuple its elements, of an optional value the value."""
+    """Return the click type of a field; of a tuple the type of its elements, of an optional field that of its value."""
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
     kind, *_ = get_args(hint) or (hint,)
@@ -59,7 +100,7 @@ def _parameter(hint: Any) -> Any:
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a class, by the field's name."""
+    """Return the docstring below each field of a class."""
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
     docs = {}
@@ -71,7 +112,12 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def configured(path: Path | None, flags: Mapping[str, Any]) -> Configuration:
-    """The settings of the flags that were given, under them the environment's, under those the file's; InputError."""
+    """Return the settings: `flags` that were given, else the environment, else the file of --config.
+
+    Raises:
+        InputError: A setting is wrong. The message names it and where it was set.
+
+    """
     given = dict(flags)
     file = given.pop("config", None)
     return configuration(given | {"model": path}, file)

@@ -1,4 +1,4 @@
-"""mindie-mm shm: who holds which shared memory, and reclaiming it; with the service up or down."""
+"""mindie-mm shm: list, free and reclaim shared memory, whether a service runs or not."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from mindie_mm.shm.spool import require_spool
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 
 
-@click.group("shm")
+@click.group("shm", short_help="List, free and reclaim shared memory.")
 def command() -> None:
-    """Show, free and reclaim shared memory of mindie_mm: arenas of this user in /dev/shm, and what is in them.
+    """Show, free and reclaim the shared memory of mindie_mm in /dev/shm.
 
-    Works with the service up or down, never waits, and touches no other user's and no other program's memory.
+    These commands work whether a service runs or not, and never wait. They do not touch the memory of other users or
+    other programs.
 
-    Exits with 0 if all is fine, 1 if something could not be freed or reclaimed, 2 if the command is to be mended:
-    no such file, the wrong folder, no permission.
+    Exit status: 0 for success, 1 if something could not be freed or reclaimed, 2 for a wrong command, a missing file or
+    a missing permission.
     """
-    logging.getLogger("mindie_mm").addHandler(logging.NullHandler())  # the commands themselves say what failed
+    logging.getLogger("mindie_mm").addHandler(logging.NullHandler())  # the commands print what failed
 
 
-@command.command("list")
-@click.option("-b", "--blocks", is_flag=True, help="One row for each block, too.")
-@click.option("--json", "as_json", is_flag=True, help="Arenas with all their blocks, as JSON.")
+@command.command("list", short_help="List the arenas in /dev/shm.")
+@click.option("-b", "--blocks", is_flag=True, help="List the blocks of each arena too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the arenas with all their blocks as JSON.")
 def list_(*, blocks: bool, as_json: bool) -> None:
-    """List the arenas in /dev/shm, what is in them, and how full /dev/shm is."""
+    """List the arenas of this user, and show how full /dev/shm is."""
     arenas, space = survey(), ShmSpace.now()
     if as_json:
         click.echo(_json(arenas))
@@ -57,14 +58,15 @@ def list_(*, blocks: bool, as_json: bool) -> None:
     click.echo("\n".join([*rows, "", footer(arenas, space)]))
 
 
-@command.command()
+@command.command(short_help="Free blocks.")
 @click.argument("targets", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def free(targets: tuple[str, ...], *, as_json: bool) -> None:
-    """Free each of TARGETS: a request's path file, or a block as `shm list -b` names it (mindie_mm-1f2a:17).
+    """Free blocks, whether a request still needs them or not.
 
-    A request that still needs what is freed fails, with an error that says so; no other does. What is free already
-    counts nothing.
+    A TARGET is a block as `shm list -b` names it, such as mindie_mm-1f2a:17, or the path file of a request. A request
+    that still needs a freed block fails with an error that says so. Other requests continue. Blocks that are already
+    free are not counted.
     """
     arenas = {arena.number: arena for arena in survey()}
     freed, failed = 0, False
@@ -79,7 +81,7 @@ def free(targets: tuple[str, ...], *, as_json: bool) -> None:
 
 
 def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
-    """What frees a target and counts; InputError if it is none."""
+    """Return a function that frees a target and returns the number of blocks. Raise InputError if it is no target."""
     if match := _BLOCK.fullmatch(target):
         number, place = int(match[1], 16), int(match[2])
         if number not in arenas:
@@ -90,25 +92,25 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
     return lambda: release(Path(target))
 
 
-@command.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would be reclaimed.")
+@command.command(short_help="Reclaim what dead processes left.")
+@click.option("--dry-run", is_flag=True, help="Print what would be reclaimed, and change nothing.")
 @click.option(
     "--path-file",
     "path_files",
     multiple=True,
     type=PATH,
-    help="Free what this path file names, whoever needs it, and do nothing else; repeatable.",
+    help="Free all blocks of this path file, whether they are needed or not, and do nothing else. Repeatable.",
 )
 @click.option(
     "--spool",
     type=PATH,
-    help="Folder of request directories  [default: MINDIE_MM_SPOOL, or the service's own one]",
+    help="Spool of the service, a folder of request directories.  [default: MINDIE_MM_SPOOL, or the service's default]",
 )
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_json: bool) -> None:
-    """Reclaim what belongs to the dead: arenas without an owner, requests and blocks without a process.
+    """Reclaim the shared memory that dead processes left: arenas, requests and blocks without a living process.
 
-    What a living process uses, and what other users and programs have there, stays.
+    This never touches memory that a living process, another user or another program uses.
     """
     if path_files:
         for path_file in path_files:
@@ -118,7 +120,7 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
         if spool is not None:
             _mode(spool, "no spool")
         root = spool or default_spool()
-        # Trouble with the service's own spool keeps nothing else from being reclaimed.
+        # A fault of the default spool must not keep the rest from being reclaimed.
         with nullcontext() if spool else suppress(SharedMemoryError):
             require_spool(root)
         collected = collect([root], dry_run=dry_run)
@@ -156,11 +158,17 @@ def _mode(path: Path, what: str) -> int:
         return path.lstat().st_mode
 
 
-@command.command()
-@click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="In seconds.")
-@click.option("--count", type=click.IntRange(min=1), help="Ends after so many looks; without it, on Ctrl-C.")
+@command.command(short_help="Show the arenas live.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.05),
+    default=1.0,
+    show_default=True,
+    help="Time in seconds between two samples.",
+)
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N samples.  [default: at Ctrl-C]")
 def watch(*, interval: float, count: int | None) -> None:
-    """Show the arenas live; one line for each look where standard output is no terminal. Ctrl-C ends it, with 0."""
+    """Show the arenas live, or print one line per sample if standard output is no terminal. Ctrl-C stops it."""
     try:
         _watch_live(interval, count) if sys.stdout.isatty() else _watch_lines(interval, count)
     except KeyboardInterrupt:
@@ -184,7 +192,7 @@ def _watch_lines(interval: float, count: int | None) -> None:
 
 
 def _looks(interval: float, count: int | None) -> Iterator[None]:
-    """One item every `interval` seconds, the first one at once."""
+    """Yield once every `interval` seconds, the first time at once."""
     left = count
     while True:
         yield

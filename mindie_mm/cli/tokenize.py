@@ -10,36 +10,41 @@ import click
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
-from mindie_mm.cli.settings import configured, settings
+from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.config import MediaCaps, MiB
+from mindie_mm.interrupts import importing
 
 
-@click.command("tokenize")
+@click.command("tokenize", cls=SettingsCommand, short_help="Tokenize and preprocess a data set.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--output", type=PATH, required=True, help="Folder of the run; made if absent.")
-@click.option("--model", type=PATH, help="Checkpoint directory; the embedded one if not given.")
-@click.option("--family", default="", help="Family that serves it; the one that its config.json names if not given.")
-@click.option("--workers", type=click.IntRange(1), help="Processes, or Ray's actors.  [default: one for each CPU]")
+@click.option("--output", type=PATH, required=True, help="Folder for the run. It is created if it does not exist.")
+@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
+@click.option("--family", default="",
+              help="Model family to use, whatever config.json says.  [default: the one in config.json]")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1),
+              help="Number of worker processes, or of Ray actors.  [default: one per CPU]")  # fmt: skip
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,
-              help="A shard ends with the row that brings its blocks to so many bytes.")  # fmt: skip
+              help="Size in bytes at which a shard ends.")  # fmt: skip
 @click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,
-              help="And with that many rows: what a process does at a time.")  # fmt: skip
-@click.option("--limit", type=click.IntRange(1), help="Only the first rows.")
+              help="Number of rows at which a shard ends. A worker takes so many rows at a time.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Tokenize only the first N rows.")
 @click.option("--select-columns", default="",
-              help="Columns of tables, and keys of JSON objects, to read, with commas.  [default: all]")  # fmt: skip
-@click.option("--template", default="", help="Prompt round a folder's or a tar's media, {media} where they stand.")
+              help="Comma-separated columns of tables, or keys of JSON objects, to read.  [default: all]")  # fmt: skip
+@click.option("--template", default="",
+              help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
-              help="Rows of items are one user turn through the checkpoint's chat template.")  # fmt: skip
+              help="Apply the checkpoint's chat template to rows of items, as one user turn.")  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(0), default=0,
-              help="Most tokens of a row; a longer one is an error.  [default: any number]")  # fmt: skip
+              help="Maximum number of tokens of a row. A longer row fails.  [default: no limit]")  # fmt: skip
 @click.option("--truncate", is_flag=True,
-              help="Rows longer than --max-tokens lose their oldest text and whole media items instead.")  # fmt: skip
+              help="Shorten rows above --max-tokens, by their oldest text and whole media items.")  # fmt: skip
 @click.option("--on-error", default="skip", show_default=True, metavar="skip|stop|fail-after=N",
-              help="Write the reason beside the row and go on, or stop at the first, or the Nth.")  # fmt: skip
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with a run that is in the folder.")
-@click.option("--json-progress", is_flag=True, help="Progress as a JSON object a second, on standard error.")
+              help="What to do when a row fails: record the error and continue, stop, or stop at the Nth.")  # fmt: skip
+@click.option("--resume/--no-resume", default=True, show_default=True,
+              help="Continue the run that --output holds.")  # fmt: skip
+@click.option("--json-progress", is_flag=True, help="Write progress to standard error as one JSON object per second.")
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
-              help="On a Ray cluster, each node into a folder of its own; a local one without an address.")  # fmt: skip
+              help="Run on the Ray cluster at ADDRESS, or on a local one. Each node has its own folder.")  # fmt: skip
 @settings(MediaCaps, without={"max_decode_bytes"})
 @resuming()
 def command(
@@ -56,21 +61,23 @@ def command(
     config: Path | None,
     **given: Any,
 ) -> None:
-    """Token ids and preprocessed arrays of the rows in INPUT, in shards that a worker runs or a trainer reads.
+    """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
-    INPUT is a .jsonl or .parquet file, a .tar in WebDataset's manner, a folder of media, or - for JSON lines on
-    standard input. A row is a List[Dict], an object with inputs or messages, or one with text and media. Exits with 1
-    if it is finished and a row failed, which OUTPUT/errors.jsonl has; with 130 if it was interrupted, and 3 if it is
-    not finished for another reason: the same command goes on then.
+    INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or - for JSON lines on
+    standard input. A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and media.
+
+    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 after an
+    interrupt, 3 if the run is not finished for another reason. Run the same command again to continue.
     """
-    from mindie_mm.batch.gather import STDIN, told
-    from mindie_mm.batch.progress import shown
-    from mindie_mm.batch.run import run_batch
-    from mindie_mm.batch.settings import Settings
+    with importing():
+        from mindie_mm.batch.gather import STDIN, told
+        from mindie_mm.batch.progress import shown
+        from mindie_mm.batch.run import run_batch
+        from mindie_mm.batch.settings import Settings
 
     max_errors = _max_errors(on_error)
     if not resume and output.is_dir() and any(output.iterdir()):
-        raise click.UsageError(f"{output} is not empty, and --no-resume was given")
+        raise click.UsageError(f"{output} is not empty; --no-resume needs an empty folder")
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
     media = configured(None, caps | {"config": config}).worker.media
     columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
@@ -97,7 +104,7 @@ def command(
 
 
 def _max_errors(on_error: str) -> int | None:
-    """How many rows may fail."""
+    """Return the number of rows that may fail, or None for any number."""
     if on_error == "skip":
         return None
     if on_error == "stop":

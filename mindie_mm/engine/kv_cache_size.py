@@ -62,6 +62,6 @@ def fitting_context(
         raise DeviceError(f"{says}. {advice}")
     if ranks.number == 0:  # the others come to the same
         if fitting < wanted:
-            _log.warning("%s: requests that need more are refused. %s", says, advice)
-        _log.info("the KV cache has %d bytes, for %d tokens; the context is %d tokens", num_bytes, num_tokens, fitting)
+            _log.warning("%s. Longer requests are refused. %s", says, advice)
+        _log.info("the KV cache holds %d tokens in %d bytes; the context length is %d", num_tokens, num_bytes, fitting)
     return fitting

@@ -55,21 +55,23 @@ def kv_cache_bytes(
     free = device.free_bytes() // (ranks.count if spec.device.type == "cpu" else 1)
     share = config.memory_share or device.memory_share
     says = (
-        f"{mib(free)} of {spec.device} are free beside the weights; the worst case takes {mib(taken)}, the encoder "
-        f"cache {mib(config.encoder_cache_bytes)}"
+        f"{spec.device} has {mib(free)} free after loading the weights; the largest step takes {mib(taken)}, "
+        f"the encoder cache {mib(config.encoder_cache_bytes)}"
     )
     if config.kv_cache_bytes is not None:
         asked = min(config.kv_cache_bytes, useful)
         if asked + taken + config.encoder_cache_bytes > free:
             raise DeviceError(f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower it, or one of the others")
-        _log.info("%s; the KV cache takes %s, by kv_cache_bytes", says, mib(asked))
+        _log.info("%s, the KV cache %s (kv_cache_bytes)", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
     # Of one layer, a decode step gathers what the sequences hold, padded to twice as much at most.
     left -= 2 * left // (spec.num_layers + 2)
     if left < block_bytes:
         raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
-    _log.info("%s; of a share of %g %s are left, the KV cache takes %s", says, share, mib(left), mib(min(left, useful)))
+    _log.info(
+        "%s, the KV cache %s of the %s that memory_share %g leaves", says, mib(min(left, useful)), mib(left), share
+    )
     return min(left, useful)
 
 

@@ -176,7 +176,10 @@ def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be read: Not a directory"):
         Dataset(whole / "manifest.json")
     shown = invoke("inspect", whole, 3)
-    assert (shown.exit_code, shown.stderr.splitlines()[-1]) == (2, "Error: row 3 of 3")
+    assert (shown.exit_code, shown.stderr.splitlines()[-1]) == (
+        2,
+        f"Error: there is no row 3: {whole} has 3, numbered from 0",
+    )
 
 
 @pytest.mark.parametrize("out", ["gone/out", "."])

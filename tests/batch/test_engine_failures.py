@@ -153,7 +153,7 @@ def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
     assert "Error: the step failed: Broken. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered. Once that is mended, the same command goes on\n")
+    assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
     begun = (tmp_path / "out.jsonl").read_bytes()
     assert whole.startswith(begun)
     assert len(begun.splitlines()) < int(POISON) + 1
@@ -175,7 +175,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
     assert "it is not back after 0.5 s. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered. Once that is mended, the same command goes on\n")
+    assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
 

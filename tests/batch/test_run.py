@@ -108,7 +108,7 @@ def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, row
     assert (done.returncode, done.stdout) == (3, "")
     *_, progress, error = done.stderr.splitlines()
     count = 1 if given == "stop" else 2
-    said = rf"\(rows that failed: {count}, the limit is {count - 1}\)\. Once that is mended, the same command goes on"
+    said = rf"\(rows that failed: {count}, the limit is {count - 1}\)\. Fix that, then .* again to continue"
     assert re.fullmatch(rf"Error: row {row}: MediaError: .* {said}", error)
     shown = json.loads(progress)
     assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
@@ -257,7 +257,7 @@ def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
     done = subprocess.run(["unshare", "--mount", *script], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
-    assert done.stderr.count("Once that is mended, the same command goes on") == 1
+    assert done.stderr.count("Fix that, then run the same command again to continue") == 1
     made(settings(lines), tmp_path / "whole")
     assert content(tmp_path / "copy") == content(tmp_path / "whole")
 
@@ -306,7 +306,7 @@ def test_an_interrupt_while_standard_input_is_awaited(tmp_path):
             assert process.poll() is None
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1].endswith(b"Interrupted: the same command goes on\n")
+        assert process.communicate(timeout=60)[1].endswith(b"Interrupted: run the same command again to continue\n")
         assert process.returncode == 130
     finally:
         process.kill()

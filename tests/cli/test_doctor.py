@@ -23,7 +23,7 @@ def test_folders_that_will_do(tmp_path):
     assert not spool.parent.exists()
     assert found["media folder"]["status"] == "ok"
     assert found["settings"]["status"] == "warning"
-    assert found["settings"]["found"] == "MINDIE_MM_MAX_IMAGE sets nothing; MINDIE_MM_MAX_IMAGES would"
+    assert found["settings"]["found"] == "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?"
     spool.mkdir(parents=True, mode=0o700)
     found = doctor(file)
     assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be written")

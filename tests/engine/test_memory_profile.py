@@ -138,9 +138,7 @@ def test_an_explicit_size_is_taken_and_the_worst_case_tried_all_the_same(small_p
     device = Sized()
     assert room(small_pictures, device=device, kv_cache_bytes=5 * MiB) == 5 * MiB
     assert device.tried
-    with pytest.raises(
-        DeviceError, match=r"kv_cache_bytes of 4000 MiB does not fit: 4096 MiB of cpu are free .* 256 MiB"
-    ):
+    with pytest.raises(DeviceError, match=r"kv_cache_bytes of 4000 MiB does not fit: cpu has 4096 MiB free .* 256 MiB"):
         room(small_pictures, kv_cache_bytes=4000 * MiB)
 
 
@@ -167,12 +165,12 @@ def test_a_context_that_the_cache_does_not_hold_is_refused_where_asked_for_and_e
     assert engine(159, max_model_len=144).ready.max_model_len == 144
     assert engine(160, max_model_len=145).ready.max_model_len == 145
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
-    assert f"the KV cache has {160 * size} bytes, for 160 tokens; the context is 145 tokens" in caplog.text
+    assert f"the KV cache holds 160 tokens in {160 * size} bytes; the context length is 145" in caplog.text
     caplog.clear()
     assert engine(159).ready.max_model_len == 144
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert f"a context of {own} tokens takes {own * size} bytes of KV cache, which has {144 * size}" in caplog.text
-    assert "for 144 tokens; the context is 144 tokens" in caplog.text
+    assert "; the context length is 144" in caplog.text
     assert engine(2 * own, max_model_len=2 * own).ready.max_model_len == own, "the checkpoint's own is not refused"
 
 
@@ -185,16 +183,16 @@ def test_the_library_refuses_it_too(random_checkpoint):
 def test_the_log_says_what_there_is(small_pictures, caplog):
     caplog.set_level("INFO")
     room(small_pictures, kv_cache_bytes=5 * MiB)
-    assert "4096 MiB of cpu are free beside the weights" in caplog.text
+    assert "cpu has 4096 MiB free after loading the weights" in caplog.text
     assert "the KV cache takes 5 MiB, by kv_cache_bytes" in caplog.text
     caplog.clear()
     room(small_pictures, max_num_seqs=1)
-    assert "4096 MiB of cpu are free beside the weights" in caplog.text
+    assert "cpu has 4096 MiB free after loading the weights" in caplog.text
     assert "of a share of 0.5" in caplog.text
 
 
 def test_too_little_memory_is_told_with_figures_and_settings(small_pictures):
-    with pytest.raises(DeviceError, match=r"300 MiB of cpu are free .* encoder cache 256 MiB; memory_share is 0.5"):
+    with pytest.raises(DeviceError, match=r"cpu has 300 MiB free .* encoder cache 256 MiB; memory_share is 0.5"):
         room(small_pictures, device=Sized(300 * MiB))
     with pytest.raises(DeviceError, match="Raise memory_share, lower max_num_batched_tokens"):
         room(small_pictures, device=Sized(300 * MiB))
@@ -217,7 +215,7 @@ def test_settings_out_of_range(bad):
 
 async def test_an_engine_without_room_does_not_start(random_checkpoint):
     config = EngineConfig(device="cpu", max_model_len=256, memory_share=1e-9)
-    with pytest.raises(DeviceError, match=r"no memory is left for the KV cache: .* MiB of cpu are free"):
+    with pytest.raises(DeviceError, match=r"no memory is left for the KV cache: cpu has .* MiB free"):
         await AsyncEngine.start(random_checkpoint, config)
 
 

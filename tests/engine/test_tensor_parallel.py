@@ -389,7 +389,7 @@ async def test_a_cache_that_is_too_small_is_told_once_and_refused_on_both(random
     finally:
         await engine.close()
     told = capfd.readouterr().err
-    assert told.count(f"the KV cache has {num_bytes} bytes, for 80 tokens; the context is 80 tokens") == 1
+    assert told.count(f"the KV cache holds 80 tokens in {num_bytes} bytes; the context length is 80") == 1
     assert told.count("requests that need more are refused") == 1
     async with asyncio.timeout(200):
         with pytest.raises(DeviceError, match="a context of 81 tokens takes"):

@@ -105,7 +105,7 @@ class Seq2SeqContract(FamilyContract):
             self.engine(model, kv_cache_bytes=10 * each - 1, max_model_len=10, max_num_seqs=2)
         ready = self.engine(model, kv_cache_bytes=10 * each, max_model_len=10).ready
         assert (ready.max_model_len, ready.max_output_len) == (10, 10)
-        assert "for 10 tokens; the context is 10 tokens" in caplog.text
+        assert "holds 10 tokens in" in caplog.text
         assert "WARNING" not in caplog.text
         ready = self.engine(model, kv_cache_bytes=2 * each).ready
         assert f"a context of {own} tokens takes {own * each} bytes of KV cache, which has {2 * each}" in caplog.text

@@ -338,7 +338,7 @@ def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readine
     said = (tmp_path / "log").read_text()
     for pause_s in ("0.5", "1.0", "2.0"):
         assert f"{role} process is started again in {pause_s} s" in said
-    assert "was started again, for the 1. time" in said
+    assert "was started again (restart 1)" in said
 
 
 def test_a_killed_service_is_cleaned_up_by_the_next(

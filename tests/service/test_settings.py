@@ -70,6 +70,6 @@ def test_a_misspelt_variable_is_in_the_log(tmp_path: Path) -> None:
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
     ended = warm.run([*command, "--port", 0], timeout=60, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
     assert " WARNING api[" in ended.stderr
-    assert "MINDIE_MM_MAX_IMAGE sets nothing; MINDIE_MM_MAX_IMAGES would" in ended.stderr
+    assert "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?" in ended.stderr
     assert "a-value" not in ended.stderr
     assert "allowed_media_dir is /no" in ended.stderr
