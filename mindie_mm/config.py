@@ -71,8 +71,8 @@ class EngineConfig:
     step_timeout_s: Seconds = 300.0
     """Maximum time of one step in seconds. An engine that takes longer is stopped and restarted."""
     num_threads: CountOrNone = 0
-    """Number of CPU threads of the engine, of each rank if there are several. 0: one for each CPU that the affinity mask
-    and the control group allow, shared by the ranks. OMP_NUM_THREADS overrides that default."""
+    """Number of CPU threads of the engine, of each rank if there are several. 0: one for each CPU that the affinity
+    mask and the control group allow, shared by the ranks, or OMP_NUM_THREADS."""
     tensor_parallel: Count = 1
     """Number of devices (on the CPU: of processes) that share the text model's weights."""
     tower_parallel: TowerParallel = "replicate"
