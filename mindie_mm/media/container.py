@@ -51,7 +51,7 @@ _PIECE_BYTES = 2**20
 """Most bytes that are handed over at a time: they are a copy."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
-    "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo"
+    "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo,gif,dvvideo,qtrle,cinepak"
 )
 _SOUND_CODECS = (
     "aac,aac_latm,ac3,eac3,alac,amrnb,amrwb,flac,mp2,mp2float,mp3,mp3float,opus,vorbis,wmav1,wmav2,wmapro,gsm_ms,"

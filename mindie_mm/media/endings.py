@@ -24,6 +24,10 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "mpegts": ".ts .m2t .m2ts .mts",
         "flv": ".flv",
         "mpeg": ".mpg .mpeg .mpe .m2p .vob",
+        "gif": "",
+        "dv": ".dv .dif",
+        "ogg": ".ogv",
+        "ivf": ".ivf",
     },
     "audio": {
         "wav": ".wav",
@@ -39,7 +43,10 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "w64": ".w64",
     },
 }
-"""Of each format that is read: `FORMATS` of images, `CONTAINERS` of videos and of sound."""
+"""Of each format that is read: `FORMATS` of images, `CONTAINERS` of videos and of sound.
+
+A GIF is taken for an image by its name. Its frames are read where it is given as a video.
+"""
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()
 }

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import torch
+
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import MediaOptions
 from mindie_mm.media.video import SampledVideo, Video
@@ -80,5 +82,16 @@ def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """Indices of `count` of `total` frames, ascending, from the first."""
+    """Return the indices of `count` of `total` frames, ascending, from the first."""
     return [index * total // count for index in range(count)]
+
+
+def stepped(total: int, count: int, first: float = 0) -> list[int]:
+    """Return the indices of `count` of `total` frames, ascending, a step of `total / count` apart.
+
+    The indices are those of `torch.arange(first, total, total / count)`, rounding included, as in transformers. That
+    range has one index too many wherever the step is rounded down, and this index is `total`: there transformers fails,
+    for example at 14 of 17 frames. It is left out here. A `first` of more than a step leaves out some of the last.
+    """
+    indices: list[int] = torch.arange(first, total, total / count).int()[:count].tolist()
+    return indices

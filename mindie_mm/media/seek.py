@@ -17,9 +17,6 @@ CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers in which seeking is exact, by FFmpeg's names."""
 LEAST_SPARED = 8
 """Fewest frames for whose sake a decoder is emptied and begins anew."""
-_AVCC, _IDR = b"\x01", 5
-_MAX_UNITS = 64
-"""Parts of a packet in which the first of its picture is looked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,25 +85,6 @@ def sought(
         if frame is None:
             return
         yield frame
-
-
-def begins_anew(packet: av.Packet[VideoStream], codec: str, extradata: bytes | None) -> bool:
-    """Whether nothing from this keyframe on refers to what was before it; of H.264, that it is an IDR picture.
-
-    Its other keyframes are points at which a picture becomes whole again, perhaps only some frames later.
-    """
-    if codec != "h264":
-        return True
-    if not extradata or extradata[:1] != _AVCC or len(extradata) < 5 or extradata[4] & 3 != 3:  # lengths of 4 bytes
-        return False
-    data, at = memoryview(packet), 0
-    for _ in range(_MAX_UNITS):
-        if at + 4 >= len(data):
-            return False
-        if data[at + 4] & 31 == _IDR:
-            return True
-        at += 4 + int.from_bytes(data[at : at + 4])
-    return False
 
 
 def _at(frames: Iterator[av.VideoFrame], time: int) -> av.VideoFrame | None:

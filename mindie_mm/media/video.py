@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import islice
 
 import av
@@ -26,23 +23,19 @@ from mindie_mm.media.container import (
     best_stream,
     check_codec,
     coded_pixels,
-    frames_of,
     open_container,
     packets_of,
     reading,
 )
+from mindie_mm.media.display_matrix import Orientation
 from mindie_mm.media.image import Data, Frames, Pixels, open_image
 from mindie_mm.media.sample_tables import may_be_turned
-from mindie_mm.media.seek import Keyframes, begins_anew
-from mindie_mm.media.segments import check_scans
+from mindie_mm.media.seek import Keyframes
+from mindie_mm.media.timeline import AVI, PLACEHOLDER, Packets, decoded_times, frames_of_video, rate_of
 
-CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg")
+CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
 """Containers that are opened, told by content (mov is MP4 too, matroska WebM too; mpeg is program streams). Playlists
 are none of them: they would make the library open files and addresses of the client's choice."""
-_RATE_TOLERANCE = 0.02
-"""Share of a video's length by which its frames' times may differ from the rate that its container states."""
-_LONGEST_PAUSE_S = 10.0
-"""Between two frames of an MPEG stream; a longer one is where captures were joined, as for the ffmpeg program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +43,14 @@ class EncodedVideo:
     """A video whose container was read, and checked against the caps, but that is not decoded yet."""
 
     height: int
-    """Pixels, upright: after the display rotation."""
+    """Pixels of an upright frame."""
     width: int
     num_frames: int
-    """Frames of the video, all of them."""
+    """Frames that FFmpeg decodes of the file."""
     fps: float | None
     """Mean frames per second; None where neither the container nor the frames' times say it."""
-    turns: int
-    """Quarter turns, counter-clockwise, that make a frame upright; 0 to 3."""
+    orientation: Orientation
+    """What makes a frame upright."""
     data: bytes
     max_pixels: int
     """Of a frame, whatever the container states."""
@@ -68,45 +61,45 @@ class EncodedVideo:
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
-        """Reads the container of `data`; decodes one frame, of what is turned. MediaError, LimitExceeded."""
+        """Read the container of `data`. Decode one frame of what is turned, all of what packets do not count.
+
+        MediaError, LimitExceeded.
+        """
         of_request = work()
         limits = of_request.caps
         max_pixels, max_frames = limits.max_video_pixels, limits.max_video_frames
         with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
             stream = best_stream(container, "video")
             check_codec(stream.codec_context, "the video")
-            height, width, stated = stream.height, stream.width, stream.frames
+            height, width, stated, name = stream.height, stream.width, stream.frames, container.format.name
             _check_size(height, width, max_pixels)
-            is_avi = container.format.name == "avi"
-            packets = packets_of(container, stream, len(data))
-            walk = _walk(packets, stream.codec_context, max_frames, max_pixels)
-            # Fewer packets than the container states may be all: edits leave some out of FFmpeg's index, and AVI
-            # repeats a frame by an empty chunk.
-            is_cut = walk.packets < stated and (
-                (is_avi and int.from_bytes(data[4:8], "little") + 8 > len(data))
-                or walk.packets < sum(entry.size > 0 for entry in islice(stream.index_entries, max_frames + 1))
+            packets = Packets.read(
+                packets_of(container, stream, len(data)), stream.codec_context, max_frames, max_pixels
             )
-            rate = _rate(stream, walk, container.format.name)
-            can_seek = container.format.name in seek.CONTAINERS
-        if walk.packets > max_frames:
-            _check_length(max(stated, walk.packets), None, limits)
-        if is_cut:
-            raise MediaError(f"the video is truncated: it states {stated} frames and holds {walk.packets}")
-        if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
-            raise LimitExceeded(f"the video's frames have no size, or more than the limit of {max_pixels} pixels")
-        # Where the container counts its frames, its count is the one that samplers go by, unless an edit hides some.
-        num_frames = min(stated or walk.shown, walk.shown - walk.early)
-        if not num_frames:
-            raise MediaError("the video has no frames")
-        if is_avi and rate and stated:  # of its frames and of the empty chunks that repeat them
-            rate *= Fraction(num_frames, stated)
+            if packets.number > max_frames:
+                _check_length(max(packets.number, stated if stated < PLACEHOLDER else 0), None, limits)
+            if _is_cut(stream, name, packets.number, data):
+                raise MediaError(f"the video is truncated: it states {stated} frames and holds {packets.number}")
+            if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
+                raise LimitExceeded(f"the video's frames have no size, or more than the limit of {max_pixels} pixels")
+            num_frames, times = packets.num_shown, packets.times
+            if num_frames and not packets.are_frames:
+                of_request.add_video(packets.number * height * width)
+                num_frames, times = _decoded(data, max_pixels, max_frames)
+                if not num_frames:
+                    raise MediaError(f"the video is broken: of its {packets.number} packets none can be decoded")
+            if not num_frames:
+                raise MediaError("the video has no frames")
+            rate = rate_of(stream, name, packets, times, num_frames)
         fps = float(rate) if rate else None
         _check_length(num_frames, fps, limits)
-        turns = _turns(data, max_pixels)
-        if turns % 2:
+        orientation = _orientation(data, max_pixels)
+        if orientation.transposed:
             height, width = width, height
-        keyframes = walk.keyframes if can_seek else None
-        return cls(height, width, num_frames, fps, turns, data, max_pixels, keyframes, of_request)
+        keyframes = None
+        if times is not None and name in seek.CONTAINERS:
+            keyframes = Keyframes.of(times, packets.key_times)
+        return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, of_request)
 
     def count(self, indices: Sequence[int]) -> None:
         """Counts what `decode` takes before anything is decoded. LimitExceeded for more than a request may take."""
@@ -135,7 +128,7 @@ class EncodedVideo:
                 self.work.add_video((indices[-1] + 1) * self.height * self.width)
             with open_container(self.data, CONTAINERS, self.max_pixels) as container:
                 stream = _stream_to_decode(container, self.max_pixels)
-                for index, frame in enumerate(frames_of(container, stream, len(self.data))):
+                for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
                     while taken < len(indices) and index == indices[taken]:
                         yield self._upright(frame, scaler)
                         taken += 1
@@ -156,9 +149,9 @@ class EncodedVideo:
 
     def _upright(self, frame: av.VideoFrame, scaler: VideoReformatter) -> Pixels:
         _check_size(frame.height, frame.width, self.max_pixels)
-        height, width = (self.width, self.height) if self.turns % 2 else (self.height, self.width)
+        height, width = (self.width, self.height) if self.orientation.transposed else (self.height, self.width)
         pixels = scaler.reformat(frame, width, height, "rgb24").to_ndarray()
-        return np.ascontiguousarray(np.rot90(pixels, self.turns), np.uint8)
+        return self.orientation.apply(pixels.astype(np.uint8, copy=False))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,87 +216,37 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
     return EncodedVideo.open(data)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Walk:
-    """What is known of a stream once its packets were read."""
+def _is_cut(stream: VideoStream, container: str, num_packets: int, data: bytes) -> bool:
+    """Return whether the file ends before the packets do that it states.
 
-    packets: int
-    shown: int
-    """Packets that become frames which are shown."""
-    early: int
-    """Of `shown`, those that refer to what was cut off before the first keyframe; no decoder gives them."""
-    times: NDArray[np.int64] | None
-    """[shown - early], ascending, in the stream's time base; None where some are not stated, or go back."""
-    end: int
-    """When the last of them ends."""
-    keyframes: Keyframes | None
-
-
-def _walk(
-    packets: Iterable[av.Packet[VideoStream]], context: av.CodecContext, max_packets: int, max_pixels: int
-) -> _Walk:
-    """Takes at most one more than `max_packets`. LimitExceeded for a frame of more scans than `max_pixels` allow."""
-    side = math.isqrt(max_pixels)  # whatever the container states: a JPEG has its own size
-    num_packets = num_shown = num_early = 0
-    key_time, is_early, in_order = None, True, True
-    last = end = -(2**63)
-    times, key_times = array("q"), array("q")
-    codec, extradata = context.name, context.extradata
-    for packet in islice(packets, max_packets + 1):
-        num_packets += 1
-        if codec == "mjpeg":
-            check_scans(bytes(packet), side, side)
-        time, decoded_at = packet.pts, packet.dts
-        if is_first_key := key_time is None and packet.is_keyframe:
-            key_time = time or 0
-        # What an edit list hides is decoded for the sake of others, and so is a frame of VP8 without this bit.
-        if packet.is_discard or (codec == "vp8" and not memoryview(packet)[0] & 0x10):
-            continue
-        num_shown += 1
-        if is_early and not is_first_key:
-            is_early = key_time is None or (time is not None and time < key_time)
-            num_early += is_early
-        if time is None or (decoded_at is not None and decoded_at < last):
-            in_order = False
-        else:
-            times.append(time)
-            if packet.is_keyframe and begins_anew(packet, codec, extradata):
-                key_times.append(time)
-            end = max(end, time + (packet.duration or 0))
-            last = last if decoded_at is None else decoded_at
-    if key_time is None:
-        num_early = 0
-    ordered = np.sort(np.array(times, np.int64))[num_early:] if in_order else None
-    keyframes = Keyframes.of(ordered, key_times) if ordered is not None and not num_early else None
-    return _Walk(num_packets, num_shown, num_early, ordered, end, keyframes)
-
-
-def _rate(stream: VideoStream, walk: _Walk, container: str) -> Fraction | None:
-    """Frames per second: what the container states, unless the frames' times tell otherwise, which are then believed.
-
-    Without a rate in the container FFmpeg makes one of the first few frames. As torchcodec, frames by the time from the
-    first one's beginning to the last one's end.
+    Fewer packets than a container states may be all: edits leave some out of FFmpeg's index, AVI repeats a frame by an
+    empty chunk, and an AVI written to a pipe holds placeholders.
     """
-    stated, time_base, times = stream.average_rate, stream.time_base, walk.times
-    if container == "avi" or not time_base or times is None or not len(times) or walk.end <= times[0]:
-        return stated  # an AVI has no times, only its rate
-    if container in ("mpegts", "mpeg") and np.diff(times).max(initial=0) * time_base > _LONGEST_PAUSE_S:
-        return stated
-    lasts = int(times[-1] - times[0]) * time_base
-    if stated and abs((len(times) - 1) / stated - lasts) <= _RATE_TOLERANCE * len(times) / stated + 2 * time_base:
-        return stated
-    return len(times) / ((walk.end - int(times[0])) * time_base)
+    if num_packets >= stream.frames:
+        return False
+    if container == AVI:
+        num_bytes = int.from_bytes(data[4:8], "little") + 8
+        return stream.frames < PLACEHOLDER and len(data) < num_bytes < 2**32
+    return num_packets < sum(entry.size > 0 for entry in islice(stream.index_entries, stream.frames))
 
 
-def _turns(data: bytes, max_pixels: int) -> int:
-    """Quarter turns, counter-clockwise, that make the frames of `data` upright, as torchcodec. MediaError."""
-    if not may_be_turned(data):
-        return 0
+def _decoded(data: bytes, max_pixels: int, max_frames: int) -> tuple[int, NDArray[np.int64] | None]:
+    """Decode all frames; return their number, and their times unless some are not known or go back. MediaError."""
     with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
-        for frame in frames_of(container, _stream_to_decode(container, max_pixels), len(data)):
-            # A matrix of zeros has no angle, and FFmpeg's number for it is none.
-            return round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 180 else 0
-    return 0
+        found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), max_frames)
+    known = [time for time in found if time is not None]
+    times = np.array(known, np.int64)
+    return len(found), times if len(known) == len(found) and (np.diff(times) > 0).all() else None
+
+
+def _orientation(data: bytes, max_pixels: int) -> Orientation:
+    """Return how the frames of `data` are laid to be upright. MediaError."""
+    if not may_be_turned(data):
+        return Orientation()
+    with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
+        for frame in frames_of_video(container, _stream_to_decode(container, max_pixels), len(data)):
+            return Orientation.of(frame)
+    return Orientation()
 
 
 def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream:

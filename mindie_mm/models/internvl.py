@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.frames import Sampling, comes_sampled
+from mindie_mm.media.frames import Sampling, comes_sampled, stepped
 from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
 from mindie_mm.media.tiles import closest_grid, cut
@@ -138,9 +137,7 @@ class InternVLProcessor(Processor):
 
     def _sample(self, total: int, count: int) -> list[int]:
         """Indices of about `count` of `total` frames, ascending: from the middle of the first part, or as stated."""
-        step = total / count
-        # torch's own arange, so that its rounding is the reference's
-        indices: list[int] = torch.arange(step / 2 if self._shift is True else self._shift, total, step).int().tolist()
+        indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
             raise InputError(f"the video has {total} frames, none behind the initial_shift of {self._shift}")
         return indices

@@ -19,7 +19,7 @@ from mindie_mm.device import upload
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.crops import Geometry, choose_tiling, cut_crops, cut_patches
-from mindie_mm.media.frames import check_asked, comes_sampled, num_taken
+from mindie_mm.media.frames import check_asked, comes_sampled, num_taken, stepped
 from mindie_mm.media.image import Data, Pixels, open_image
 from mindie_mm.media.preprocess import Size, check_settings
 from mindie_mm.media.video import Video, open_video
@@ -221,8 +221,7 @@ class Molmo2Processor(Processor):
         else:
             own = min(self._max_frames, int(seconds * self._max_fps)) if fps > self._max_fps else self._max_frames
         count = num_taken(own, video, options, self._max_frames)
-        indices = torch.arange(0, total, total / count).int()
-        return indices[indices < total]  # the step rounded down makes one more, where the reference fails
+        return torch.tensor(stepped(total, count), dtype=torch.int32)
 
 
 def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:

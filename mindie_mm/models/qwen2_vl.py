@@ -17,7 +17,7 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.frames import bounded, check_asked, comes_sampled
+from mindie_mm.media.frames import bounded, check_asked, comes_sampled, stepped
 from mindie_mm.media.image import Data, Pixels, open_image, resize
 from mindie_mm.media.patches import patchify, unpatchify
 from mindie_mm.media.preprocess import check_settings
@@ -360,9 +360,7 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
         expected = num_frames / fps * (settings.fps or _DEFAULT_FPS)
         wanted = math.floor(min(max(expected, settings.min_frames), most, num_frames) / temporal) * temporal
     wanted = min(max(wanted, temporal), num_frames)
-    # torch's own arange, so that its rounding is the reference's
-    indices: list[int] = torch.arange(0, num_frames, num_frames / wanted).int().tolist()
-    return indices
+    return stepped(num_frames, wanted)
 
 
 class Qwen2VLModel(PretrainedModel):

@@ -1,0 +1,43 @@
+"""How a video's frames are turned and mirrored to be upright, as its container's display matrix says."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+import av
+import numpy as np
+from av.sidedata.sidedata import Type
+
+from mindie_mm.media.image import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Orientation:
+    """One of the eight ways to lay a frame: it is transposed first, and mirrored then."""
+
+    transposed: bool = False
+    """Whether rows become columns."""
+    mirrored: bool = False
+    """Whether left and right are swapped."""
+    flipped: bool = False
+    """Whether top and bottom are swapped."""
+
+    @classmethod
+    def of(cls, frame: av.VideoFrame) -> Self:
+        """Read the display matrix of `frame`; angles between right ones are rounded, as in torchcodec."""
+        matrix = frame.side_data.get(Type.DISPLAYMATRIX)
+        if matrix is None:
+            return cls()
+        a, b, _, c, d = struct.unpack_from("=5i", bytes(matrix))
+        # A pixel at (x, y) is shown at (a x + c y, b x + d y), but for where the picture's corner comes to lie.
+        if abs(a) + abs(d) >= abs(b) + abs(c):
+            return cls(False, a < 0, d < 0)
+        return cls(True, c < 0, b < 0)
+
+    def apply(self, pixels: Pixels) -> Pixels:
+        """Return [height, width, 3], or [width, height, 3] where it is transposed, contiguous."""
+        if self.transposed:
+            pixels = pixels.swapaxes(0, 1)
+        return np.ascontiguousarray(pixels[:: -1 if self.flipped else 1, :: -1 if self.mirrored else 1], np.uint8)

@@ -1,0 +1,133 @@
+"""What packets of H.264 say of themselves without being decoded. Names are those of ITU-T H.264."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_IDR, _SPS = 5, 7
+_AVCC = 1
+"""First byte of the codec data of an MP4 or Matroska, where each unit follows its length; else start codes divide."""
+_START_CODE = b"\0\0\1"
+_MAX_UNITS = 64
+"""Units of a packet that are looked at: the first of its picture is among them."""
+_SPS_BYTES = 128
+"""Bytes in which the flag for fields lies: 12 scaling lists of up to 64 numbers are no real encoder's."""
+_WITH_CHROMA = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
+"""Values of profile_idc whose sequence parameter sets have a chroma format and scaling lists."""
+
+
+def is_idr(packet: memoryview, extradata: bytes | None) -> bool:
+    """Return whether a packet's picture is an IDR picture: nothing from it on refers to what was before.
+
+    Other keyframes are points at which a picture becomes whole again, perhaps only some frames later.
+    """
+    return any(packet[at] & 31 == _IDR for at in _units(packet, extradata))
+
+
+def has_fields(packet: memoryview | None, extradata: bytes | None) -> bool:
+    """Return whether a picture may be coded as two fields, which may lie in a packet each.
+
+    Looked for in the parameter sets of `packet`, a keyframe, and of the stream if it is None. A set that cannot be read
+    may say so.
+    """
+    if packet is not None:
+        return any(_allows_fields(packet[at:]) for at in _units(packet, extradata) if packet[at] & 31 == _SPS)
+    data = memoryview(extradata or b"")
+    if not data or data[0] != _AVCC:
+        return any(_allows_fields(data[at:]) for at in _units(data, extradata) if data[at] & 31 == _SPS)
+    if len(data) < 8:
+        return True
+    at = 6
+    for _ in range(data[5] & 31):
+        if _allows_fields(data[at + 2 :]):
+            return True
+        at += 2 + int.from_bytes(data[at : at + 2])
+    return False
+
+
+def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
+    """Yield where the first units of `data` begin."""
+    if extradata and extradata[0] == _AVCC:
+        width = (extradata[4] & 3) + 1 if len(extradata) > 4 else 4
+        at = 0
+        for _ in range(_MAX_UNITS):
+            if at + width >= len(data):
+                return
+            yield at + width
+            at += width + int.from_bytes(data[at : at + width])
+        return
+    # A look at the beginning is enough, for slices follow what is short; a whole packet would be copied to be searched.
+    head = bytes(data[:1024])
+    place = -1
+    for _ in range(_MAX_UNITS):
+        place = head.find(_START_CODE, place + 1)
+        if not 0 <= place < len(head) - 3:
+            return
+        yield place + 3
+
+
+def _allows_fields(unit: memoryview) -> bool:
+    """Return whether a sequence parameter set says frame_mbs_only_flag 0, or ends before it."""
+    bits = _Bits(bytes(unit[1 : 1 + _SPS_BYTES]).replace(b"\0\0\3", b"\0\0"))
+    try:
+        profile = bits.read(8)
+        bits.read(16)  # constraint flags, level_idc
+        bits.exp_golomb()  # seq_parameter_set_id
+        if profile in _WITH_CHROMA:
+            _skip_chroma(bits)
+        bits.exp_golomb()  # log2_max_frame_num_minus4
+        order = bits.exp_golomb()  # pic_order_cnt_type
+        if order == 0:
+            bits.exp_golomb()
+        elif order == 1:
+            bits.read(1)
+            bits.exp_golomb()
+            bits.exp_golomb()
+            for _ in range(bits.exp_golomb()):
+                bits.exp_golomb()
+        bits.exp_golomb()  # max_num_ref_frames
+        bits.read(1)
+        bits.exp_golomb()  # pic_width_in_mbs_minus1
+        bits.exp_golomb()  # pic_height_in_map_units_minus1
+        return not bits.read(1)
+    except EOFError:
+        return True
+
+
+def _skip_chroma(bits: _Bits) -> None:
+    """Read what the high profiles have before log2_max_frame_num_minus4."""
+    chroma = bits.exp_golomb()
+    if chroma == 3:
+        bits.read(1)
+    bits.exp_golomb()
+    bits.exp_golomb()
+    bits.read(1)
+    if bits.read(1):  # seq_scaling_matrix_present_flag
+        for place in range(12 if chroma == 3 else 8):
+            if bits.read(1):
+                last = following = 8
+                for _ in range(16 if place < 6 else 64):
+                    if following:
+                        code = bits.exp_golomb()
+                        following = (last + (code + 1 >> 1) * (1 if code & 1 else -1)) % 256
+                    last = following or last
+
+
+class _Bits:
+    """Reads bits, the highest first. EOFError at the end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._value = int.from_bytes(data)
+        self._left = 8 * len(data)
+
+    def read(self, count: int) -> int:
+        self._left -= count
+        if self._left < 0:
+            raise EOFError
+        return self._value >> self._left & (1 << count) - 1
+
+    def exp_golomb(self) -> int:
+        zeros = 0
+        while not self.read(1):
+            zeros += 1
+        return (1 << zeros) - 1 + self.read(zeros)
