@@ -20,8 +20,8 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from mindie_mm.errors import MediaError
+from mindie_mm.media.bitstreams import has_fields, is_idr, is_whole
 from mindie_mm.media.container import packets_of
-from mindie_mm.media.h264 import has_fields, is_idr
 from mindie_mm.media.segments import check_scans
 
 AVI = "avi"
@@ -91,8 +91,7 @@ class Packets:
             if packet.is_discard or (codec == "vp8" and not memoryview(packet)[0] & 0x10):
                 continue
             num_shown += 1
-            if packet.is_corrupt:
-                are_frames = False
+            are_frames = are_frames and not packet.is_corrupt and is_whole(memoryview(packet), codec, extradata)
             if time is None or (decoded_at is not None and decoded_at < last_shown):
                 in_order = False
                 continue

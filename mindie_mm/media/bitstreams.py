@@ -1,4 +1,4 @@
-"""What packets of H.264 say of themselves without being decoded. Names are those of ITU-T H.264."""
+"""What packets say of themselves without being decoded. Names of H.264 are those of ITU-T H.264."""
 
 from __future__ import annotations
 
@@ -10,10 +10,30 @@ _AVCC = 1
 _START_CODE = b"\0\0\1"
 _MAX_UNITS = 64
 """Units of a packet that are looked at: the first of its picture is among them."""
+_MOST_UNITS = 2**10
+"""Most units of a packet that is taken to be whole."""
+_VP8_START, _JPEG_START = b"\x9d\x01\x2a", b"\xff\xd8"
 _SPS_BYTES = 128
 """Bytes in which the flag for fields lies: 12 scaling lists of up to 64 numbers are no real encoder's."""
 _WITH_CHROMA = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
 """Values of profile_idc whose sequence parameter sets have a chroma format and scaling lists."""
+
+
+def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
+    """Return whether a packet of `codec` looks whole: no part of a download that zeros or other data stand for.
+
+    H.264 and HEVC of an MP4 or Matroska are units whose lengths add up; others are told by how a packet begins.
+    """
+    if codec in ("h264", "hevc"):
+        width = _length_bytes(codec, extradata)
+        return not width or _adds_up(packet, width)
+    if codec == "vp8":  # all but frames that refer to others have a start code
+        return bool(packet[0] & 1) or bytes(packet[3:6]) == _VP8_START
+    if codec == "vp9":
+        return packet[0] >> 6 == 2
+    if codec in ("av1", "libdav1d"):
+        return 0 < packet[0] >> 3 < 16
+    return codec != "mjpeg" or bytes(packet[:2]) == _JPEG_START
 
 
 def is_idr(packet: memoryview, extradata: bytes | None) -> bool:
@@ -45,10 +65,27 @@ def has_fields(packet: memoryview | None, extradata: bytes | None) -> bool:
     return False
 
 
+def _length_bytes(codec: str, extradata: bytes | None) -> int:
+    """Return of how many bytes the lengths of units are; 0 where start codes divide them."""
+    place = 4 if codec == "h264" else 21
+    if not extradata or extradata[0] != _AVCC or len(extradata) <= place:
+        return 0
+    return (extradata[place] & 3) + 1
+
+
+def _adds_up(packet: memoryview, width: int) -> bool:
+    at = 0
+    for _ in range(_MOST_UNITS):
+        length = int.from_bytes(packet[at : at + width])
+        at += width + length
+        if not length or at >= len(packet):
+            return bool(length) and at == len(packet)
+    return False
+
+
 def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
     """Yield where the first units of `data` begin."""
-    if extradata and extradata[0] == _AVCC:
-        width = (extradata[4] & 3) + 1 if len(extradata) > 4 else 4
+    if width := _length_bytes("h264", extradata):
         at = 0
         for _ in range(_MAX_UNITS):
             if at + width >= len(data):
