@@ -1,0 +1,371 @@
+"""Videos whose headers mislead: how many frames they have, at what rate, and which way up, as FFmpeg decodes them."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from av.filter import Graph
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.caps import under
+from mindie_mm.media.timeline import PLACEHOLDER
+from mindie_mm.media.video import EncodedVideo
+from tests.media_samples import decode_all, encode_video, moving_frames, remux
+
+CASES = Path(__file__).parents[1] / "cases" / "media"
+RIGHT = {
+    "17_frames.mp4": (17, 10.0),
+    "230_frames_30fps.mp4": (230, 30.0),
+    "all_fragments.mp4": (100, 25.0),
+    "first_fragment.mp4": (100, 25.0),
+    "hevc_cut.mkv": (75, 25.0),
+    "last_byte_missing.mp4": (47, 25.0),
+    "mirrored_h.mp4": (5, 10.0),
+    "paff.ts": (20, 25.0),
+    "pipe.avi": (100, 25.0),
+    "stated_30_real_29_47.mkv": (1200, pytest.approx(29.47, abs=0.005)),
+    "ten.gif": (10, 10.0),
+    "theora.ogv": (12, 25.0),
+    "upright.mp4": (5, 10.0),
+}
+"""Frames and frames per second of each file."""
+
+
+def case(name: str) -> bytes:
+    return (CASES / name).read_bytes()
+
+
+def plain(data: bytes) -> np.ndarray:
+    """Every frame up to the first error."""
+    frames = []
+    with av.open(io.BytesIO(data)) as container, suppress(av.InvalidDataError):
+        for frame in container.decode(video=0):
+            frames.append(frame.to_ndarray(format="rgb24"))  # noqa: PERF401 - those before an error are kept
+    return np.stack(frames)
+
+
+def assert_counted(data: bytes, num_frames: int, fps: float) -> EncodedVideo:
+    """All of the frames decode, and so does the last one alone, whichever way is taken to it."""
+    video = EncodedVideo.open(data)
+    assert (video.num_frames, video.fps) == (num_frames, fps)
+    found = np.stack(list(video.decode(range(num_frames))))
+    assert np.array_equal(next(iter(video.decode([num_frames - 1]))), found[-1])
+    return video
+
+
+def test_the_table_has_every_case():
+    assert {path.name for path in CASES.iterdir()} == {*RIGHT}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_frames_and_rates(name):
+    assert_counted(case(name), *RIGHT[name])
+
+
+@pytest.mark.parametrize("name", sorted({*RIGHT} - {"mirrored_h.mp4"}))
+def test_frames_are_those_of_a_plain_decode(name):
+    data = case(name)
+    video = EncodedVideo.open(data)
+    assert np.array_equal(np.stack(list(video.decode(range(video.num_frames)))), plain(data))
+
+
+@pytest.mark.parametrize("container", ["mp4", "mov"])
+@pytest.mark.parametrize("flags", ["frag_keyframe", "frag_keyframe+empty_moov", "hybrid_fragmented", "faststart"])
+def test_an_index_of_the_first_fragment_alone_does_not_count(flags, container):
+    clip = encode_video(moving_frames(40), options={"g": "10", "bf": "2"})
+    assert_counted(remux(clip, container=container, options={"movflags": flags}), 40, 10.0)
+
+
+@pytest.mark.parametrize("container", ["mpegts", "mp4", "matroska", "flv", "avi"])
+def test_two_fields_are_one_frame(container):
+    data = repacked(case("paff.ts"), container)
+    video = assert_counted(data, 20, 25.0)
+    assert np.array_equal(np.stack(list(video.decode(range(20)))), plain(data))
+
+
+def test_fields_that_come_late_are_found():
+    """The last frames of the file are whole, and lead here."""
+    late = repacked(case("paff.ts"), "matroska", lambda packets: packets[30:] + packets[:30])
+    with av.open(io.BytesIO(late)) as container:
+        num_packets = sum(1 for packet in container.demux(video=0) if packet.size)
+    assert EncodedVideo.open(late).num_frames == len(plain(late)) < num_packets
+
+
+def repacked(data: bytes, container: str, order: Callable[[list], list] = lambda packets: packets) -> bytes:
+    """The packets of `data` one after another, 20 ms each."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
+        stream = output.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+        for place, packet in enumerate(order(packets)):
+            packet.pts = packet.dts = 1800 * place
+            packet.duration, packet.time_base, packet.stream = 1800, Fraction(1, 90_000), stream
+            output.mux(packet)
+    return file.getvalue()
+
+
+class _Pipe:
+    """Takes what is written, and cannot go back."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data) -> int:
+        self.data += bytes(data)
+        return len(data)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("avi", "mpeg4", {}),
+        ("avi", "mpeg4", {"bf": "2"}),
+        ("avi", "mjpeg", {}),
+        ("avi", "libx264", {"bf": "2"}),
+        ("matroska", "libx264", {}),
+        ("webm", "libvpx", {}),
+        ("flv", "flv", {}),
+        ("asf", "wmv2", {}),
+    ],
+)
+def test_headers_written_to_a_pipe_hold_placeholders(container, codec, options):
+    pipe = _Pipe()
+    frames = moving_frames(20)
+    with av.open(pipe, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=25, options=options)
+        stream.width, stream.height = frames.shape[2], frames.shape[1]
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for pixels in frames:
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(stream.encode())
+    video = EncodedVideo.open(pipe.data)
+    assert (video.num_frames, round(video.fps, 3)) == (20, 25.0)
+    assert len(list(video.decode([0, 19]))) == 2
+
+
+@pytest.mark.parametrize("stated", [0, PLACEHOLDER, 2**31 - 1])
+@pytest.mark.parametrize("riff", [0, 2**32 - 1])
+def test_an_avi_that_was_never_finished(stated, riff):
+    data = bytearray(encode_video(moving_frames(20), container="avi", codec="mpeg4"))
+    struct.pack_into("<I", data, 4, riff)
+    struct.pack_into("<I", data, data.index(b"avih") + 8 + 16, stated)
+    struct.pack_into("<I", data, data.index(b"strh") + 8 + 32, stated)
+    del data[data.index(b"idx1") :]
+    assert_counted(bytes(data), 20, 10.0)
+
+
+@pytest.mark.parametrize("stated", [25, 30, 50])
+@pytest.mark.parametrize("real", [Fraction(25), Fraction(2947, 100), Fraction(30_000, 1001), Fraction(30)])
+def test_the_times_of_matroska_count_and_not_the_default_duration(real, stated):
+    """A rate is exact where the times are those of the stated one, which have whole milliseconds."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream = output.add_stream("libx264", rate=stated)
+        stream.width, stream.height = 112, 84
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for place, pixels in enumerate(moving_frames(60)):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = round(1000 * place / real), Fraction(1, 1000)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    data = file.getvalue()
+    assert struct.pack(">I", 10**9 // stated) in data
+    fps = EncodedVideo.open(data).fps
+    assert fps == (pytest.approx(stated, abs=1e-6) if real == stated else pytest.approx(float(real), rel=0.02))
+    if real == Fraction(2947, 100):
+        assert fps == pytest.approx(29.47, abs=0.25), "the last frame lasts as long as the default"
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts"])
+@pytest.mark.parametrize("rate", [Fraction(24_000, 1001), Fraction(30_000, 1001), Fraction(25), Fraction(60)])
+def test_a_constant_rate_is_exact(rate, container):
+    fps = EncodedVideo.open(encode_video(moving_frames(30), fps=rate, container=container)).fps
+    assert fps == pytest.approx(float(rate), rel=1e-4)
+
+
+QUIET = {"x265-params": "log-level=0"}
+CUT = {
+    "h264": ("libx264", {"x264-params": "open-gop=1:keyint=10:bframes=3:b-adapt=0:scenecut=0"}),
+    "hevc": (
+        "libx265",
+        {"x265-params": "open-gop=1:keyint=10:min-keyint=10:bframes=4:b-adapt=0:scenecut=0:log-level=0"},
+    ),
+    "mpeg2": ("mpeg2video", {"g": "10", "bf": "2"}),
+    "vp8": ("libvpx", {"g": "10"}),
+    "vp9": ("libvpx-vp9", {"g": "10", "deadline": "realtime", "cpu-used": "8"}),
+}
+
+
+@pytest.mark.parametrize("container", ["matroska", "mp4", "mpegts"])
+@pytest.mark.parametrize("codec", CUT)
+def test_pictures_that_refer_to_what_was_cut_off_do_not_count(codec, container):
+    """Whichever packet is the first one."""
+    if codec in ("vp8", "vp9") and container != "matroska":
+        pytest.skip("the container has no such codec")
+    name, options = CUT[codec]
+    whole = encode_video(moving_frames(40), container="matroska", codec=name, options=options)
+    for start in (3, 10, 11, 20):
+        cut = remux(whole, container=container, start=start)
+        if not (expected := beyond_errors(cut)):  # its parameters were cut off
+            with pytest.raises((MediaError, LimitExceeded), match=r"no size|broken"):
+                EncodedVideo.open(cut)
+            continue
+        video = EncodedVideo.open(cut)
+        assert video.num_frames == len(expected)
+        assert all(map(np.array_equal, video.decode(range(len(expected))), expected))
+
+
+def beyond_errors(data: bytes) -> list[np.ndarray]:
+    """Every frame, decoded as the ffmpeg program does, which passes over packets with errors."""
+    frames: list[av.VideoFrame] = []
+    with av.open(io.BytesIO(data)) as container:
+        for packet in container.demux(video=0):
+            try:
+                frames += packet.decode()
+            except av.InvalidDataError:
+                continue
+    return [frame.to_ndarray(format="rgb24") for frame in frames]
+
+
+DAMAGES = {
+    "cut": lambda data, size: data[:-size],
+    "zeros": lambda data, size: data[:-size] + bytes(size),
+    "others": lambda data, size: data[:-size] + bytes(byte ^ 0x55 for byte in data[-size:]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("mp4", "libx264", {"movflags": "faststart"}),
+        ("mp4", "libx264", {"movflags": "frag_keyframe"}),
+        ("mp4", "libx265", {"movflags": "faststart"}),
+        ("matroska", "libx264", {}),
+        ("webm", "libvpx-vp9", {}),
+        ("mpegts", "libx264", {}),
+        ("flv", "libx264", {}),
+        ("asf", "wmv2", {}),
+        ("mpeg", "mpeg2video", {}),
+        ("mov", "mjpeg", {"movflags": "faststart"}),
+    ],
+)
+def test_a_damaged_tail_decides_nothing(container, codec, options, damage):
+    """What is counted decodes, from the first frame to the last; or no family reads the file."""
+    data = encode_video(moving_frames(20), 25, container, codec, QUIET if codec == "libx265" else {})
+    data = remux(data, container=container, options=options) if options else data
+    for size in (1, 7, 40, 300):
+        try:
+            video = EncodedVideo.open(DAMAGES[damage](data, size))
+        except MediaError:
+            continue
+        assert 10 <= video.num_frames <= 20
+        assert len(list(video.decode(range(video.num_frames)))) == video.num_frames
+
+
+def test_damage_in_the_midst_is_no_tail():
+    """Frames behind it would be left out."""
+    data = encode_video(moving_frames(120), options={"g": "10", "movflags": "faststart"})
+    with av.open(io.BytesIO(data)) as container:
+        entry = [*container.streams.video[0].index_entries][30]
+    broken = data[: entry.pos] + bytes(entry.size) + data[entry.pos + entry.size :]
+    with pytest.raises(MediaError, match=r"broken: behind its first \d+ frames some cannot be decoded"):
+        EncodedVideo.open(broken)
+
+
+def test_what_is_decoded_to_be_counted_is_within_the_request_s_limit():
+    with under(MediaCaps(max_request_video_pixels=1000)), pytest.raises(LimitExceeded, match="would be decoded"):
+        EncodedVideo.open(case("paff.ts"))
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "pixels"),
+    [
+        ("gif", "gif", "rgb8"),
+        ("ivf", "libvpx", "yuv420p"),
+        ("ivf", "libvpx-vp9", "yuv420p"),
+        ("mov", "qtrle", "rgb24"),
+        ("mov", "cinepak", "rgb24"),
+        ("avi", "cinepak", "rgb24"),
+        ("dv", "dvvideo", "yuv420p"),
+        ("avi", "dvvideo", "yuv420p"),
+        ("mov", "dvvideo", "yuv420p"),
+        ("ogg", "libvpx", "yuv420p"),
+    ],
+)
+def test_further_formats_are_read(container, codec, pixels):
+    frames = moving_frames(6)
+    if codec == "dvvideo":  # of one size
+        frames = np.tile(moving_frames(6, 120, 96), (1, 6, 6, 1))
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], pixels
+        for one in frames:
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
+        output.mux(stream.encode())
+    if container == "ogg":
+        with pytest.raises(MediaError, match="a codec that is not decoded here"):
+            EncodedVideo.open(file.getvalue())
+        return
+    video = assert_counted(file.getvalue(), 6, 25.0)
+    assert np.array_equal(np.stack(list(video.decode(range(6)))), plain(file.getvalue()))
+
+
+LAYS = {
+    (1, 0, 0, 1): (),
+    (-1, 0, 0, 1): ("hflip",),
+    (1, 0, 0, -1): ("vflip",),
+    (-1, 0, 0, -1): ("hflip", "vflip"),
+    (0, 1, -1, 0): ("transpose=clock",),
+    (0, -1, 1, 0): ("transpose=cclock",),
+    (0, 1, 1, 0): ("transpose=cclock_flip",),
+    (0, -1, -1, 0): ("transpose=clock_flip",),
+}
+"""Matrices (a, b, c, d) of ISO 14496-12, and the filters by which the ffmpeg program shows such a video."""
+
+
+def with_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
+    """An MP4 whose track has that matrix."""
+    a, b, c, d = (value << 16 for value in matrix)
+    at = data.index(b"tkhd") + 4 + 40
+    return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :]
+
+
+@pytest.mark.parametrize("matrix", LAYS)
+def test_frames_are_turned_and_mirrored_as_ffmpeg_shows_them(matrix):
+    data = encode_video(moving_frames(3))
+    shown = []
+    with av.open(io.BytesIO(data)) as container:
+        graph = Graph()
+        nodes = [graph.add_buffer(template=container.streams.video[0]), graph.add("format", "rgb24")]
+        nodes += [graph.add(*filters.split("=")) for filters in LAYS[matrix]]
+        graph.link_nodes(*nodes, graph.add("buffersink")).configure()
+        for frame in container.decode(video=0):
+            graph.push(frame)
+            shown.append(graph.pull().to_ndarray(format="rgb24"))
+    video = EncodedVideo.open(with_matrix(data, matrix))
+    found = np.stack(list(video.decode(range(3))))
+    assert found.shape[1:3] == (video.height, video.width)
+    assert np.array_equal(found, np.stack(shown))
+
+
+def test_a_matrix_of_zeros_turns_nothing():
+    data = encode_video(moving_frames(3))
+    video = EncodedVideo.open(with_matrix(data, (0, 0, 0, 0)))
+    assert np.array_equal(np.stack(list(video.decode(range(3)))), decode_all(data))
+
+
+def test_a_mirrored_video_is_the_upright_one_with_left_and_right_swapped():
+    mirrored, upright = (EncodedVideo.open(case(name)) for name in ("mirrored_h.mp4", "upright.mp4"))
+    for one, other in zip(mirrored.decode(range(5)), upright.decode(range(5)), strict=True):
+        assert np.array_equal(one, other[:, ::-1])
