@@ -1,7 +1,9 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or not at all, and locks that keep a second writer out."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,10 @@ from blake3 import blake3
 
 from mindie_mm import faults
 from mindie_mm.errors import StorageError, os_errors_as
+from mindie_mm.shm.disk_writer import sync_folder
+from mindie_mm.shm.life import NO_LOCKS
+
+_log = logging.getLogger(__name__)
 
 _PIECE = 1 << 20
 
@@ -25,18 +31,36 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
     try:
         with os_errors_as(StorageError, f"{path} cannot be written"):
             yield unfinished
-            sync(unfinished)
+            _sync(unfinished)
             faults.point(f"written {path.name}")
             unfinished.rename(path)
-            sync(path.parent)
+            sync_folder(path.parent)
             faults.point(f"named {path.name}")
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
 
 
-def sync(path: Path) -> None:
-    """Has a file, or the names in a folder, on the disk."""
+def locked(descriptor: int, what: Path) -> bool:
+    """Lock an open file against other calls that write `what`; False if one of them has the lock. OSError.
+
+    Where the file system has no locks it warns and goes on: nothing else is wrong with such a file.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        _log.warning(
+            "%s: its file system has no locks (flock: %s): let no other call write there", what, error.strerror
+        )
+    return True
+
+
+def _sync(path: Path) -> None:
+    """Have a file's content on the disk. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

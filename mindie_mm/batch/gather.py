@@ -1,9 +1,10 @@
-"""Folders of media and standard input, written down as files of rows, so that any process can read any part."""
+"""Folders of media, standard input and pipes, written down as files of rows: any process can read any part."""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,13 @@ from mindie_mm.inputs import Kind
 from mindie_mm.media.endings import ending_of, kind_of
 
 STDIN = "-"
+_STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
+_DESCRIPTOR = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
+"""What a shell calls `<(...)`: the paths mean something in the process alone that it starts with them."""
 _PIECE_BYTES = 1 << 20
 _BLANK = BOM_UTF8 + b" \t\n\r\v\f"
 _MOST_NAMED = 8
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
 _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 """Endings that are named; a file may be called anything, also what a terminal obeys."""
 
@@ -31,15 +36,44 @@ def gathered_path(folder: Path, index: int) -> Path:
     return folder / f"input-{index:03d}.jsonl"
 
 
+def input_named(given: str) -> str:
+    """Return what a run knows an input by: its absolute path, or `-` for standard input under any name. InputError."""
+    if not given:
+        raise InputError("an input is empty: leave it out, or name a file")
+    return STDIN if given == STDIN or given in _STDIN_PATHS else str(Path(given).absolute())
+
+
+def is_stream(given: str) -> bool:
+    """Whether an input can be read once, from its begin to its end: standard input, or a pipe."""
+    if given == STDIN or _DESCRIPTOR.fullmatch(given):
+        return True
+    try:
+        return stat.S_ISFIFO(Path(given).stat().st_mode)
+    except OSError:  # what cannot be looked at is no pipe, and no error here
+        return False
+
+
+def require_streams_once(inputs: Sequence[str]) -> None:
+    """InputError for one that is named twice."""
+    for given in filter(is_stream, inputs):
+        if (times := inputs.count(given)) > 1:
+            raise InputError(f"{called(given)} is named {times} times; it can be read once")
+
+
 def is_gathered(given: str) -> bool:
     """Whether an input is no file of rows itself."""
-    return given == STDIN or os.path.isdir(given)  # noqa: PTH112 - what cannot be looked at is no folder, and no error
+    return is_stream(given) or os.path.isdir(given)  # noqa: PTH112 - what cannot be looked at is no folder
+
+
+def called(given: str) -> str:
+    """Return what messages call an input."""
+    return "standard input" if given == STDIN else given
 
 
 def gather(
     inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
 ) -> Counter[str]:
-    """Writes down those `inputs` that are no files, of standard input `limit` rows.
+    """Writes down those `inputs` that are no files, of standard input and of pipes `limit` rows.
 
     Gives the endings of what folders have beside media. InputError, StorageError.
     """
@@ -48,7 +82,12 @@ def gather(
         if is_gathered(given):
             with replacing(gathered_path(folder, index)) as unfinished, unfinished.open("wb") as file:
                 if given == STDIN:
-                    file.writelines(_pieces(stdin, limit))
+                    file.writelines(_pieces(stdin, given, limit))
+                elif is_stream(given):
+                    with os_errors_as(InputError, f"{given} cannot be read"):
+                        pipe = Path(given).open("rb")  # noqa: SIM115 - it is closed below
+                    with pipe:
+                        file.writelines(_pieces(pipe, given, limit))
                 else:
                     left_out += _list(Path(given), file, template)
     return left_out
@@ -72,11 +111,11 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
             gathered_path(folder, index).unlink(missing_ok=True)
 
 
-def _pieces(stdin: BinaryIO, limit: int | None) -> Iterator[bytes]:
-    """Standard input up to its end, or that of its row `limit`: it may have no end, or wait for more."""
+def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
+    """A stream up to its end, or that of its row `limit`: it may have no end, or wait for more."""
     rows, blank = 0, True
-    with os_errors_as(InputError, "standard input cannot be read"):
-        while rows != limit and (piece := stdin.readline(_PIECE_BYTES)):
+    with os_errors_as(InputError, f"{called(given)} cannot be read"):
+        while rows != limit and (piece := stream.readline(_PIECE_BYTES)):
             yield piece
             blank = blank and not piece.strip(_BLANK)
             if piece.endswith(b"\n"):
@@ -96,7 +135,9 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
         file.write(encoder.encode({"id": os.path.relpath(path, root), "inputs": items}) + b"\n")
         found = True
     if not found:
-        raise InputError(f"{root} has no file whose name ends as a medium's; it has {told(left_out)}")
+        tables = [ending for ending in left_out if ending in _ROWS]
+        advice = f". Files of rows are named themselves: {root}/*{tables[0]}" if tables else ""
+        raise InputError(f"{root} has no file whose name ends as a medium's; it has {told(left_out)}{advice}")
     return left_out
 
 

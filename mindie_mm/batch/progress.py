@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Literal, Protocol, TextIO
@@ -62,9 +62,9 @@ class Rates:
 
 @contextmanager
 def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = None) -> Iterator[Show]:
-    """A bar on a terminal, a line each 30 s elsewhere; "json": an object a second; the end is always shown.
+    """A bar on a terminal, a line each 30 s elsewhere; "json": an object a second; the end is shown in any case.
 
-    `interval_s` is another time between two of them.
+    Nothing is shown of a run that was refused: one that never called `Show`. `interval_s` is another time between two.
     """
     if style == "auto" and out.isatty():
         with _bar() as drawn:
@@ -72,14 +72,15 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
         return
     write, pause_s = (_json, JSON_INTERVAL_S) if style == "json" else (_line, LOG_INTERVAL_S)
     began, ended = time.monotonic(), Event()
-    last = (Progress(), Progress())
+    last: tuple[Progress, Progress] | None = None
 
     def show(done: Progress, earlier: Progress) -> None:
         nonlocal last
         last = (done, earlier)
 
     def print_now() -> None:
-        print(write(*last, time.monotonic() - began), file=out, flush=True)
+        if last is not None:
+            print(write(*last, time.monotonic() - began), file=out, flush=True)
 
     def print_often() -> None:
         while not ended.wait(interval_s or pause_s):
@@ -133,10 +134,14 @@ def _bar() -> Iterator[Show]:
     from rich.progress import Progress as Bar
 
     began = time.monotonic()
-    with Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=1.0)
+    with ExitStack() as drawing:
+        bar = Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True))
 
         def show(done: Progress, earlier: Progress) -> None:
-            bar.update(task, completed=done.share, description=_line(done, earlier, time.monotonic() - began))
+            if not bar.tasks:  # a bar leaves a line, also where it had nothing to show
+                drawing.enter_context(bar)
+                bar.add_task("", total=1.0)
+            line = _line(done, earlier, time.monotonic() - began)
+            bar.update(bar.tasks[0].id, completed=done.share, description=line)
 
         yield show

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 
 from mindie_mm.batch.placed import has_places, with_media
+from mindie_mm.batch.sniff import no_json
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, Files, Record
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import (
@@ -40,6 +41,7 @@ _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
 """What other formats call a medium's file. A text's row may have any other key, which says something about it."""
+_PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _EXACT = 2**53
 """Above it a float may stand for several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
@@ -174,6 +176,8 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         # A text alone is the prompt round the row's media, if it has any.
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
+    if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
+        raise InputError(f"{record.key} has {packed[0]}, which is compressed: unpack it, half of the row may be in it")
     if not media:
         raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
     text = _own_text(record, described) or template or _text_file(record)
@@ -187,6 +191,12 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
+
+
+def _is_meant(name: str) -> bool:
+    """Whether a compressed file has what is read where it is not compressed."""
+    inner = PurePath(name).stem
+    return kind_of(inner) is not None or ending_of(inner) in (".json", ".txt")
 
 
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
@@ -281,7 +291,7 @@ def _decoded(text: str | bytes, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except NOT_JSON as error:
-        raise InputError(f"{what} is not JSON: {error}") from None
+        raise InputError(f"{what} is not JSON: {no_json(text) or error}") from None
 
 
 def _located_message(message: Message, locate: _Locate) -> Message:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from mindie_mm.batch.files import locked
 from mindie_mm.batch.gather import drop_gathered, gather
 from mindie_mm.batch.manifest import Manifest, drop_changed
 from mindie_mm.batch.progress import Show
-from mindie_mm.batch.settings import Run, Settings, require_run
+from mindie_mm.batch.settings import RUN_FILE, Run, Settings, require_run
 from mindie_mm.batch.source import chunks
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.shm.life import is_same
 
 LOCK_FILE = ".lock"
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
@@ -50,11 +51,13 @@ def run_batch(
         with ExitStack() as refused:
             refused.callback(drop_gathered, settings.inputs, folder)
             left_out = gather(settings.inputs, folder, settings.template, sys.stdin.buffer, settings.limit)
+            sources = settings.sources(folder)
+            for source in sources:
+                source.check()
             run = Run.of(settings, folder)
             run.begin(folder)
             refused.pop_all()
         drop_changed(folder, run)
-        sources = settings.sources(folder)
         tally = Tally(run, folder, sources, max_errors, show)
         every = chunks(sources, settings.shard_rows, settings.limit)
         if ray_address is None:
@@ -77,16 +80,25 @@ def run_batch(
 def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder if there is none, and keeps other runs out; the kernel lets go of it, however the run ends.
 
-    InputError while another run works in it, StorageError if it cannot be written to.
+    A run that has not begun leaves nothing of its own. InputError while another run works in the folder, StorageError
+    if it cannot be written to.
     """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = folder / LOCK_FILE
     with os_errors_as(StorageError, f"{folder} cannot be written to"):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
+        with os_errors_as(StorageError, f"{folder} cannot be locked"):
+            if not locked(descriptor, folder) or not is_same(lock, descriptor):
+                raise InputError(f"another run works in {folder}")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another run works in {folder}") from None
-        yield
+            yield
+        finally:
+            if not (folder / RUN_FILE).exists():
+                lock.unlink(missing_ok=True)
+                with suppress(OSError):  # what others put there meanwhile stays
+                    for path in missing:
+                        path.rmdir()
     finally:
         os.close(descriptor)

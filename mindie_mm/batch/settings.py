@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from mindie_mm.batch.files import replacing
-from mindie_mm.batch.gather import STDIN, gathered_path, is_gathered
+from mindie_mm.batch.gather import called, gathered_path, is_gathered, is_stream, require_streams_once
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
@@ -38,9 +38,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     family: str = ""
     """As `WorkerConfig.family`; empty: the one that the checkpoint names."""
     inputs: tuple[str, ...]
-    """Files of rows and folders of media, absolute; "-" is standard input."""
+    """Files of rows, pipes of JSON lines and folders of media, absolute; "-" is standard input."""
     stdin_folder: str = ""
-    """Where the relative paths of rows on standard input begin, absolute."""
+    """Where the relative paths of rows on standard input and in pipes begin, absolute."""
     columns: tuple[str, ...] = ()
     """Columns of Parquet files, and keys of JSON objects, that are read; none: all."""
     template: str = ""
@@ -68,8 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not least <= getattr(self, name) <= most:
                 raise InputError(f"{name} is {getattr(self, name)}, it must be {least} to {most}")
-        if self.inputs.count(STDIN) > 1:
-            raise InputError(f"standard input is named {self.inputs.count(STDIN)} times; it can be read once")
+        require_streams_once(self.inputs)
         for name, values in (("model", [self.model]), ("stdin_folder", [self.stdin_folder]), ("inputs", self.inputs)):
             for value in values:
                 if not _is_utf8(value):
@@ -88,15 +87,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def media_folder(self, index: int) -> Path:
         """Where the relative paths in the input of that number begin."""
         given = self.inputs[index]
-        return Path(self.stdin_folder) if given == STDIN else Path(given).parent
+        return Path(self.stdin_folder) if is_stream(given) else Path(given).parent
 
     def sources(self, folder: Path) -> list[Source]:
         """The files of rows, opened; `folder` is the run's. InputError."""
         found = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
-            columns = () if gathered and given != STDIN else self.columns  # what lists a folder's media is our own
-            found.append(open_source(gathered_path(folder, index) if gathered else Path(given), columns))
+            columns = self.columns if is_stream(given) or not gathered else ()  # what lists a folder's media is our own
+            path = gathered_path(folder, index) if gathered else Path(given)
+            found.append(open_source(path, columns, called(given)))
         return found
 
 
@@ -116,9 +116,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         sources = settings.sources(folder)
         if settings.template and not any(map(_takes_template, settings.inputs, sources)):
             raise InputError("template is for folders of media and tars; rows of other files have their own texts")
-        for given, source in zip(settings.inputs, sources, strict=True):
+        for source in sources:
             if isinstance(source, JSONLines):
-                _require_named(source, "standard input" if given == STDIN else given)
+                _require_named(source)
         digests = tuple(source.fingerprint() for source in sources)
         return cls(settings=settings, model_digest=model_digest(settings.checkpoint()), input_digests=digests)
 
@@ -156,11 +156,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _takes_template(given: str, source: Source) -> bool:
-    return isinstance(source, Tar) or (is_gathered(given) and given != STDIN)
+    return isinstance(source, Tar) or (is_gathered(given) and not is_stream(given))
 
 
-def _require_named(source: JSONLines, name: str) -> None:
-    """InputError for a column that is chosen, and that no line of a file, called `name`, has: a table has none either.
+def _require_named(source: JSONLines) -> None:
+    """InputError for a column that is chosen, and that no line of a file has: a table has none either.
 
     It may stand there as something else than a key: what is sought is a slip of the pen. Names that JSON may escape
     are not sought.
@@ -169,12 +169,12 @@ def _require_named(source: JSONLines, name: str) -> None:
         f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()
     }
     longest, content = max(map(len, missing), default=0), b""
-    with os_errors_as(InputError, f"{name} cannot be read"), source.path.open("rb") as file:
+    with os_errors_as(InputError, f"{source.name} cannot be read"), source.path.open("rb") as file:
         while missing and (piece := file.read(_PIECE_BYTES)):
             content = content[-longest:] + piece  # a name may lie across two pieces
             missing = {key: column for key, column in missing.items() if key not in content}
         if missing and content:
-            raise InputError(f"{name} has no row with {min(missing.values())!r}, which --select-columns names")
+            raise InputError(f"{source.name} has no row with {min(missing.values())!r}, which --select-columns names")
 
 
 def _is_utf8(path: str) -> bool:

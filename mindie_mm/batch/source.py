@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tarfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from codecs import BOM_UTF8
@@ -12,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from mindie_mm.batch.sniff import no_lines, packing
+from mindie_mm.batch.tar import key_of, members, row_starts
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.media.endings import ending_of
@@ -74,10 +76,11 @@ class Chunk(msgspec.Struct, frozen=True):
 class Source(ABC):
     """A file of rows."""
 
-    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
-        """`columns`: the only ones that its rows are read with; none: all."""
+    def __init__(self, path: Path, columns: Sequence[str] = (), name: str = "") -> None:
+        """`columns`: the only ones that its rows are read with; none: all. `name`: what the caller knows it by."""
         self.path = path
         self.columns = columns
+        self.name = name or str(path)
 
     @property
     def size(self) -> int:
@@ -102,6 +105,9 @@ class Source(ABC):
 
     def close(self) -> None:
         """Lets go of what was opened to read on from; the next chunk opens it again."""
+
+    def check(self) -> None:
+        """Looks for what would end a run in its midst. InputError."""
 
     @abstractmethod
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
@@ -129,6 +135,12 @@ def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
 
 class JSONLines(Source):
     """A row a line. Lines of blanks are none, nor is a byte order mark."""
+
+    def check(self) -> None:
+        with _reading(self.path), self.path.open("rb") as file:
+            head = file.read(_BYTES_AT_ONCE)
+        if found := no_lines(head):
+            raise InputError(f"{self.name} is not JSON lines, but {found}")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         with self.path.open("rb") as file:
@@ -230,30 +242,29 @@ def _cell(scalar: Any) -> Any:
 
 
 class Tar(Source):
-    """WebDataset: files of one name up to its first dot are one row.
+    """WebDataset: files of one name up to its first dot are one row, and lie one behind another."""
 
-    Links, sparse files and what begins with a dot are left out: macOS packs a `._4.jpg` before each 4.jpg.
-    """
+    @cached_property
+    def _starts(self) -> list[int]:
+        return row_starts(self.path)
+
+    def check(self) -> None:
+        with _reading(self.path):
+            assert self._starts
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        rows, start, stop, last = 0, 0, 0, None
-        for member in self._members(0):
-            if (key := _key(member.name)) != last:
-                if rows == num_rows:
-                    yield rows, start, member.offset
-                    rows, start = 0, member.offset
-                rows, last = rows + 1, key
-            stop = member.offset_data + member.size
-        if rows:
-            yield rows, start, stop
+        starts = self._starts
+        for first in range(0, len(starts) - 1, num_rows):
+            stop = min(first + num_rows, len(starts) - 1)
+            yield stop - first, starts[first], starts[stop]
 
     def records(self, start: int, stop: int) -> Iterator[Files]:
         key, files, repeated = "", dict[str, bytes](), None
         with self.path.open("rb") as file:
-            for member in self._members(start):
+            for member in members(self.path, start):
                 if member.offset >= stop:
                     break
-                if (name := _key(member.name)) != key:
+                if (name := key_of(member.name)) != key:
                     if files:
                         yield Files(key, files, repeated)
                     key, files, repeated = name, {}, None
@@ -264,34 +275,9 @@ class Tar(Source):
         if files:
             yield Files(key, files, repeated)
 
-    def _members(self, start: int) -> Iterator[tarfile.TarInfo]:
-        """The regular files from `start` on, in order."""
-        with self.path.open("rb") as file:
-            file.seek(start)
-            try:
-                with tarfile.open(fileobj=file, mode="r:") as tar:
-                    while (member := tar.next()) is not None:
-                        tar.members = []  # type: ignore[attr-defined]  # it would keep every one
-                        if member.isfile() and not member.issparse() and not _base(member.name).startswith("."):
-                            yield member
-                    file.seek(tar.offset)
-                    if any(file.read(tarfile.BLOCKSIZE)):  # tarfile takes a damaged header for the end
-                        raise InputError(f"{self.path} is damaged: at byte {tar.offset} is no header of a tar")
-            except tarfile.TarError as error:
-                raise InputError(f"{self.path} cannot be read as an uncompressed tar: {error}") from None
 
-
-def _key(name: str) -> str:
-    base = _base(name)
-    return name.removesuffix(base) + base.partition(".")[0]
-
-
-def _base(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
-def open_source(path: Path, columns: Sequence[str]) -> Source:
-    """The source that a file is, by the end of its name. InputError."""
+def open_source(path: Path, columns: Sequence[str], name: str = "") -> Source:
+    """The source that a file is, by the end of its name; `name` is what the caller knows it by. InputError."""
     with _reading(path):
         try:
             is_file = stat.S_ISREG(path.stat().st_mode)
@@ -301,12 +287,19 @@ def open_source(path: Path, columns: Sequence[str]) -> Source:
         raise InputError(f"there is no file {path}")
     ending = ending_of(path.name)
     if ending in (".jsonl", ".ndjson"):
-        return JSONLines(path, columns)
+        return JSONLines(path, columns, name)
     if ending in (".parquet", ".pq"):
         return Table(path, columns)
     if ending == ".tar":
         return Tar(path, columns)
-    raise InputError(f"{path} is none of .jsonl, .ndjson, .parquet, .pq and .tar, and no folder of media")
+    raise InputError(f"{path} is none of .jsonl, .ndjson, .parquet, .pq and .tar, and no folder of media{_but(path)}")
+
+
+def _but(path: Path) -> str:
+    """What a file is that has another ending."""
+    with _reading(path), path.open("rb") as file:
+        found = packing(file.read(_PIECE_BYTES))
+    return f", but {found}" if found else ""
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:

@@ -28,6 +28,7 @@ class Tally:
         self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
         """Share of the whole input that a unit of each source's own size is."""
         self.done = self._earlier = Progress()
+        show(self.done, self._earlier)
 
     def is_done(self, chunk: Chunk) -> bool:
         """Whether an earlier run did a chunk; counts it then."""

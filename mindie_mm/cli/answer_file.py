@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from mindie_mm.batch.files import replacing
+from mindie_mm.batch.files import locked, replacing
 from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
@@ -69,10 +68,7 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
 
     try:
         with _writing(output):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"another call writes {output}") from None
+            _require_lock(file, output)
             if file.tell():
                 origin.require(output)
             else:
@@ -89,6 +85,11 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
 
 def _writing(output: Path) -> AbstractContextManager[None]:
     return os_errors_as(StorageError, f"{output} cannot be written")
+
+
+def _require_lock(file: BinaryIO, output: Path) -> None:
+    if not locked(file.fileno(), output):
+        raise InputError(f"another call writes {output}")
 
 
 def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:

@@ -63,14 +63,15 @@ def command(
 ) -> None:
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
-    INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or - for JSON lines on
-    standard input. A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and media.
+    INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a pipe
+    or, for -, from standard input. A row is a List[Dict], an object with `inputs` or `messages`, or an object with
+    text and media.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 after an
     interrupt, 3 if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
-        from mindie_mm.batch.gather import STDIN, told
+        from mindie_mm.batch.gather import input_named, is_stream, told
         from mindie_mm.batch.progress import shown
         from mindie_mm.batch.run import run_batch
         from mindie_mm.batch.settings import Settings
@@ -81,10 +82,11 @@ def command(
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
     media = configured(None, caps | {"config": config}).worker.media
     columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
+    named = tuple(map(input_named, inputs))
     made = Settings(
         model="" if model is None else str(model.absolute()),
-        inputs=tuple(one if one == STDIN else str(Path(one).absolute()) for one in inputs),
-        stdin_folder=str(Path.cwd()) if STDIN in inputs else "",
+        inputs=named,
+        stdin_folder=str(Path.cwd()) if any(map(is_stream, named)) else "",
         columns=columns,
         media=replace(media, max_decode_bytes=MediaCaps().max_decode_bytes),
         **given,

@@ -55,7 +55,8 @@ class ArenaFile:
             raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
         # Locked first: to reserve it takes long, and a child that another thread forks meanwhile is to close it.
-        lock = LifeLock(make_nameless())
+        with os_errors_as(SharedMemoryError, f"no file of {SHM_DIRECTORY} can be locked"):
+            lock = LifeLock(make_nameless())
         try:
             reserve(lock.descriptor, header.file_bytes, "the arena")
             mapping = _map(lock.descriptor, header.file_bytes)

@@ -19,7 +19,7 @@ from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryE
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.disk_digest import combined
-from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, LotMemory, write_all
+from mindie_mm.shm.disk_writer import LOT_BYTES, DiskWriter, Lot, LotMemory, sync_folder, write_all
 from mindie_mm.shm.extent import Extent
 from mindie_mm.shm.layout import (
     DISK_PAGE,
@@ -234,7 +234,7 @@ class DiskArena:
                 os.ftruncate(self._lock.descriptor, self._end)
                 os.fsync(self._lock.descriptor)
                 _unfinished(self.path).rename(self.path)
-                _sync_directory(self.path.parent)
+                sync_folder(self.path.parent)
                 self.digest = combined(head, map(self._writer.digests.__getitem__, self._published()))
             except OSError as error:
                 _unfinished(self.path).unlink(missing_ok=True)
@@ -325,10 +325,12 @@ def _locked(unfinished: Path) -> LifeLock:
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        lock = LifeLock(descriptor)
-    except BlockingIOError:
+        lock = LifeLock(descriptor, needed=False)  # the run has a lock of its own, and says where there is none
+    except OSError as error:
         os.close(descriptor)
-        raise SharedMemoryError(f"{unfinished} is being written by another process") from None
+        if isinstance(error, BlockingIOError):
+            raise SharedMemoryError(f"{unfinished} is being written by another process") from None
+        raise SharedMemoryError(f"{unfinished} cannot be locked: {error.strerror}") from error
     if not is_same(unfinished, descriptor):
         lock.release()
         raise SharedMemoryError(f"{unfinished} was just finished by another process")
@@ -340,11 +342,3 @@ def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
     with os_errors_as(SharedMemoryError, f"{path} cannot have {file_bytes} bytes"):
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, file_bytes)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

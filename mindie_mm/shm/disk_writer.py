@@ -131,3 +131,15 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where its file system can sync a folder. OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # CIFS and some of FUSE sync files alone
+            raise
+    finally:
+        os.close(descriptor)

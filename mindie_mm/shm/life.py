@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of flock on a file system that has no locks, such as Lustre without its mount option, or NFS without lockd."""
 
 
 class LifeLock:
@@ -16,8 +20,11 @@ class LifeLock:
     mapping keeps its description, and with it the lock, alive in every forked child.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """BlockingIOError if another process holds the lock; the descriptor then stays the caller's."""
+    def __init__(self, descriptor: int, *, needed: bool = True) -> None:
+        """BlockingIOError if another process holds the lock, OSError; the descriptor then stays the caller's.
+
+        One that is not `needed` is none on a file system without locks, and held all the same.
+        """
         self.descriptor = descriptor
         """The locked file; -1 once released."""
         self.held = True
@@ -25,7 +32,9 @@ class LifeLock:
         _held.add(self)  # before it is locked: another thread may fork at any moment
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
+        except BaseException as error:
+            if not needed and isinstance(error, OSError) and error.errno in NO_LOCKS:
+                return
             _held.discard(self)
             raise
 

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from mindie_mm import faults
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
-from mindie_mm.shm.life import LifeLock, is_same, lock_of_the_dead
+from mindie_mm.shm.life import NO_LOCKS, LifeLock, is_same, lock_of_the_dead
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
@@ -159,6 +159,11 @@ def _make(path: Path) -> LifeLock:
     except OSError as error:
         if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
             raise InputError(f"request directory {path} exists") from error
+        if error.errno in NO_LOCKS:
+            raise SharedMemoryError(
+                f"spool {path.parent}: its file system has no locks (flock: {error.strerror}), which tell whether a "
+                "request lives: mount it with them (Lustre: -o flock), or name another folder with --spool"
+            ) from error
         raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
     return lock
 

@@ -72,6 +72,8 @@ def made(settings: Settings, folder: Path) -> Manifest:
     """A whole run as `run` makes it, its chunks done in this process, which begins sooner than a worker does."""
     folder.mkdir(exist_ok=True)
     gather(settings.inputs, folder, settings.template, io.BytesIO())
+    for source in settings.sources(folder):
+        source.check()
     begun = Run.of(settings, folder)
     begun.begin(folder)
     stage = Stage(begun, folder)

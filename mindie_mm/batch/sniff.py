@@ -1,0 +1,66 @@
+"""What is wrong with a text that should be JSON lines, or one of these lines: the names of common mistakes."""
+
+from __future__ import annotations
+
+import json
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+
+import msgspec
+
+_MAGICS = {
+    b"\x1f\x8b": "compressed by gzip: unpack it with zcat",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it with zstdcat",
+    b"\xfd7zXZ\0": "compressed by xz: unpack it with xzcat",
+    b"BZh": "compressed by bzip2: unpack it with bzcat",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a Parquet file: write it to a file whose name ends in .parquet",
+}
+_TAR_MAGIC = slice(257, 262)
+_UTF16 = "text in UTF-16, as PowerShell's > writes it: JSON is UTF-8 (iconv -f UTF-16 -t UTF-8)"
+_ARRAY = "JSON over several lines: a line has a whole row (jq -c '.[]' for an array of rows, jq -c . for one of them)"
+_CARRIAGE_RETURNS = "lines that end in CR alone: a line of JSON ends in LF (tr '\\r' '\\n')"
+
+
+def packing(data: bytes) -> str | None:
+    """Return what a file is by its first bytes, and what to do about it; None if these name no packing."""
+    return next((said for magic, said in _MAGICS.items() if data.startswith(magic)), None)
+
+
+def no_lines(head: bytes) -> str | None:
+    """Return what a text, that begins with `head`, is instead of JSON lines; None if nothing says so."""
+    if packed := packing(head):
+        return packed
+    if head[_TAR_MAGIC] == b"ustar":
+        return "a tar: write it to a file whose name ends in .tar"
+    if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in head.removeprefix(BOM_UTF8)[:2]:
+        return _UTF16
+    first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
+    if newline and first.strip() in (b"[", b"{"):
+        return _ARRAY
+    row, carriage_return, more = first.partition(b"\r")
+    if not newline and carriage_return and more.strip() and _is_json(row):
+        return _CARRIAGE_RETURNS
+    return None
+
+
+def no_json(text: str | bytes) -> str | None:
+    """Return what is known to be wrong with the JSON of a row, such as the NaN of Python's `json.dumps`."""
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+    if found := no_lines(data):
+        return f"it is {found}"
+    constants = list[str]()
+    try:
+        json.loads(data.decode(), parse_constant=constants.append)
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8 (iconv -f LATIN1 -t UTF-8, or whatever the text is in)"
+    except (ValueError, RecursionError):
+        return None
+    return f"it has {constants[0]}, which JSON has no number for: write null" if constants else None
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""Files that are called JSON lines and are something else, and pipes, are read or refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mindie_mm.batch.gather import drop_gathered, gather, gathered_path, input_named
+from mindie_mm.batch.row import parse
+from mindie_mm.cli import main
+from mindie_mm.errors import InputError
+from tests.batch.conftest import run, settings, written
+
+LINE = b'{"text": "a"}'
+MISTAKES = {
+    "gzip": (gzip.compress(LINE), "compressed by gzip: unpack it with zcat"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + LINE, "compressed by zstd"),
+    "parquet": (b"PAR1" + LINE, "a Parquet file"),
+    "tar": (LINE.ljust(257, b"\0") + b"ustar\0", "a tar"),
+    "PowerShell": ("\n".join(['{"text": "a"}'] * 2).encode("utf-16"), "text in UTF-16, as PowerShell's > writes it"),
+    "big-endian": (b"\xfe\xff" + LINE.decode().encode("utf-16-be"), "text in UTF-16"),
+    "no mark": (LINE.decode().encode("utf-16-le"), "text in UTF-16"),
+    "CR": (b"\r".join([LINE] * 3), "lines that end in CR alone"),
+    "CR at the end": (b"\r".join([LINE] * 2) + b"\r", "lines that end in CR alone"),
+    "array": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON over several lines"),
+    "object": (b"\xef\xbb\xbf\r\n" + json.dumps({"text": "a"}, indent=1).encode(), "JSON over several lines"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_file_that_is_no_json_lines_is_refused_by_name(mistake: str, tmp_path: Path) -> None:
+    data, why = MISTAKES[mistake]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=rf"rows\.jsonl is not JSON lines, but {why}"):
+        run(settings(path), tmp_path / "run")
+    done = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run")], input=data)
+    assert (done.exit_code, f"standard input is not JSON lines, but {why}" in done.stderr) == (2, True), done
+    assert done.stderr.startswith("Error: "), "no line of progress for a run that was refused"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "a", "score": NaN}', "the row is not JSON: it has NaN, which JSON has no number for: write null"),
+        (b'{"text": "a", "score": -Infinity}', "the row is not JSON: it has -Infinity"),
+        (b'{"text": "caf\xe9", "id": 1}', "the row is not JSON: byte 13 is not UTF-8"),
+        (LINE + b"\r" + LINE, "the row is not JSON: it is lines that end in CR alone"),
+        (b"\0{", "the row is not JSON: it is text in UTF-16"),
+        (b'{"text": "NaN"', "the row is not JSON: Input data was truncated"),
+    ],
+)
+def test_a_line_that_is_no_json_is_told_why(line: bytes, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        parse(line, Path(), "")
+
+
+def test_a_carriage_return_may_stand_between_the_parts_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text":\r"a"}\r')
+    (source,) = settings(tmp_path / "rows.jsonl").sources(tmp_path)
+    source.check()
+    ((rows, start, stop),) = source.cut(9)
+    assert (rows, parse(next(iter(source.records(start, stop))), tmp_path, "").items is not None) == (1, True)
+
+
+def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
+    """As a shell hands it over for `<(zcat rows.jsonl.gz)`, or one that has a name; its paths begin where it is called."""
+    os.mkfifo(tmp_path / "named")
+    for number in range(2):
+        read, write = os.pipe()
+        given = f"/dev/fd/{read}"
+        if number:
+            os.close(read)
+            given = str(tmp_path / "named")
+            read = os.open(given, os.O_RDWR)  # so that neither end waits for the other
+            os.close(write)
+            write = os.open(given, os.O_WRONLY)
+        os.write(write, (LINE + b"\n") * 3)
+        made = settings(Path(input_named(given)), stdin_folder="/somewhere", limit=2)
+        gather(made.inputs, tmp_path, "", io.BytesIO(), made.limit)
+        assert gathered_path(tmp_path, 0).read_bytes() == (LINE + b"\n") * 2
+        os.close(write)
+        os.close(read)
+        (source,) = made.sources(tmp_path)
+        source.check()
+        assert [rows for rows, *_ in source.cut(1)] == [1, 1]
+        if not number:  # the path is nothing to another process, which reads what was written down
+            assert made.media_folder(0) == Path("/somewhere")
+        drop_gathered(made.inputs, tmp_path)
+
+
+def test_standard_input_has_one_name(tmp_path: Path) -> None:
+    assert {*map(input_named, ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))} == {"-"}
+    for twice in (("-", "-"), ("/dev/fd/63", "/dev/fd/63")):
+        with pytest.raises(InputError, match="is named 2 times; it can be read once"):
+            settings(*map(Path, twice))
+    with pytest.raises(InputError, match="an input is empty"):
+        input_named("")
+
+
+def test_a_folder_of_tables_says_how_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/0.parquet").write_bytes(b"PAR1")
+    with pytest.raises(
+        InputError, match=r"1 file \(\.parquet 1\)\. Files of rows are named themselves: .*/\*\.parquet"
+    ):
+        run(settings(tmp_path / "tables"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_not_begun_leaves_nothing(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    gone = settings(tmp_path / "gone.jsonl")
+    with pytest.raises(InputError, match="there is no file"):
+        run(gone, tmp_path / "deep/run")
+    with pytest.raises(InputError, match="template is for folders"):
+        run(settings(rows, template="What?"), tmp_path / "deep/run")
+    assert [*tmp_path.iterdir()] == [rows]
+    (tmp_path / "run").mkdir()
+    with pytest.raises(InputError, match="there is no file"):
+        run(gone, tmp_path / "run")
+    assert [*(tmp_path / "run").iterdir()] == [], "a folder that was there stays"
