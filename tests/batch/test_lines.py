@@ -71,29 +71,22 @@ def test_a_carriage_return_may_stand_between_the_parts_of_a_row(tmp_path: Path) 
 
 
 def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
-    """As a shell hands it over for `<(zcat rows.jsonl.gz)`, or one that has a name; its paths begin where it is called."""
+    """As a shell hands it over for `<(zcat rows.jsonl.gz)`, or one with a name; relative paths begin with the caller."""
     os.mkfifo(tmp_path / "named")
-    for number in range(2):
-        read, write = os.pipe()
-        given = f"/dev/fd/{read}"
-        if number:
-            os.close(read)
-            given = str(tmp_path / "named")
-            read = os.open(given, os.O_RDWR)  # so that neither end waits for the other
-            os.close(write)
-            write = os.open(given, os.O_WRONLY)
-        os.write(write, (LINE + b"\n") * 3)
+    both = os.open(tmp_path / "named", os.O_RDWR)  # so that neither end waits for the other
+    read, write = os.pipe()
+    for given, end in ((f"/dev/fd/{read}", write), (str(tmp_path / "named"), both)):
+        os.write(end, (LINE + b"\n") * 3)
         made = settings(Path(input_named(given)), stdin_folder="/somewhere", limit=2)
         gather(made.inputs, tmp_path, "", io.BytesIO(), made.limit)
         assert gathered_path(tmp_path, 0).read_bytes() == (LINE + b"\n") * 2
-        os.close(write)
-        os.close(read)
+        os.close(end)
         (source,) = made.sources(tmp_path)
         source.check()
         assert [rows for rows, *_ in source.cut(1)] == [1, 1]
-        if not number:  # the path is nothing to another process, which reads what was written down
-            assert made.media_folder(0) == Path("/somewhere")
+        assert made.media_folder(0) == Path("/somewhere")
         drop_gathered(made.inputs, tmp_path)
+    os.close(read)
 
 
 def test_standard_input_has_one_name(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""File systems that lack what local ones have: to sync a folder (CIFS), or locks (Lustre, NFS)."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindie_mm.batch import Dataset
+from mindie_mm.cli.answer_file import Origin, continued
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import SharedMemoryError, StorageError
+from mindie_mm.shm import Arena, DiskArena, request_directory
+from mindie_mm.shm.disk_writer import sync_folder
+from tests.batch.conftest import made, run, settings, written
+
+NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
+
+
+@pytest.fixture
+def rows(media: Path) -> Path:
+    row = {"inputs": [{"image": "0.jpg"}, {"text": "What?"}]}
+    return written(media / "file_systems.jsonl", [row] * 3)
+
+
+def refuse_to_sync(kind: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has fsync fail for files of a kind, as strace injects it."""
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if kind(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+def refuse_to_lock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_a_folder_that_cannot_be_synced_is_written_all_the_same(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync_folder(Path("/proc"))  # whose folders answer EINVAL to fsync
+    refuse_to_sync(stat.S_ISDIR, errno.EINVAL, monkeypatch)
+    made(settings(rows), tmp_path / "run")
+    assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
+
+
+@pytest.mark.parametrize(("kind", "number"), [(stat.S_ISDIR, errno.EIO), (stat.S_ISREG, errno.EINVAL)])
+def test_other_errors_of_syncing_end_a_run(
+    kind: Any, number: int, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_sync(kind, number, monkeypatch)
+    with pytest.raises(StorageError, match=rf"run\.json cannot be written: {os.strerror(number)}"):
+        made(settings(rows), tmp_path / "run")
+    arena = DiskArena.create(tmp_path / "a.arena", 0, 4096)
+    with pytest.raises(SharedMemoryError, match=rf"a\.arena cannot be finished: {os.strerror(number)}"):
+        arena.close()
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_a_run_goes_on_without_locks_and_says_so(
+    number: int, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_to_lock(number, monkeypatch)
+    made(settings(rows), tmp_path / "run")
+    assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
+    (warning,) = [record.getMessage() for record in caplog.records]
+    lacks = f"its file system has no locks (flock: {os.strerror(number)}): let no other call write there"
+    assert warning == f"{tmp_path / 'run'}: {lacks}"
+    caplog.clear()
+    origin = Origin(run="", model="", model_digest="", sampling=SamplingParams())
+    with continued(tmp_path / "answers.jsonl", origin) as (append, *_):
+        append(b"{}\n")
+    assert f"answers.jsonl: {lacks}" in caplog.text
+
+
+def test_other_errors_of_locking_end_a_run(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_lock(errno.EIO, monkeypatch)
+    with pytest.raises(StorageError, match="run cannot be locked: Input/output error"):
+        run(settings(rows), tmp_path / "run")
+    with pytest.raises(SharedMemoryError, match=r"a\.arena\.partial cannot be locked: Input/output error"):
+        DiskArena.create(tmp_path / "a.arena", 0, 4096)
+
+
+def test_a_spool_and_an_arena_need_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_lock(errno.ENOSYS, monkeypatch)
+    with (
+        pytest.raises(SharedMemoryError, match=r"spool .* its file system has no locks \(flock: Function not impl"),
+        request_directory(tmp_path / "spool"),
+    ):
+        pass
+    assert [*(tmp_path / "spool").iterdir()] == []
+    with pytest.raises(SharedMemoryError, match="no file of /dev/shm can be locked: Function not implemented"):
+        Arena.create(4096)
