@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
+from threading import Lock
 from typing import Any, SupportsIndex, overload
+from weakref import WeakSet
 
 import numpy as np
 import pyarrow as pa
@@ -41,17 +44,23 @@ class Sample:
     """Why there are no ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A table that was read."""
+
+    table: pa.Table
+    nbytes: int
+
+
 class Dataset(Sequence[Sample]):
-    """The rows of the run in a folder, in the order of its input. Can be handed to processes."""
+    """The rows of the run in a folder, in the order of its input. Can be read by threads, and handed to processes."""
 
     def __init__(self, folder: str | Path) -> None:
         """InputError where there is no finished run."""
         self.folder = Path(folder)
         self.manifest = Manifest.read(self.folder)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
-        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
-        self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
-        self._table_bytes = 0
+        self._begin()
 
     def __len__(self) -> int:
         return self.manifest.num_rows
@@ -103,23 +112,56 @@ class Dataset(Sequence[Sample]):
         return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays)
 
     def _table(self, info: ShardInfo) -> pa.Table:
-        if info.first_row not in self._tables:
-            table = read_table(table_path(self.folder, info.first_row), info.num_rows)
-            self._table_bytes += table.nbytes
-            while self._tables and self._table_bytes > _TABLE_BYTES:
-                self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
-            self._tables[info.first_row] = table
-        self._tables.move_to_end(info.first_row)
-        return self._tables[info.first_row]
+        with self._lock:
+            if kept := self._tables.get(info.first_row):
+                self._tables.move_to_end(info.first_row)
+                return kept.table
+        table = read_table(table_path(self.folder, info.first_row), info.num_rows)  # others read on meanwhile
+        with self._lock:
+            self._tables[info.first_row] = _Kept(table, table.nbytes)
+            while len(self._tables) > 1 and sum(kept.nbytes for kept in self._tables.values()) > _TABLE_BYTES:
+                self._tables.popitem(last=False)
+        return table
 
     def _arena(self, first_row: int) -> MappedArena:
-        if first_row not in self._arenas:
-            self._arenas[first_row] = MappedArena(arena_path(self.folder, first_row))
+        with self._lock:
+            if (arena := self._arenas.get(first_row)) is not None:
+                self._arenas.move_to_end(first_row)
+                return arena
+        arena = MappedArena(arena_path(self.folder, first_row))
+        with self._lock:
+            arena = self._arenas.setdefault(first_row, arena)
             if len(self._arenas) > _OPEN_ARENAS:
                 self._arenas.popitem(last=False)
-        self._arenas.move_to_end(first_row)
-        return self._arenas[first_row]
+        return arena
+
+    def renew_lock(self) -> None:
+        """For a forked child: whichever thread held the lock is not there to go on."""
+        self._lock = Lock()
+
+    def _begin(self) -> None:
+        """With nothing open."""
+        self._tables: OrderedDict[int, _Kept] = OrderedDict()
+        self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
+        self.renew_lock()
+        _datasets.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is open: a process that gets it opens its own."""
-        return {**self.__dict__, "_tables": OrderedDict(), "_arenas": OrderedDict(), "_table_bytes": 0}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._begin()
+
+
+_OF_THE_PROCESS = frozenset({"_tables", "_arenas", "_lock"})
+_datasets: WeakSet[Dataset] = WeakSet()
+
+
+def _renew_locks() -> None:
+    for dataset in [*_datasets]:
+        dataset.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -38,7 +38,7 @@ from mindie_mm.shm.layout import (
 )
 from mindie_mm.shm.populate import MADV_POPULATE_READ, Populator
 from mindie_mm.shm.ref import Ref
-from mindie_mm.shm.scatter import map_pieces
+from mindie_mm.shm.scatter import map_file, map_pieces
 from mindie_mm.shm.segment import NOT_OURS
 
 _log = logging.getLogger(__name__)
@@ -72,9 +72,12 @@ class MappedArena:
             header = ArenaHeader.read(descriptor, status, DISK_PAGE if self._on_disk else PAGE)
             if arena is not None:
                 header.require(arena)
-            self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
-            releases = memoryview(self.map)[header.releases_offset : header.data_offset]
-            if not self._on_disk:  # whose pages need not be the machine's, and are nobody's to write
+            self.map: Buffer
+            if self._on_disk:  # whose pages need not be the machine's, and are nobody's to write
+                self.map = map_file(descriptor, header.file_bytes)
+                releases = self.map[header.releases_offset : header.data_offset]
+            else:
+                self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
                 releases = memoryview(mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset))
         except SegmentMissing as error:
             raise SegmentMissing(f"{path}: {error}") from error
@@ -150,9 +153,11 @@ class MappedArena:
         try:
             if self._entries[entry + NEXT]:
                 buffer, base = map_pieces(self._descriptor, self._pieces(ref.block), writable=False), 0
-                header = BlockHeader.unpack(buffer[:MAX_HEADER_BYTES].tobytes(), base, size)
+            if isinstance(buffer, memoryview):
+                head = buffer[base : base + MAX_HEADER_BYTES].tobytes()
+                header = BlockHeader.unpack(head, 0, min(size, self._file_bytes - base))
             else:
-                header = BlockHeader.unpack(self.map, base, min(base + size, self._file_bytes))
+                header = BlockHeader.unpack(buffer, base, min(base + size, self._file_bytes))
             header.require(ref.block, ref.generation)
         except DamagedHeaderError as error:
             self.check(ref)  # freed and used again while it was read: stale, not damaged
@@ -178,7 +183,7 @@ class MappedArena:
 
     def populate(self) -> None:
         """Faults the whole mapping in, once, in the background; a file on disk is read as it is used."""
-        if self._populator is None and not self._on_disk:
+        if self._populator is None and isinstance(self.map, mmap.mmap):
             self._populator = Populator(MADV_POPULATE_READ)
             self._populator.start(self.map)
 

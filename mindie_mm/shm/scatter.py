@@ -1,6 +1,7 @@
-"""Ranges of a file, one behind another in memory: how a block lies that fits nowhere in one piece.
+"""Mappings that Python's mmap does not make: of ranges one behind another, and without a descriptor of their own.
 
-Python's mmap cannot say where a mapping is to lie; the system call can.
+A block that fits nowhere in one piece lies in several. A reader of many files keeps their arrays, and each of mmap's
+mappings keeps a descriptor, of which a process has 1,024.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from weakref import finalize
 
 from mindie_mm.errors import SharedMemoryError
-from mindie_mm.shm.extent import Pieces
+from mindie_mm.shm.extent import Extent, Pieces
 
 # <linux/mman.h>, the same on x86-64 and aarch64; the mmap module does not name them all.
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -31,17 +32,33 @@ def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview
     address = libc.mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     if address == _FAILED:
         _refuse(total, pieces)
-    buffer = (ctypes.c_char * total).from_address(address)
-    # Not at the interpreter's exit: arrays may live longer there.
-    finalize(buffer, libc.munmap, address, total).atexit = False
+    buffer = _buffer(address, total)
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     at = address
     for offset, nbytes in pieces:
         if libc.mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE, descriptor, offset) != at:
             _refuse(total, pieces)
         at += nbytes
-    view = memoryview(buffer).cast("B")
-    return view if writable else view.toreadonly()
+    return buffer if writable else buffer.toreadonly()
+
+
+def map_file(descriptor: int, nbytes: int) -> memoryview:
+    """Map the first bytes of an open file, to read them; gone with the last array.
+
+    SharedMemoryError if the kernel refuses.
+    """
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        _refuse(nbytes, (Extent(0, nbytes),))
+    return _buffer(address, nbytes).toreadonly()
+
+
+def _buffer(address: int, nbytes: int) -> memoryview:
+    """The mapping that begins there, which ends with its last use."""
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    # Not at the interpreter's exit: arrays may live longer there.
+    finalize(buffer, _libc().munmap, address, nbytes).atexit = False
+    return memoryview(buffer).cast("B")
 
 
 def _refuse(total: int, pieces: Pieces) -> None:

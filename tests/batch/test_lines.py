@@ -71,7 +71,7 @@ def test_a_carriage_return_may_stand_between_the_parts_of_a_row(tmp_path: Path) 
 
 
 def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
-    """As a shell hands it over for `<(zcat rows.jsonl.gz)`, or one with a name; relative paths begin with the caller."""
+    """As a shell hands it over for `<(zcat rows.jsonl.gz)`, or one with a name; relative paths are the caller's."""
     os.mkfifo(tmp_path / "named")
     both = os.open(tmp_path / "named", os.O_RDWR)  # so that neither end waits for the other
     read, write = os.pipe()

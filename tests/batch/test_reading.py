@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import multiprocessing
 import pickle
+import random
 import re
 import shutil
+import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +114,67 @@ def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
         assert found.id == own.id
         for arrays, expected in zip(found.arrays, own.arrays, strict=True):
             assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a row a shard, more of them than are open at a time."""
+    folder = tmp_path_factory.mktemp("many")
+    rows = [{"inputs": [{"image": str(media / f"{row % 10}.jpg")}]} for row in range(20)]
+    made(settings(written(folder / "rows.jsonl", rows), shard_rows=1), folder / "run")
+    return folder / "run"
+
+
+def test_threads_read_one_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while other threads read the same rows for the first time, and while what is open is given up."""
+    whole = list(Dataset(many))
+    monkeypatch.setattr("mindie_mm.batch.dataset._TABLE_BYTES", 3 * read_table(next(many.glob("*.parquet")), 1).nbytes)
+    dataset = Dataset(many)
+    chosen = random.Random(0).choices(range(len(dataset)), k=1500)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            for row, sample in zip(chosen, threads.map(dataset.__getitem__, chosen), strict=True):
+                assert (sample.row, sample.ids.tolist()) == (row, whole[row].ids.tolist())
+                assert np.array_equal(sample.arrays[0]["pixel_values"], whole[row].arrays[0]["pixel_values"])
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_forked_child_reads_on_whatever_another_thread_was_doing(many: Path) -> None:
+    """As a DataLoader's workers are forked while a thread of the trainer's still reads."""
+    dataset = Dataset(many)
+    with dataset._lock:  # as that thread has it
+        child = multiprocessing.get_context("fork").Process(target=dataset.__getitem__, args=(3,))
+        child.start()
+        child.join(60)
+        hangs = child.is_alive()
+        child.kill()
+    assert (hangs, child.exitcode) == (False, 0)
+    assert copy.copy(dataset)[3].row == 3, "a copy has a lock of its own"
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_samples_that_are_kept_hold_no_descriptor(many: Path) -> None:
+    """A shuffle buffer keeps thousands: of mappings a process has 65,530, of descriptors 1,024."""
+    dataset = Dataset(many)
+    before = descriptors()
+    kept = list(dataset)
+    assert descriptors() - before <= 8
+    del dataset
+    gc.collect()
+    assert descriptors() == before
+    assert [sample.arrays[0]["pixel_values"].any() for sample in kept] == [True] * 20
+    assert not any(sample.arrays[0]["pixel_values"].flags.writeable for sample in kept)
+    run = str(many).encode()
+    assert Path("/proc/self/maps").read_bytes().count(run) >= 20
+    del kept
+    gc.collect()
+    assert Path("/proc/self/maps").read_bytes().count(run) == 0
 
 
 def test_a_data_loader_is_made_as_the_documents_have_it(

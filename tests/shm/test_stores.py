@@ -338,9 +338,9 @@ class TestDiskArena(StoreContract):
             block.publish()
         lock = disk.LifeLock
 
-        def close_first(descriptor: int) -> LifeLock:
+        def close_first(descriptor: int, **options: bool) -> LifeLock:
             store.close()
-            return lock(descriptor)
+            return lock(descriptor, **options)
 
         monkeypatch.setattr(disk, "LifeLock", close_first)
         with pytest.raises(SharedMemoryError, match="just finished"):
