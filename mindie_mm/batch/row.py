@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
+from uuid import UUID
 
 import msgspec
 
@@ -78,15 +80,24 @@ def row_id(record: Record) -> str | None:
 def _id(value: Any) -> str | None:
     """What an `id` calls its row. InputError for another type.
 
-    A table's integers are floats where pandas had one missing, which is NaN then.
+    A table's integers are floats where pandas had one missing, which is NaN then, and decimals where a database wrote
+    them.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InputError(f"the row's id is {type(value).__name__}; it must be a string or an integer")
-    return str(value)
+    number = _number(value) if isinstance(value, Decimal) else value
+    if isinstance(number, float) and number.is_integer() and abs(number) <= _EXACT:
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, str | int | UUID):
+        raise InputError(
+            f"the row's id is {type(value).__name__}; it must be a string or an integer: in a table, cast the column"
+        )
+    return str(number)
+
+
+def _number(value: Decimal) -> int | float:
+    """A table's decimal as JSON has it: whole ones are integers, such as a database's decimal(20, 0)."""
+    return int(value) if value == value.to_integral_value() else float(value)
 
 
 def printable(text: str) -> str:
@@ -284,7 +295,7 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat
     if isinstance(value, list):
         without = (_without_nulls(one, key, kept, flat=False) for one in value)
         return [left for left in without if left is not None or not (flat and key in _MEDIA)]
-    return value
+    return _number(value) if isinstance(value, Decimal) and key != "id" else value
 
 
 def _decoded(text: str | bytes, what: str) -> Any:

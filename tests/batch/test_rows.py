@@ -8,8 +8,11 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pyarrow as pa
@@ -297,10 +300,19 @@ def test_what_a_prompt_is_made_of_is_one_thing() -> None:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(7, "7"), ("seven", "seven"), (7.0, "7"), (None, None), (float("nan"), None), (True, ""), (1.5, ""), (1e16, "")],
+    [
+        *((7, "7"), ("seven", "seven"), ("007", "007"), (7.0, "7"), (2**64 - 1, "18446744073709551615")),
+        *((Decimal(7), "7"), (Decimal("7.00"), "7"), (Decimal("1E+20"), "1" + "0" * 20), (Decimal(-7), "-7")),
+        *((Decimal(12345678901234567890123), "12345678901234567890123"), (UUID(int=7), str(UUID(int=7)))),
+        *((None, None), (float("nan"), None)),
+        *((True, ""), (1.5, ""), (1e16, ""), (Decimal("1.5"), ""), (UUID(int=7).bytes, ""), (date(2026, 1, 1), "")),
+    ],
 )
 def test_what_calls_a_row(value: Any, name: str | None) -> None:
-    """pandas makes floats of a table's integers where one is missing; more than 2 ** 53 of them are no more exact."""
+    """pandas makes floats of a table's integers where one is missing; more than 2 ** 53 of them are no more exact.
+
+    Databases export integers as decimals, and have UUIDs, which are bytes where the table does not say so.
+    """
     record = {"id": value, "text": "a"}
     assert row_id(record) == (name or None)
     if name == "":
@@ -308,6 +320,36 @@ def test_what_calls_a_row(value: Any, name: str | None) -> None:
             parse(record, Path(), "")
     else:
         assert parse(record, Path(), "") == Row((Text("a"),))
+
+
+def test_a_tables_types_of_ids(tmp_path: Path) -> None:
+    """Also numbers elsewhere in a row may be decimals."""
+    columns = {
+        "decimal": pa.array([Decimal(1), Decimal(2)], pa.decimal128(5, 0)),
+        "wide": pa.array([Decimal(10**30), None], pa.decimal256(60, 2)),
+        "uint64": pa.array([2**64 - 1, 0], pa.uint64()),
+        "float": pa.array([1.0, None], pa.float32()),
+        "uuid": pa.array([UUID(int=1).bytes, UUID(int=2).bytes], pa.uuid()),
+        "text": pa.array(["1", "02"], pa.large_string()),
+    }
+    inputs = pa.array([[{"image": "a.jpg", "max_pixels": Decimal(3136)}]] * 2)
+    assert pa.types.is_decimal(inputs.type.value_type.field("max_pixels").type)
+    found = {}
+    for name, column in columns.items():
+        pq.write_table(pa.table({"id": column, "inputs": inputs}), tmp_path / "t.parquet")
+        records = [*open_source(tmp_path / "t.parquet", ()).records(0, 2)]
+        found[name] = [row_id(record) for record in records]
+        for record in records:
+            media = Media("image", "/a.jpg", MediaOptions(max_pixels=3136))
+            assert parse(record, Path("/"), "") == Row((media,))
+    assert found == {
+        "decimal": ["1", "2"],
+        "wide": ["1" + "0" * 30, None],
+        "uint64": ["18446744073709551615", "0"],
+        "float": ["1", None],
+        "uuid": [str(UUID(int=1)), str(UUID(int=2))],
+        "text": ["1", "02"],
+    }
 
 
 @pytest.mark.parametrize(
