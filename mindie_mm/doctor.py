@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import resource
@@ -23,6 +24,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.weights import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.shm.life import NO_LOCKS
 from mindie_mm.shm.space import ShmSpace
 from mindie_mm.sources import Configuration, misspelt_variables
 from mindie_mm.tokenize import Tokenizer
@@ -112,8 +114,13 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     needed = config.num_tokenizers * config.arena_bytes
     if not os.access(SHM_DIRECTORY, os.W_OK):
         return Finding("shared memory", "error", f"{SHM_DIRECTORY} can't be written", "mount a tmpfs there")
-    free = ShmSpace.now().free_bytes
-    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
+    space = ShmSpace.now()
+    if why := space.why_no_file():
+        return Finding("shared memory", "error", f"no file can be made in {SHM_DIRECTORY}", why)
+    # Without a limit of its own it takes of the memory.
+    free = open_device("cpu").free_bytes() if space.free_bytes is None else space.free_bytes
+    where = SHM_DIRECTORY if space.free_bytes is not None else f"{SHM_DIRECTORY}, which is not limited,"
+    found = f"{where} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
         advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"
         return Finding("shared memory", "error", found, advice)
@@ -121,7 +128,10 @@ def _shared_memory(config: WorkerConfig) -> Finding:
 
 
 def _memory(config: WorkerConfig) -> Finding:
-    free = open_device("cpu").free_bytes()
+    try:
+        free = open_device("cpu").free_bytes()
+    except MindieMMError as error:
+        return Finding("host memory", "error", "it cannot be looked at", str(error))
     needed = (config.engine.kv_cache_bytes or 0) + config.engine.encoder_cache_bytes
     found = f"{free / GiB:.1f} GiB available, the caches need {needed / GiB:.1f} GiB"
     if config.engine.device in ("auto", "cpu") and free < needed:
@@ -137,17 +147,19 @@ def _open_files(_: WorkerConfig) -> Finding:
 
 
 def _spool(config: ServiceConfig) -> Finding:
-    """Whether the spool can be written to, or made where it is not there yet; it is not made here."""
+    """Whether the spool can be written to and locked, or made where it is not there yet; it is not made here."""
     spool = (config.spool or default_spool()).absolute()
     advice = "--spool: a folder of the service's user, that nobody else may write"
     try:
         require_spool(spool)
         folder = next(one for one in (spool, *spool.parents) if os.path.lexists(one))
-        tempfile.TemporaryDirectory(dir=folder).cleanup()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
     except MindieMMError as error:
         return Finding("spool", "error", str(error), advice)
     except OSError as error:
-        return Finding("spool", "error", f"{spool} cannot be written: {error.strerror}", advice)
+        what = "locked" if error.errno in NO_LOCKS else "written"
+        return Finding("spool", "error", f"{spool} cannot be {what}: {error.strerror}", advice)
     return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'made'}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,11 +239,11 @@ class _SharedMemory(Collector):
     def _filesystem(self) -> Iterator[Metric]:
         space = ShmSpace.now()
         for name, text, num_bytes in (
-            ("filesystem_bytes", "Size of /dev/shm, whoever uses it.", space.total_bytes),
+            ("filesystem_bytes", "Size of /dev/shm, whoever uses it; +Inf without a limit.", space.total_bytes),
             ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", space.free_bytes),
         ):
             metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))
-            metric.add_metric((self._model_name,), num_bytes)
+            metric.add_metric((self._model_name,), math.inf if num_bytes is None else num_bytes)
             yield metric
 
     def _reclaimed(self) -> Iterator[Metric]:

@@ -25,7 +25,7 @@ class RowCursor:
     @classmethod
     def open(cls, path: str) -> Self:
         """The worker's, at the `path` of the run's. StorageError."""
-        with os_errors_as(StorageError, f"{path} cannot be opened"):
+        with os_errors_as(StorageError, f"{path} cannot be opened, for which /proc must be mounted"):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property

@@ -65,10 +65,14 @@ def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str
 def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
     """How full /dev/shm is, and how much of that these arenas are."""
     ours = sum(arena.file_bytes for arena in arenas)
-    return (
-        f"{SHM_DIRECTORY}: {size(space.total_bytes)}, {size(space.free_bytes)} free; {size(ours)} in {len(arenas)} "
-        f"{'arena' if len(arenas) == 1 else 'arenas'}, {size(max(0, space.used_bytes - ours))} in other files"
+    total, others = "no limit but the memory", ""
+    if space.total_bytes is not None and space.used_bytes is not None and space.free_bytes is not None:
+        total = f"{size(space.total_bytes)}, {size(space.free_bytes)} free"
+        others = f", {size(max(0, space.used_bytes - ours))} in other files"
+    said = (
+        f"{SHM_DIRECTORY}: {total}; {size(ours)} in {len(arenas)} {'arena' if len(arenas) == 1 else 'arenas'}{others}"
     )
+    return f"{said}; {why}" if (why := space.why_no_file()) else said
 
 
 def line(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
@@ -79,8 +83,12 @@ def line(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
         f"arenas {len(arenas)} dead {sum(not arena.alive for arena in arenas)} blocks {len(blocks)} "
         f"used_bytes {sum(arena.used_bytes for arena in arenas)} "
         f"capacity_bytes {sum(arena.capacity_bytes for arena in arenas)} oldest_s {oldest:.0f} "
-        f"dev_shm_free_bytes {space.free_bytes} dev_shm_bytes {space.total_bytes}"
+        f"dev_shm_free_bytes {_or_unlimited(space.free_bytes)} dev_shm_bytes {_or_unlimited(space.total_bytes)}"
     )
+
+
+def _or_unlimited(num_bytes: int | None) -> int | str:
+    return "unlimited" if num_bytes is None else num_bytes
 
 
 def states(arena: ArenaInfo) -> str:

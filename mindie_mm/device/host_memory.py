@@ -6,13 +6,14 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import psutil
 import torch
 
 from mindie_mm import cgroup
+from mindie_mm.errors import DeviceError, os_errors_as
 
 _MiB, _GiB = 2**20, 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -27,9 +28,17 @@ _FILES = (
 def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
     """Return how many bytes this process may take: the host's free memory, or less if a control group leaves less.
 
-    `mount` and `own` are as in `cgroup.folders`.
+    `mount` and `own` are as in `cgroup.folders`. Raises DeviceError without a /proc.
     """
-    return min([psutil.virtual_memory().available, *_left(mount, own)])
+    with _reading_proc():
+        available = psutil.virtual_memory().available
+    return min([available, *_left(mount, own)])
+
+
+def _reading_proc() -> AbstractContextManager[None]:
+    return os_errors_as(
+        DeviceError, "the host's memory is told by /proc (mount -t proc proc /proc), which cannot be read"
+    )
 
 
 def _left(mount: Path, own: Path) -> Iterator[int]:
@@ -44,7 +53,8 @@ def _left(mount: Path, own: Path) -> Iterator[int]:
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most bytes that this process took while it did `work`, beside what it had before.
 
-    Where the kernel does not reset the high-water mark, what stays below an earlier mark is not seen.
+    Where the kernel does not reset the high-water mark, what stays below an earlier mark is not seen. DeviceError
+    without a /proc.
     """
     _trim()
     before = mark = _resident("VmRSS")
@@ -83,5 +93,6 @@ def _trim() -> None:
 
 
 def _resident(name: str) -> int:
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    with _reading_proc():
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status.get(name, "0").split()[0]) * 1024

@@ -109,8 +109,11 @@ def survey(*, described: bool = True) -> list[ArenaInfo]:
 
 
 def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaInfo]:
-    """The living arenas of these processes of this process's pid namespace; `described` as in `survey`."""
-    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    """The living arenas of these processes of this process's pid namespace; `described` as in `survey`.
+
+    SharedMemoryError without a /proc.
+    """
+    namespace = Owner.current().pid_namespace
     return [
         arena
         for arena in survey(described=described)

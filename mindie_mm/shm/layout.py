@@ -15,12 +15,13 @@ import os
 import struct
 import sys
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from uuid import UUID
 
-from mindie_mm.errors import SegmentMissing
+from mindie_mm.errors import SegmentMissing, SharedMemoryError, os_errors_as
 from mindie_mm.shm.words import MAX_BLOCK
 
 assert sys.byteorder == "little", "the words in an arena are read in place"
@@ -94,6 +95,11 @@ def require_own(status: os.stat_result) -> None:
         raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
 
 
+def needing_proc() -> AbstractContextManager[None]:
+    """SharedMemoryError where /proc cannot be read, as in a chroot."""
+    return os_errors_as(SharedMemoryError, "shared memory needs /proc (mount -t proc proc /proc), which cannot be read")
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The process that made an arena: for people; whether it lives is told by its lock alone."""
@@ -115,15 +121,16 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        """The running process."""
-        stat = Path("/proc/self/stat").read_text()
-        return cls(
-            pid=os.getpid(),
-            start_time=int(stat.rpartition(")")[2].split()[19]),
-            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
-            mount_namespace=Path("/proc/self/ns/mnt").stat().st_ino,
-        )
+        """The running process. SharedMemoryError without a /proc."""
+        with needing_proc():
+            stat = Path("/proc/self/stat").read_text()
+            return cls(
+                pid=os.getpid(),
+                start_time=int(stat.rpartition(")")[2].split()[19]),
+                boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+                pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+                mount_namespace=Path("/proc/self/ns/mnt").stat().st_ino,
+            )
 
 
 @dataclass(frozen=True, slots=True)

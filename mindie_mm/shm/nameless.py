@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
-from mindie_mm.errors import SharedMemoryError, os_errors_as
-from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.errors import SharedMemoryError
+from mindie_mm.shm.layout import SHM_DIRECTORY, needing_proc
 from mindie_mm.shm.space import ShmSpace
 
 _HOW_TO_GET_ROOM = (
@@ -17,33 +18,43 @@ _HOW_TO_GET_ROOM = (
 
 def make_nameless() -> int:
     """The descriptor of a new, empty file of mode 0600."""
-    with os_errors_as(SharedMemoryError, f"no file can be made in {SHM_DIRECTORY}"):
+    try:
         return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        why = (ShmSpace.now().why_no_file() or _HOW_TO_GET_ROOM) if full else None
+        said = f"{error.strerror}: {why}" if why else error.strerror
+        raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {said}") from error
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:
     """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later; `what` is for the message."""
     space = ShmSpace.now()
-    free, total = space.free_bytes, space.total_bytes
-    why = f"{SHM_DIRECTORY} has {free} bytes free of {total}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
-    if nbytes > free:
+    free = "no room" if space.free_bytes is None else f"{space.free_bytes} bytes free of {space.total_bytes}"
+    why = f"{SHM_DIRECTORY} has {free}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
+    if space.free_bytes is not None and nbytes > space.free_bytes:
         raise SharedMemoryError(why)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise SharedMemoryError(why) from error
         raise SharedMemoryError(f"{nbytes} bytes cannot be reserved for {what}: {error.strerror}") from error
 
 
 def reopened(descriptor: int) -> int:
     """Another open file description of the same file: a mapping keeps its own, and a lock on it, alive in each fork."""
-    with os_errors_as(SharedMemoryError, f"a file of {SHM_DIRECTORY} cannot be opened again"):
+    with needing_proc():
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def give_name(descriptor: int, name: str) -> None:
-    """Links the file into /dev/shm; OSError if it cannot have the name, FileExistsError if another has."""
+    """Links the file into /dev/shm; OSError if it cannot have the name, FileExistsError if another has.
+
+    SharedMemoryError without a /proc.
+    """
+    with needing_proc():
+        Path(f"/proc/self/fd/{descriptor}").stat()
     directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.

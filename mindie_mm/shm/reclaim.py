@@ -141,9 +141,11 @@ class _Collection:
                     self._add("owner_dead", str(path), os.fstat(descriptor).st_size)
 
     def take_blocks(self) -> None:
-        here = Owner.current()
+        here = None
+        with self._going_on("blocks without a request"):  # a lease may have run out all the same
+            here = Owner.current()
         for arena in (arena for arena in survey() if arena.alive):
-            paths_are_ours = arena.owner is not None and _has_same_paths(arena.owner, here)
+            paths_are_ours = here is not None and arena.owner is not None and _has_same_paths(arena.owner, here)
             for block in arena.blocks:
                 with self._going_on(block_name(arena.number, block.block)):
                     cause = _why_orphaned(block, paths_are_ours=paths_are_ours)

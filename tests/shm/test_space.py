@@ -1,0 +1,97 @@
+"""A /dev/shm without a limit, one whose inodes are used up, and a machine without /proc: real ones, in namespaces."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindie_mm import doctor
+from mindie_mm.config import WorkerConfig
+from mindie_mm.device.host_memory import available_bytes
+from mindie_mm.errors import DeviceError
+from mindie_mm.shm.space import ShmSpace
+from service.metrics import _SharedMemory
+from tests.shm.test_hostile import require, run
+
+MOUNTED = ("unshare", "--mount", "sh", "-c")
+NO_LIMIT = (*MOUNTED, 'mount -t tmpfs -o size=0 tmpfs /dev/shm && exec "$@"', "sh")
+THREE_INODES = (*MOUNTED, 'mount -t tmpfs -o nr_inodes=3 tmpfs /dev/shm && exec "$@"', "sh")
+NO_PROC = (*MOUNTED, 'mount -t tmpfs tmpfs /proc && exec "$@"', "sh")
+
+SHOW = """
+from mindie_mm.cli.shm_view import footer, line
+from mindie_mm.shm.space import ShmSpace
+def show():
+    arenas = survey()
+    say(footer(arenas, ShmSpace.now()))
+    say(line(arenas, ShmSpace.now()))
+"""
+MAKE = """
+from mindie_mm.shm.mindie import create_shm
+for make in (lambda: Arena.create(1 << 20), lambda: create_shm(5000, Path(sys.argv[1]))):
+    try: made = make()
+    except MindieMMError as error: say(type(error).__name__, error)
+    else: say("made")
+"""
+
+
+def test_a_shm_without_a_limit_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    require(NO_LIMIT)
+    whole = "with Arena.create(1 << 20) as arena: show()\n"
+    *made, shown, logged = run(NO_LIMIT, SHOW + MAKE + whole, tmp_path / "shm_name.txt")
+    assert made == ["made", "made"]
+    assert shown.startswith("/dev/shm: no limit but the memory; 1.")
+    assert shown.endswith(" in 1 arena")
+    assert logged.endswith("dev_shm_free_bytes unlimited dev_shm_bytes unlimited")
+
+
+def test_inodes_that_are_used_up_are_named(tmp_path: Path) -> None:
+    require(THREE_INODES)
+    use = 'for name in "ab": Path("/dev/shm/" + name).touch()\n'
+    *told, shown, _ = run(THREE_INODES, SHOW + use + MAKE + "show()", tmp_path / "shm_name.txt")
+    for said in (*told, shown):
+        assert "all of its 3 inodes are used: remove files that nobody needs" in said
+        assert "mount -o remount,nr_inodes=" in said
+    assert all(said.startswith("SharedMemoryError no file can be made in /dev/shm: No space left") for said in told)
+
+
+def test_a_machine_without_proc_is_told_that_it_is_needed(tmp_path: Path) -> None:
+    require(NO_PROC)
+    others = """
+try: arenas_of([1])
+except MindieMMError as error: say(type(error).__name__, error)
+(failure,) = collect().failures
+say(failure)
+"""
+    told = run(NO_PROC, MAKE + others, tmp_path / "shm_name.txt")
+    assert [said.partition(" ")[0] for said in told] == ["SharedMemoryError"] * 3 + ["blocks"]
+    assert all("/proc (mount -t proc proc /proc), which cannot be read: No such file" in said for said in told)
+
+
+def test_so_is_the_hosts_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    with pytest.raises(DeviceError, match="the host's memory is told by /proc .*: No such file or directory"):
+        available_bytes()
+    assert doctor._memory(WorkerConfig()).status == "error"
+
+
+@pytest.mark.parametrize(
+    ("space", "status", "found"),
+    [
+        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm, which is not limited, has "),
+        (ShmSpace(2**40, 0, 2**40, 9, 1), "ok", "/dev/shm has 1048576 MiB free"),
+        (ShmSpace(2**40, 0, 2**40, 9, 0), "error", "no file can be made in /dev/shm"),
+        (ShmSpace(2**20, 0, 2**20, None, None), "error", "/dev/shm has 1 MiB free"),
+    ],
+)
+def test_doctor_and_metrics_tell_them(
+    space: ShmSpace, status: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShmSpace, "now", lambda: space)
+    finding = doctor._shared_memory(WorkerConfig())
+    assert (finding.status, finding.found[: len(found)]) == (status, found)
+    bounds = [one.samples[0].value for one in _SharedMemory(list, "tiny")._filesystem()]
+    assert bounds == [math.inf if bound is None else bound for bound in (space.total_bytes, space.free_bytes)]
