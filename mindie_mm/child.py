@@ -7,6 +7,7 @@ which may take seconds; then its `main` gets the channel, the lifeline and the a
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -15,12 +16,15 @@ import msgspec
 
 from mindie_mm import logs
 from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.paths import working_directory
 
 
 def main() -> None:
     """Runs the module's `main`."""
     descriptor, log_settings, module, *arguments = sys.argv[1:]
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
+    if not working_directory():
+        os.chdir("/")  # torch, for one, cannot be imported where the working directory was removed
     # Ctrl-C reaches the whole foreground group; the parent decides when to stop, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A client's picture is no news for the log; and round each decoding it would change what other threads see.

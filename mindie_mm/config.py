@@ -1,4 +1,4 @@
-"""Settings, as frozen dataclasses.
+"""Settings, as frozen dataclasses. Relative paths are made absolute when the settings are made.
 
 Set a field by a flag of `mindie-mm serve`, by the variable MINDIE_MM_<FIELD>, or by the key <field> of a TOML file. A
 flag wins over a variable, and a variable over the file (`sources.py`). A field's docstring is the help of its flag.
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from mindie_mm.errors import InputError
-from mindie_mm.limits import Count, CountOrNone, Seconds, require
+from mindie_mm.limits import Count, CountOrNone, Seconds, complete_paths, require
 
 MiB = 2**20
 GiB = 2**30
@@ -157,6 +157,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         require(self)
+        complete_paths(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +242,7 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         require(self)
+        complete_paths(self)
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}, it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

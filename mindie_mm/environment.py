@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "MINDIE_MM_"
@@ -86,6 +87,17 @@ def limit_spinning() -> None:
 def has_thread_count() -> bool:
     """Return whether the operator has set the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
+def keep_python_path() -> None:
+    """Make the entries of PYTHONPATH absolute, so that children of this process import what it imports.
+
+    A script may change its working directory before it starts them, or starts them again.
+    """
+    given = os.environ.get("PYTHONPATH")
+    if given and not all(map(os.path.isabs, given.split(os.pathsep))):
+        with suppress(FileNotFoundError):  # the working directory was removed: nothing lies in it any more
+            os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, given.split(os.pathsep)))
 
 
 def default_spool() -> Path:

@@ -26,6 +26,7 @@ from weakref import WeakSet
 import msgspec
 
 from mindie_mm import faults, logs
+from mindie_mm.environment import keep_python_path
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_name, error_named, os_errors_as
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+keep_python_path()
 
 
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, naming
+from mindie_mm.paths import absolute
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
@@ -34,11 +35,21 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
 
 
 def require(settings: Any) -> None:
-    """InputError for a field of a settings dataclass that is not of its type, or beyond its limits."""
+    """Raise InputError for a field of a settings dataclass that is not of its type, or beyond its limits."""
     hints = get_type_hints(type(settings), include_extras=True)
     for field in fields(settings):
         if not is_dataclass(value := getattr(settings, field.name)):
             converted(field.name, value, hints[field.name], secret="secret" in field.metadata)
+
+
+def complete_paths(settings: Any) -> None:
+    """Make the paths of a settings dataclass absolute, in its `__post_init__`. Errors as `absolute`."""
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None and Path in (hints[field.name], *get_args(hints[field.name])):
+            with naming(field.name):
+                object.__setattr__(settings, field.name, absolute(value))
 
 
 def _path(hint: type, value: object) -> Path:

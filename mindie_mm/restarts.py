@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
+
+from mindie_mm.errors import InputError
 
 T = TypeVar("T")
 
@@ -54,6 +58,19 @@ class Starter:
         """Processes that were started in place of one that died."""
         self.failures = 0
         """Tries at it that failed."""
+        self._failing_since_s = math.inf
+        """When its first try failed since it last ran, on the clock of time.monotonic."""
+        self._is_hopeless = False
+        """Whether the last try failed by a mistake, such as a checkpoint that is gone, which no other try mends."""
+
+    def patience_s(self, wait_s: float = RESTART_WAIT_S) -> float:
+        """Return how long a request is to wait for the process: at most `wait_s`, and not at all without hope.
+
+        `wait_s` counts from the first failed try on, so that many requests wait no longer, one after another, than one.
+        """
+        if self._is_hopeless:
+            return 0.0
+        return max(0.0, min(wait_s, self._failing_since_s + wait_s - time.monotonic()))
 
     def proved(self) -> None:
         """The process has answered: whatever ends it, the next one is started at once."""
@@ -71,10 +88,13 @@ class Starter:
             self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
             try:
                 started = await start()
-            except Exception:  # noqa: BLE001 - whatever keeps it from starting may pass
+            except Exception as error:  # noqa: BLE001 - whatever keeps it from starting may pass
                 self.failures += 1
+                self._failing_since_s = min(self._failing_since_s, time.monotonic())
+                self._is_hopeless = isinstance(error, InputError)
                 _log.exception("%s did not start, try %d", self._what, self.failures)
             else:
                 self.restarts += 1
+                self._failing_since_s, self._is_hopeless = math.inf, False
                 _log.warning("%s was started again (restart %d)", self._what, self.restarts)
                 return started

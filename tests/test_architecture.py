@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "faults", "environment", "interrupts", "tasks", "cgroup"},
+    {"paths"},
     {"limits"},
     {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},

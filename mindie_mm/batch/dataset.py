@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.batch.manifest import Manifest, Shard
 from mindie_mm.batch.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
+from mindie_mm.paths import absolute
 from mindie_mm.shm.mapped import MappedArena
 from mindie_mm.shm.reader import View
 from mindie_mm.tokenize.prompt import MediaSpan
@@ -56,8 +57,8 @@ class Dataset(Sequence[Sample]):
     """The rows of the run in a folder, in the order of its input. Can be read by threads, and handed to processes."""
 
     def __init__(self, folder: str | Path) -> None:
-        """InputError where there is no finished run."""
-        self.folder = Path(folder)
+        """Open the run in `folder`. InputError where there is no finished run."""
+        self.folder = absolute(folder)
         self.manifest = Manifest.read(self.folder)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
         self._begin()

@@ -19,6 +19,7 @@ from mindie_mm.batch.source import chunks
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.paths import absolute
 from mindie_mm.shm.life import is_same
 
 LOCK_FILE = ".lock"
@@ -46,6 +47,7 @@ def run_batch(
     """
     if num_workers is not None and num_workers < 1:
         raise InputError(f"{num_workers} workers; it takes at least 1")
+    folder = absolute(folder)
     with _locked(folder):
         require_run(folder)
         with ExitStack() as refused:

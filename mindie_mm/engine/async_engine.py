@@ -29,8 +29,9 @@ from mindie_mm.engine.messages import (
     Unmount,
 )
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import NoProcess, ProcessDied
+from mindie_mm.errors import InputError, NoProcess, ProcessDied
 from mindie_mm.ipc import Child, Failure
+from mindie_mm.paths import absolute
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ class AsyncEngine:
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
         self._starter = Starter("the engine process")
-        self._up = asyncio.Event()
+        self._up = False
+        """Whether requests are taken."""
+        self._settled = asyncio.Event()
+        """Set where nothing is to be waited for: requests are taken, or cannot be."""
         self._closed = False
         self._why_down = "is not started"
         self._num_steps = 0
@@ -122,7 +126,7 @@ class AsyncEngine:
 
         The caller reserves the number. A file that cannot be mounted fails those requests.
         """
-        self._mounts[number] = Mount(str(path.absolute()), number)
+        self._mounts[number] = Mount(str(absolute(path)), number)
         if self._alive:
             self._send(self._mounts[number])
 
@@ -139,41 +143,52 @@ class AsyncEngine:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self._bury("is closed")
-        self._up.set()  # those who wait learn that it is closed
+        self._settled.set()
 
     @property
     def _alive(self) -> bool:
-        return self._up.is_set() and not self._closed
+        return self._up and not self._closed
 
     async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
-        """Until requests are taken. NoProcess if they are not in so many seconds, ProcessDied if it is closed."""
+        """Wait until requests are taken.
+
+        NoProcess if they are not in so many seconds, or there is no hope of it (`Starter.patience_s`). ProcessDied if
+        it is closed.
+        """
         try:
-            async with asyncio.timeout(wait_s):
-                await self._up.wait()
+            async with asyncio.timeout(self._starter.patience_s(wait_s)):
+                await self._settled.wait()
         except TimeoutError:
             raise NoProcess(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
         if self._closed:
             raise ProcessDied("the engine is closed")
+        if not self._up:
+            raise NoProcess(f"the engine {self._why_down}")
 
     async def _launch(self) -> None:
         """Starts a process and waits until it takes requests; nothing of it is left if it fails."""
         config = self._start.config
-        if config.tensor_parallel == 1:
-            self._child = await Child.start("mindie_mm.engine.process")
-        else:
-            self._child = await Child.start("mindie_mm.engine.launcher", str(config.tensor_parallel), config.device)
+        ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
+        try:
+            self._child = await Child.start(f"mindie_mm.engine.{'launcher' if ranks else 'process'}", *ranks)
+        except ProcessDied as error:
+            self._why_down = f"did not start: {error}"
+            raise
         try:
             self._send(self._start)
             self.info = await self._child.ready(Ready, "its process")
         except BaseException as error:
             await self._bury(f"did not start: {error}")
+            if isinstance(error, InputError):
+                self._settled.set()
             raise
         for mount in self._mounts.values():
             self._send(mount)
         # The next process gets what this one had, without a trial: by then neighbours may have taken what was measured.
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
         self._start = msgspec.structs.replace(self._start, config=config)
-        self._up.set()
+        self._up = True
+        self._settled.set()
 
     async def _keep(self) -> None:
         """Serves the process, and its successors, until cancelled."""
@@ -224,7 +239,8 @@ class AsyncEngine:
 
     async def _bury(self, why: str, hung: str = "") -> None:
         """Ends and reaps the process, and fails what it has not answered."""
-        self._up.clear()
+        self._up = False
+        self._settled.clear()
         self._why_down = why
         self.stats = Stats()
         try:

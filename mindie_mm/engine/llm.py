@@ -17,6 +17,7 @@ from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Answer, Worker
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
+from mindie_mm.paths import working_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
@@ -115,6 +116,7 @@ class LLM:
         """
         request = TokenizeRequest(
             messages=messages,
+            folder=working_directory(),
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs or {},
         )
@@ -254,4 +256,4 @@ def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
         one = [{"text": one}]
     if not isinstance(one, list):
         raise InputError(f"inputs[{index}] is a {type(one).__name__}, it must be a list of dicts or a text")
-    return TokenizeRequest(items=one, chat=chat_template)
+    return TokenizeRequest(items=one, chat=chat_template, folder=working_directory())

@@ -13,10 +13,12 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
+
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import KEPT, Grammars
-from mindie_mm.errors import InputError, ProcessDied
-from mindie_mm.ipc import Child, ChildChannel, Lifeline
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied
+from mindie_mm.ipc import Child, ChildChannel, Failure, Lifeline
 from mindie_mm.nn.checkpoint import Checkpoint
 
 MAX_SCHEMA_BYTES = 32768
@@ -28,6 +30,11 @@ _REST = 4
 _WALL_S = 10.0
 """Time by the clock after which a schema that took less processor time is given up: nothing is known of it."""
 _REPLY_S = 60.0
+_WHAT = "the process that checks JSON schemas"
+
+
+class _Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The process's first message: the vocabulary is read. A Failure in its place says what kept it from that."""
 
 
 class SchemaCheck:
@@ -80,13 +87,13 @@ class SchemaCheck:
             del self._known[next(iter(self._known))]
 
     async def _ask(self, schema: str) -> str:
-        """What is wrong with `schema`, from the process, or from another one if that dies."""
+        """Return what is wrong with `schema`, from the process, or from another one if that dies. ProcessDied."""
         for _ in range(2):
             if self._closed:
                 break
             try:
                 async with asyncio.timeout(_REPLY_S):
-                    self._child = self._child or await Child.start(__name__, *self._arguments)
+                    self._child = self._child or await self._started()
                     self._child.channel.send(schema.encode())
                     said = (await self._child.channel.recv()).decode()
             except (EOFError, TimeoutError):
@@ -96,12 +103,31 @@ class SchemaCheck:
                 continue
             self._remember(schema, said)  # here, too: its caller may have been cancelled
             return said
-        raise ProcessDied(f"the process that checks JSON schemas {'is closed' if self._closed else 'died twice'}")
+        raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
+
+    async def _started(self) -> Child:
+        """Start the process. EOFError where it died before it was ready, ProcessDied where it says what kept it."""
+        child = await Child.start(__name__, *self._arguments)
+        try:
+            reply = msgspec.msgpack.decode(await child.channel.recv(), type=_Ready | Failure)
+        except BaseException:
+            await child.end()
+            raise
+        if isinstance(reply, Failure):
+            await child.end()
+            raise ProcessDied(f"{_WHAT} did not start: {reply.message}")
+        return child
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
-    """Answers each schema with what is wrong with it, until the channel closes."""
-    grammars = Grammars(load_tokenizer(Checkpoint.open(model), family or None), [0])  # where texts end is all the same
+    """Answer each schema with what is wrong with it, until the channel closes."""
+    try:
+        tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+        return
+    grammars = Grammars(tokenizer, [0])  # where texts end is all the same
+    channel.send(msgspec.msgpack.encode(_Ready()))
     while True:
         try:
             schema = channel.recv().decode()

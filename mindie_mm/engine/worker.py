@@ -22,6 +22,7 @@ from mindie_mm.engine.schema_check import SchemaCheck
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.paths import absolute
 from mindie_mm.shm import request_directory
 from mindie_mm.tasks import task_group
 from mindie_mm.tokenize.messages import TokenizeRequest
@@ -105,6 +106,7 @@ class Worker:
         self.tokenizer_stage = tokenizer_stage
         self.engine = engine
         self.tokenizer = tokenizer
+        self._spool = absolute(default_spool())
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
 
     @classmethod
@@ -136,7 +138,7 @@ class Worker:
     ) -> AsyncGenerator[Delta, None]:
         """The line as one function: what the request put into shared memory is freed on every way out."""
         await self.check_schema(params)
-        with request_directory(default_spool()) as directory:
+        with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
             source = await self.tokenize(request)
             async with aclosing(self.generate(source, params, request_id)) as deltas:

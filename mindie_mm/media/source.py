@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BufferedReader, FileIO
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
-from mindie_mm.inputs import Media
+from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.media.audio import Samples
 from mindie_mm.media.image import Data, Frames, Pixels, pil_to_rgb
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
@@ -61,11 +62,13 @@ def source_path(media: Media) -> Path | None:
 
 
 def located(media: Media, folder: Path) -> Media:
-    """`media` with its path seen from `folder`, whatever the current directory is; bare base64 becomes its bytes.
+    """Return `media` with its paths seen from `folder`, whatever the working directory is.
 
-    What could be base64 is a path where `folder` has such a file. InputError.
+    Bare base64 becomes its bytes; what could be base64 is a path where `folder` has such a file. InputError.
     """
     source = media.source
+    if isinstance(source, tuple):
+        return replace(media, source=tuple(located(Media("image", frame), folder).source for frame in source))
     if not isinstance(source, str) or source.startswith("/"):  # absolute, or a JPEG in base64
         return media
     scheme = _scheme(source)
@@ -78,6 +81,21 @@ def located(media: Media, folder: Path) -> Media:
     else:
         path = Path(source)
     return media if path.is_absolute() else replace(media, source=os.fspath(folder / path))
+
+
+def located_items(items: Iterable[Item], folder: Path) -> list[Item]:
+    """Return `items` with the paths of their media seen from `folder`, as `located`."""
+    return [located(item, folder) if isinstance(item, Media) else item for item in items]
+
+
+def located_messages(messages: Iterable[Message], folder: Path) -> list[Message]:
+    """Return `messages` with the paths of their media seen from `folder`, as `located`."""
+    return [
+        replace(message, content=tuple(located_items(message.content, folder)))
+        if isinstance(message.content, tuple)
+        else message
+        for message in messages
+    ]
 
 
 def _read_frames(sources: tuple[Any, ...]) -> Frames:

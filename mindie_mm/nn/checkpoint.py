@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.inputs import Kind
+from mindie_mm.paths import absolute, working_directory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,7 +28,7 @@ class Checkpoint:
     """A checkpoint directory and its parsed config.json."""
 
     path: Path
-    """The directory."""
+    """The directory, absolute."""
     config: Mapping[str, Any]
     """config.json."""
     _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
@@ -35,15 +36,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:
-        """Reads config.json of `path` (None: the embedded one); UnsupportedCheckpoint if there is none."""
-        root = Path(path) if path is not None else EMBEDDED
+        """Read config.json of `path` (None: the embedded one); UnsupportedCheckpoint if there is none. InputError."""
+        root = absolute(path) if path is not None else EMBEDDED
         file = root / "config.json"
         if not _is_file(file):
             said = f"{root} is no checkpoint directory: it has no config.json"
-            if _REPOSITORY.fullmatch(str(root)) and not root.exists():
+            # Settings hold the path absolute, whatever was given.
+            relative = str(root).removeprefix(f"{working_directory()}/")
+            if _REPOSITORY.fullmatch(relative) and not root.exists():
                 said += (
-                    ". Names of Hugging Face's hub are not taken; if it is one, fetch its files and name their folder: "
-                    f"hf download {root} --local-dir {root.name}"
+                    f". Names of Hugging Face's hub are not taken; if {relative} is one, fetch its files and name "
+                    f"their folder: hf download {relative} --local-dir {root.name}"
                 )
             raise UnsupportedCheckpoint(said)
         return cls(root, _read(file))

@@ -12,6 +12,7 @@ from threading import Event, Lock
 from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded
+from mindie_mm.paths import absolute
 from mindie_mm.shm.arena_file import ArenaFile
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
@@ -197,11 +198,11 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _absolute(path: str | Path) -> bytes:
-    """Path.absolute, in a quarter of its time."""
+    """As `paths.absolute`, in a quarter of its time where the path is absolute."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
         raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")
-    return encoded if encoded.startswith(b"/") else os.fsencode(Path(path).absolute())
+    return encoded if encoded.startswith(b"/") else os.fsencode(absolute(path))
 
 
 def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:

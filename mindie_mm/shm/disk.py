@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, os_errors_as
+from mindie_mm.paths import absolute
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.disk_digest import combined
@@ -98,6 +99,7 @@ class DiskArena:
             raise InputError(f"a file of {num_entries} blocks; it takes 1 to {MAX_BLOCK + 1}")
         header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody(), DISK_PAGE), arena=number)
         header = header if num_entries is None else replace(header, num_entries=num_entries)
+        path = absolute(path)
         unfinished = _unfinished(path)
         lock = _locked(unfinished)
         try:

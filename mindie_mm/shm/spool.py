@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from mindie_mm import faults
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
+from mindie_mm.paths import absolute
 from mindie_mm.shm.life import NO_LOCKS, LifeLock, is_same, lock_of_the_dead
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 
@@ -73,6 +74,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
     name = uuid4().hex if request_id is None else request_id
     if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
         raise InputError(f"request id {name!r} is no file name of 1 to 255 bytes")
+    root = absolute(root)
     make_spool(root)
     path = root / name
     lock = _make(path)

@@ -29,6 +29,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`items` as one user turn through the chat template where the checkpoint has one; else one after another."""
     path_file: str = ""
     """The request's path file; only a prompt without media can go without."""
+    folder: str = ""
+    """Directory that relative paths of media are seen from; empty: the tokenizer's working directory."""
     add_generation_prompt: bool = True
     """End the chat with the head of the assistant's turn."""
     chat_template_kwargs: dict[str, Any] = {}

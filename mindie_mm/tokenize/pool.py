@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from mindie_mm.config import WorkerConfig
-from mindie_mm.errors import NoProcess, ProcessDied
+from mindie_mm.errors import InputError, NoProcess, ProcessDied
 from mindie_mm.ipc import Child
 from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.shm import collect, free
@@ -162,7 +162,7 @@ class TokenizerPool:
         await asyncio.gather(*map(self._bury, [*self._processes, *self._dying]))
 
     def _hand_out(self) -> None:
-        """Gives those that wait to processes that are free; they wait RESTART_WAIT_S for one where none is alive."""
+        """Give those that wait to processes that are free; where none is alive, they wait for one as Starter says."""
         for process in self._processes:
             if self._waiting and process.job is None and not process.ended:
                 process.job = self._waiting.popleft()
@@ -171,7 +171,8 @@ class TokenizerPool:
             self._patience.cancel()
             self._patience = None
         elif self._patience is None and self._waiting and not self._processes:
-            self._patience = asyncio.get_running_loop().call_later(RESTART_WAIT_S, self._lose_patience)
+            wait_s = max((starter.patience_s() for starter in self._starters), default=RESTART_WAIT_S)
+            self._patience = asyncio.get_running_loop().call_later(wait_s, self._lose_patience)
 
     def _lose_patience(self) -> None:
         self._fail_waiting(f"no tokenizer process could be started within {RESTART_WAIT_S:g} s; {self._why_down}")
@@ -183,13 +184,17 @@ class TokenizerPool:
 
     async def _start_process(self) -> _Process:
         await asyncio.to_thread(collect)  # what earlier processes left may take the room of the new arena
-        process = _Process(await Child.start(_MODULE, self._setup))
-        self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
+        process: _Process | None = None
         try:
+            process = _Process(await Child.start(_MODULE, self._setup))
+            self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
             ready = await process.child.ready(Ready, "a tokenizer process")
         except Exception as error:
             self._why_down = f"the last one did not start: {error}"
-            await self._bury(process)
+            if process is not None:
+                await self._bury(process)
+            if isinstance(error, InputError) and not self._processes:
+                self._fail_waiting(f"no tokenizer process is alive; {self._why_down}")
             raise
         self._why_down, self.shown_tokens = _STARTING, ready.shown_tokens
         self._dying.remove(process)

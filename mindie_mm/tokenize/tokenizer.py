@@ -33,6 +33,7 @@ from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder
+from mindie_mm.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.planning import PlannedItem, Planner, content_digest
@@ -341,12 +342,12 @@ def _token_id(index: Any) -> int:
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
     if given is not None:
-        return Path(given)
+        return absolute(given)
     if not media:
         return None
     for item in media:
         if (path := source_path(item)) is not None:
-            return path.absolute().parent.parent / PATH_FILE_NAME
+            return absolute(path).parent.parent / PATH_FILE_NAME
     raise InputError(
         f"shm_name_save_path is None and none of the {len(media)} media items is a file to put {PATH_FILE_NAME} near"
     )
