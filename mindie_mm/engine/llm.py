@@ -22,8 +22,6 @@ from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
 
-_CLOSED = "the LLM is closed"
-
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -181,13 +179,18 @@ class _Loop:
     """An event loop on a thread of its own, for callers that have none, or are in one."""
 
     def __init__(self) -> None:
+        """Start the thread. WorldError where the interpreter ends, and starts none."""
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mindie_mm", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise WorldError(f"an LLM takes a thread, and none can be started: {error}") from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. An interrupt cancels it, and is raised again once it has cleaned up.
@@ -209,7 +212,7 @@ class _Loop:
             raise InputError(f"the LLM is that of process {self._pid}, which this one was forked from")
         if not self._call(begin):
             work.close()
-            raise InputError(_CLOSED)
+            raise _closed()
         try:
             ended.wait()
         except BaseException:
@@ -217,7 +220,7 @@ class _Loop:
             ended.wait()
             raise
         if tasks[0].cancelled():
-            raise InputError(_CLOSED)
+            raise _closed()
         return tasks[0].result()
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -249,6 +252,12 @@ class _Loop:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if last is not None:
             await last()
+
+
+def _closed() -> InputError:
+    """What is said to whoever asks a closed LLM. The interpreter closes those that nobody did, at its exit."""
+    ends = "" if threading.main_thread().is_alive() else ": the interpreter ends"
+    return InputError(f"the LLM is closed{ends}")
 
 
 def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:

@@ -7,7 +7,6 @@ import os
 import select
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -22,6 +21,7 @@ from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.media.audio import Samples
 from mindie_mm.media.image import Data, Frames, Pixels, pil_to_rgb
 from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.tasks import beside
 
 FETCH_TIMEOUT_S = 30.0
 """Longest that fetching a URL, or reading a pipe, may take."""
@@ -131,9 +131,8 @@ def _fetch(url: str) -> bytes:
     """The bytes behind a URL, through the same fence as the service's, which spools before it tokenises."""
     from mindie_mm.media.fetch import fetch  # late: an HTTP client takes long to import, and most callers have files
 
-    # On a thread of its own, for a caller may be inside an event loop, as a notebook is.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)).result()
+    # The caller may be inside an event loop, as a notebook is.
+    return beside(lambda: asyncio.run(fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)))
 
 
 def _read_file(path: Path) -> bytes:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
+from mindie_mm.tasks import WorkThread
 from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.preprocessed import Preprocessed
@@ -22,30 +22,31 @@ from mindie_mm.tokenize.wires import NativeWire
 class LocalTokenizer:
     """One tokenizer on a thread; its inputs may hold what only this process has, such as PIL images."""
 
-    def __init__(self, tokenizer: Tokenizer, arena: Arena) -> None:
+    def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
+        """For `start`."""
         self._tokenizer = tokenizer
-        self._arena = arena
         self.shown_tokens = tokenizer.shown_tokens
         """As `Tokenizer.shown_tokens`."""
-        self._thread = ThreadPoolExecutor(1, "mindie_mm-tokenizer")
+        self._thread = thread
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Reads the checkpoint and makes the arena; UnsupportedCheckpoint, SharedMemoryError.
+        """Read the checkpoint and make the arena; UnsupportedCheckpoint, SharedMemoryError.
 
         The caller's memory is not limited: `max_decode_bytes` counts for processes alone.
         """
-        await asyncio.to_thread(collect)  # no service runs here that would do it in time
-        arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
-        wire = NativeWire(arena, Preprocessed(config.preprocessed_cache_bytes))
+        make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
+        wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
+        read = partial(Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media)
+        thread = WorkThread("mindie_mm-tokenizer")
         try:
-            tokenizer = await asyncio.to_thread(
-                Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media
-            )
+            await thread.run(collect)  # no service runs here that would do it in time
+            wire.open()
+            return cls(await thread.run(read), thread)
         except BaseException:
-            arena.close()
+            thread.stop()
+            wire.close()
             raise
-        return cls(tokenizer, arena)
 
     @property
     def pids(self) -> list[int]:
@@ -62,9 +63,9 @@ class LocalTokenizer:
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """The request's prompt; errors as Tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, answer, self._tokenizer, request)
+        return await self._thread.run(partial(answer, self._tokenizer, request))
 
     async def close(self) -> None:
-        """Waits for the item in work, then removes the arena."""
-        self._thread.shutdown()
-        self._arena.close()
+        """Wait for the item in work, then remove the arena."""
+        self._thread.close()
+        self._tokenizer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -51,19 +52,53 @@ class Wire(ABC):
 class NativeWire(Wire):
     """One block an item: a name word and a shape word; where there is one slot, the name word will do."""
 
-    def __init__(self, arena: Arena | None = None, preprocessed: Preprocessed | None = None) -> None:
-        """Without `arena` it makes one at the first item, to be removed on `close` or when the process ends well.
+    def __init__(
+        self,
+        arena: Arena | None = None,
+        preprocessed: Preprocessed | None = None,
+        make: Callable[[], Arena] | None = None,
+    ) -> None:
+        """Without `arena` it has one made at the first item, to be removed on `close` or when the process ends well.
 
-        Where there is no room for it, it reclaims what killed processes left. Its own is replaced should another
-        program take it away. `preprocessed` saves what comes again; None: nothing.
+        `make` makes it, None: one of ARENA_BYTES. Where there is no room, what killed processes left is reclaimed. Its
+        own arena is replaced should another program take it away, as systemd-logind does when the user logs out
+        (RemoveIPC). `preprocessed` saves what comes again; None: nothing.
         """
         self._arena, self._is_own = arena, arena is None
+        self._make = make or partial(Arena.create, ARENA_BYTES)
         self._preprocessed = preprocessed or Preprocessed()
+
+    def open(self) -> Arena:
+        """Return the arena, made if there is none yet, or not any more. SharedMemoryError."""
+        if self._is_own and self._arena is not None and self._arena.lost:
+            self.close()
+        if self._arena is None:
+            try:
+                self._arena = self._make()
+            except SharedMemoryError:
+                collect()
+                self._arena = self._make()
+        return self._arena
 
     def store(
         self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        arena, content = self._own_arena(), digest()
+        arena, content = self.open(), digest()
+        try:
+            return self._stored(arena, plan, shape, content, path_file, undo)
+        except SharedMemoryError:
+            if (another := self.open()) is arena:
+                raise
+            return self._stored(another, plan, shape, content, path_file, undo)
+
+    def close(self) -> None:
+        if self._is_own and self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _stored(
+        self, arena: Arena, plan: Plan, shape: MediaShape, content: bytes, path_file: Path | None, undo: ExitStack
+    ) -> Sequence[int]:
         with arena.allocate(_specs(plan, shape), path_file=path_file) as block:
             faults.point("allocated")
             block[ITEM][...] = shape.to_array()
@@ -74,22 +109,6 @@ class NativeWire(Wire):
         faults.point("published")
         undo.callback(arena.free, block)
         return ref.to_words()
-
-    def close(self) -> None:
-        if self._is_own and self._arena is not None:
-            self._arena.close()
-            self._arena = None
-
-    def _own_arena(self) -> Arena:
-        if self._is_own and self._arena is not None and self._arena.lost:
-            self.close()
-        if self._arena is None:
-            try:
-                self._arena = Arena.create(ARENA_BYTES)
-            except SharedMemoryError:
-                collect()
-                self._arena = Arena.create(ARENA_BYTES)
-        return self._arena
 
 
 class DiskWire(Wire):

@@ -220,16 +220,37 @@ async def test_a_start_that_fails_in_the_end_leaves_no_process(random_checkpoint
 
 
 SCRIPT = """
-from mindie_mm import LLM, SamplingParams
+import atexit, threading
+
+def ask(when):
+    try:
+        print(when, len(llm.generate([[{{"text": "Hello"}}, {{"image": Image.new("RGB", (60, 90))}}]] * 3, PARAMS)))
+    except MindieMMError as error:
+        print(when, error)
+
+def work():
+    threading.main_thread().join()
+    ask("late")
+
+atexit.register(ask, "last")
+from PIL import Image
+from mindie_mm import LLM, MindieMMError, SamplingParams
+PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 llm = LLM({path!r})
-print(len(llm.generate(["Hello"] * 3, SamplingParams(max_tokens=2, ignore_eos=True))))
+ask("first")
+atexit.register(ask, "at exit")
+threading.Thread(target=work).start()
 """
 
 
-def test_standard_input_without_a_main_guard_and_without_closing(random_checkpoint):
-    """Worker processes must not import the caller's __main__ again, and nothing may be left when it just ends."""
+def test_a_script_on_standard_input_has_answers_to_its_very_end(random_checkpoint):
+    """Without a main guard, and without closing: workers do not import __main__ again, and nothing is left.
+
+    A thread may outlive the main one. What is registered before the LLM is there comes when it has gone.
+    """
     script = SCRIPT.format(path=str(random_checkpoint))
     ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "3"
+    said = ["first 3", "late 3", "at exit 3", "last the LLM is closed: the interpreter ends"]
+    assert ended.stdout.splitlines() == said
     assert "Traceback" not in ended.stderr
