@@ -17,7 +17,7 @@ from mindie_mm.config import ServiceConfig, require_media_dir
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import SharedMemoryError, os_errors_as
-from mindie_mm.media.fetch import encoded_domain
+from mindie_mm.media.fetch_url import encoded_domain
 from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
 from service import chat, completions, errors, generate, health, infer, models, page, tokens

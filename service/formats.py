@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindie_mm.errors import MediaError
-from mindie_mm.media.urls import decode_base64
+from mindie_mm.media.urls import WHITE_SPACE, decode_base64
 
 HEAD_BYTES = 48
 """Bytes of a file by which its format is told."""
@@ -46,12 +46,14 @@ def extension(head: bytes) -> str | None:
 
 
 def is_base64_media(text: str) -> bool:
-    """Whether `text` begins as base64 of a known format does, and ends as no file name does.
+    """Say whether `text` begins as base64 of a known format does, and ends as no file name does.
 
     Whether the rest of it is valid is for the decoder to say: a path is nothing that bad base64 should be told of.
     """
+    head_chars = HEAD_BYTES // 3 * 4
+    begin = text[: 2 * head_chars].translate(dict.fromkeys(map(ord, WHITE_SPACE)))
     try:
-        head = decode_base64(text[: HEAD_BYTES // 3 * 4])
+        head = decode_base64(begin[:head_chars])
     except MediaError:
         return False
     return extension(head) is not None and "." not in text[-_MAX_SUFFIX:]

@@ -9,14 +9,15 @@ from mindie_mm.inputs.checks import require_unicode
 from mindie_mm.inputs.items import Item, Media, Text
 
 # Possessive, so that a long run without its end is given up at once.
-_IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,[A-Za-z0-9+/=]++)">')
+_IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,\s*+[A-Za-z0-9+/=][A-Za-z0-9+/=\s]*+)">', re.ASCII)
 
 
 def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
-    """The items of a prompt in text-generation-webui's form: `<img src="data:image/jpeg;base64,...">` is a picture.
+    """Return the items of a prompt in text-generation-webui's form.
 
-    Exactly so; whatever differs from it in one character is text. What stands behind `base64,` is not decoded here.
-    LimitExceeded at the first one above `max_images`.
+    `<img src="data:image/jpeg;base64,...">` is a picture, exactly so but for white space in the base64. Whatever
+    differs otherwise is text. The base64 is not decoded here.
+    Raises LimitExceeded at the first picture above `max_images`.
     """
     items: list[Item] = []
     stop = 0

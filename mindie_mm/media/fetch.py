@@ -2,30 +2,28 @@
 
 A name is resolved once per connection; every address that it resolves to must be public, and the socket is opened
 only to such an address, so that a name which changes between check and connection gains nothing. Each redirect is
-judged as the first URL was. yarl is the one URL parser throughout: what is checked is what is connected to.
+judged as the first URL was (`fetch_url.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
 import socket
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from yarl import URL
 
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.fetch_body import codings_of, decode_body
 from mindie_mm.media.fetch_connector import MAX_INTERIM, Connector, TooManyInterim
+from mindie_mm.media.fetch_url import checked_url, redirected_url
 from mindie_mm.media.threads import Threads
+from mindie_mm.tasks import in_thread
 
-MAX_URL_LENGTH = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
-_DOMAIN = re.compile(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9_-]*[a-z0-9])?)*", re.IGNORECASE)
 
 # Networks that Python's is_global calls global though they lead (or may lead) to an IPv4 address of any kind, or to the
 # cloud that a machine runs in.
@@ -72,15 +70,15 @@ async def fetch(
     spend: Callable[[int], None] | None = None,
     request: str | None = None,
 ) -> bytes:
-    """The body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
+    """Fetch the body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
 
     Connecting may take `connect_timeout_s` and silence of the server `read_timeout_s` of them.
     `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. `allow_private` lets
-    through addresses that are not public. `spend` is told of each piece's bytes as it comes; what it raises ends the
-    fetch. `request` names whose fetch it is: the lookups of one leave the others their turns. Raises MediaError, and
-    LimitExceeded for a body that is too long.
+    through addresses that are not public. `spend` is told of each piece's bytes as it comes, and of what decoding adds;
+    what it raises ends the fetch. `request` names whose fetch it is: the lookups of one leave the others their turns.
+    Raises MediaError, and LimitExceeded for a body that is too long, as it is sent or decoded.
     """
-    target = _checked(url, allowed_domains)
+    target = checked_url(url, allowed_domains)
     connector = Connector(
         resolver=_Resolver(allow_private, request), socket_factory=_socket_factory(allow_private), force_close=True
     )
@@ -100,7 +98,8 @@ async def fetch(
                 async with session.get(target, allow_redirects=False) as response:
                     if response.status not in _REDIRECTS:
                         return await _body(response, max_bytes, spend)
-                    target = _checked(_location(response, target), allowed_domains)
+                    location = response.headers.get("Location", "")
+                    target = checked_url(redirected_url(location, target), allowed_domains)
             raise MediaError(f"{target.host} redirects more than {max_redirects} times")
     except aiohttp.ConnectionTimeoutError as error:
         raise MediaError(f"{target.host} took no connection within the limit of {connect_timeout_s:g} s") from error
@@ -114,63 +113,11 @@ async def fetch(
         raise MediaError(f"could not fetch from {target.host}: {_reason(error)}") from error
 
 
-def _checked(url: str, allowed_domains: Sequence[str]) -> URL:
-    if len(url) > MAX_URL_LENGTH:
-        raise LimitExceeded(f"a URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
-    if "\\" in url or any(ord(c) <= 32 or ord(c) == 127 for c in url):
-        raise MediaError("a URL with a backslash, white space or a control character")
-    try:
-        target = URL(url)
-        own, port = target.host, target.port  # decoded when they are asked for: xn-- may be no name
-    except ValueError as error:
-        raise MediaError("a URL that cannot be parsed") from error
-    if target.scheme not in ("http", "https"):
-        raise MediaError(f"a URL of scheme {target.scheme!r}, http and https are fetched")
-    if not own or port == 0:
-        raise MediaError("a URL without a host or with port 0")
-    if target.user is not None or target.password is not None:
-        raise MediaError("a URL with a user name or password")
-    host = (target.raw_host or "").rstrip(".").lower()
-    allowed = map(encoded_domain, allowed_domains)
-    if allowed_domains and not any(host == domain or host.endswith(f".{domain}") for domain in allowed):
-        raise MediaError(f"{own} is none of the allowed media domains")
-    return target.with_fragment(None)
-
-
-@lru_cache
-def encoded_domain(domain: str) -> str:
-    """A domain's name as DNS has it, without a dot behind it: xn--bcher-kva.de of bücher.de, Bücher.de and itself.
-
-    InputError for what no URL's host can be, or be below.
-    """
-    try:
-        host = URL.build(scheme="http", host=domain.rstrip(".")).raw_host or ""
-    except ValueError:
-        host = ""
-    if not _DOMAIN.fullmatch(host) and ":" not in host:
-        raise InputError(
-            f"allowed_media_domains holds {domain!r}, it must be a host's name such as example.org, with no scheme, "
-            "port or *: those below it are allowed with it"
-        )
-    return host.lower()
-
-
-def _location(response: aiohttp.ClientResponse, base: URL) -> str:
-    location = response.headers.get("Location", "")
-    if not location or len(location) > MAX_URL_LENGTH:
-        raise MediaError(f"{base.host} redirects without a usable location")
-    try:
-        return str(base.join(URL(location)))
-    except ValueError as error:
-        raise MediaError(f"{base.host} redirects to a URL that cannot be parsed") from error
-
-
 async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callable[[int], None] | None) -> bytes:
     host = response.url.host
     if response.status != 200:
         raise MediaError(f"{host} answered with status {response.status}")
-    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise MediaError(f"{host} answered with a content encoding that was not asked for")
+    codings = codings_of(response.headers.getall("Content-Encoding", ()), host)
     if (length := response.content_length) is not None and length > max_bytes:
         raise LimitExceeded(f"{host} announces {length} bytes, the limit for one item is {max_bytes}")
     body = bytearray()
@@ -180,7 +127,12 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
             raise LimitExceeded(f"{host} sends more than {max_bytes} bytes, the limit for one item")
         if spend is not None:
             spend(len(chunk))
-    return bytes(body)
+    if not codings:
+        return bytes(body)
+    decoded = await in_thread(lambda: decode_body(bytes(body), codings, max_bytes, host))
+    if spend is not None:
+        spend(max(0, len(decoded) - len(body)))
+    return decoded
 
 
 LOOKUPS = Threads("lookup")

@@ -20,7 +20,7 @@ from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.media.audio import Samples
 from mindie_mm.media.image import Data, Frames, Pixels, pil_to_rgb
-from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.media.urls import base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.tasks import beside
 
 FETCH_TIMEOUT_S = 30.0
@@ -115,9 +115,7 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
 def _read_text(source: str) -> bytes:
     scheme = _scheme(source)
     if scheme == "data":
-        start = base64_start(source)
-        _check_size(base64_size(source, start))
-        return _capped(decode_base64(source, start))
+        return _capped(decode_base64(source, base64_start(source)))
     if scheme in {"http", "https"}:
         return _fetch(source)
     if scheme == "file":

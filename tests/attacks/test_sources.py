@@ -163,8 +163,9 @@ DATA = [
     ("data:image/png;base64," + B64[:-1], "base64"),
     ("data:image/png;base64," + B64 + "=", "base64"),
     ("data:image/png;base64," + B64 + "====", "base64"),
-    ("data:image/png;base64, " + B64, "base64"),
-    ("data:image/png;base64," + B64[:40] + "\n" + B64[40:], "base64"),
+    ("data:image/png;base64," + " " * 5_000_000, "is empty"),
+    ("data:image/png;base64,\u00a0" + B64, "base64"),
+    ("data:image/png;base64," + B64[:40] + "\x1c" + B64[40:], "base64"),
     ("data:image/png;base64," + B64[:40] + "%0A" + B64[40:], "base64"),
     ("data:image/png;base64," + B64[:40] + "\0" + B64[40:], "base64"),
     ("data:image/png;base64," + B64[:40] + "!" + B64[41:], "base64"),
@@ -226,7 +227,9 @@ def test_sound_in_openais_form_comes_by_the_same_fence(attacked: Attacked, data:
     assert "media item 0 (audio)" in attacked.refused({"messages": [{"role": "user", "content": [part]}]}, said)
 
 
-@pytest.mark.parametrize("url", ["{media}/star.png", "file://{media}/star.png", "data:text/plain;base64," + B64, B64])
+@pytest.mark.parametrize(
+    "url", ["{media}/star.png", "file://{media}/star.png", "data:text/plain;base64," + B64, B64, B64 + "\n"]
+)
 def test_what_may_be_read(attacked: Attacked, url: str) -> None:
     answer = attacked.http.post(CHAT, json=asking("image", url.replace("{media}", str(attacked.media))))
     assert answer.status_code == 200, answer.text

@@ -1,8 +1,11 @@
 """Fetching media: what is fetched, and everything that is refused. Loopback servers only."""
 
 import asyncio
+import gzip
 import re
+import zlib
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
@@ -10,7 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
-from mindie_mm.media.fetch import _checked, encoded_domain, fetch, is_public
+from mindie_mm.media.fetch import fetch, is_public
+from mindie_mm.media.fetch_body import MAX_CODINGS, MAX_MEMBERS
+from mindie_mm.media.fetch_url import checked_url, encoded_domain
 
 BODY = bytes(range(256)) * 40
 
@@ -44,8 +49,85 @@ async def _stalling(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _compressed(request: web.Request) -> web.Response:
-    return web.Response(body=b"x", headers={"Content-Encoding": "gzip"})
+def raw_deflate(data: bytes) -> bytes:
+    """Deflate without zlib's frame, as some servers send it."""
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return compressor.compress(data) + compressor.flush()
+
+
+ENCODED = {
+    "gzip": (["gzip"], gzip.compress(BODY)),
+    "gzip in capitals": (["GZip"], gzip.compress(BODY)),
+    "gzip of two members": (["gzip"], gzip.compress(BODY[:99]) + gzip.compress(BODY[99:])),
+    "x-gzip": (["x-gzip"], gzip.compress(BODY)),
+    "deflate": (["deflate"], zlib.compress(BODY)),
+    "bare deflate": (["deflate"], raw_deflate(BODY)),
+    "deflate, gzip": (["deflate, gzip"], gzip.compress(zlib.compress(BODY))),
+    "two headers": (["deflate", "gzip"], gzip.compress(zlib.compress(BODY))),
+    "gzip twice": (["gzip,gzip"], gzip.compress(gzip.compress(BODY))),
+    "gzip of a chunked upload": (["gzip,aws-chunked"], gzip.compress(BODY)),
+    "gzip of nothing else": (["utf-8, gzip, identity"], gzip.compress(BODY)),
+    **{
+        f"only {name!r}": ([name], BODY)
+        for name in ("identity", "aws-chunked", "utf-8", "", ",", "binary", "UTF-8, ,none")
+    },
+    "no gzip": (["gzip"], BODY),
+    "no deflate": (["deflate"], BODY),
+    "gzip cut off": (["gzip"], gzip.compress(BODY)[:-9]),
+    "deflate cut off": (["deflate"], zlib.compress(BODY)[:-9]),
+    "br": (["br"], BODY),
+    "gzip, zstd": (["gzip, zstd"], BODY),
+    "too often": (["gzip"] * (MAX_CODINGS + 1), BODY),
+    "a bomb of gzip": (["gzip"], gzip.compress(bytes(1 << 20) + b"x")),
+    "a bomb of deflate": (["deflate"], zlib.compress(bytes(1 << 24))),
+    "a bomb in a bomb": (["gzip, gzip"], gzip.compress(gzip.compress(bytes(1 << 26)))),
+    "a bomb that unpacks to little": (["gzip, deflate"], zlib.compress(gzip.compress(b"x", 0) + bytes(1 << 24))),
+    "a gzip of empty members": (["gzip"], gzip.compress(b"") * (MAX_MEMBERS + 1)),
+}
+"""Bodies by name, with the Content-Encoding headers that they are sent with."""
+
+
+async def _encoded(request: web.Request) -> web.Response:
+    headers, body = ENCODED[request.query["name"]]
+    response = web.Response(body=body)
+    for header in headers:
+        response.headers.add("Content-Encoding", header)
+    return response
+
+
+async def _missing(request: web.Request) -> web.Response:
+    return web.Response(status=404)
+
+
+async def _echo(request: web.Request) -> web.Response:
+    """What stands between the method and the version of the request's first line."""
+    return web.Response(body=request.raw_path.encode())
+
+
+async def _redirect_raw(request: web.Request) -> web.StreamResponse:
+    """Sends Location byte for byte, which aiohttp's own server would not."""
+    assert request.transport is not None
+    location = LOCATIONS[int(request.query["number"])][0]
+    request.transport.write(
+        b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: " + location + b"\r\nConnection: close\r\n\r\n"
+    )
+    request.transport.close()
+    return web.Response()
+
+
+LOCATIONS = [
+    (b"/echo/p%40q%28x%29.png?sig=a%2Fb", "/echo/p%40q%28x%29.png?sig=a%2Fb"),
+    (b"/echo/a//b/../c;d?", "/echo/a//b/../c;d?"),
+    (b"echo/d%2Fe?sig=%2B+%20", "/from/echo/d%2Fe?sig=%2B+%20"),
+    (b"../echo/d%2fe", "/echo/d%2fe"),
+    (b"/echo/a b\tc", "/echo/a%20b%09c"),
+    ("/echo/ä?ü".encode(), "/echo/%C3%A4?%C3%BC"),
+    ("/echo/ä?ü".encode("latin-1"), "/echo/%E4?%FC"),
+    (b"/echo/a#b", "/echo/a"),
+    (b"//HOST/echo/%7E~", "/echo/%7E~"),
+    (b"http://HOST/echo/%7E~?a=b%3D", "/echo/%7E~?a=b%3D"),
+]
+"""Locations, HOST in them the server, and what is requested then."""
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -56,8 +138,13 @@ async def server() -> AsyncIterator[str]:
     app.router.add_get("/to", _redirect_to)
     app.router.add_get("/endless", _endless)
     app.router.add_get("/stalling", _stalling)
-    app.router.add_get("/compressed", _compressed)
+    app.router.add_get("/encoded", _encoded)
+    app.router.add_get("/missing", _missing)
+    app.router.add_get("/from/away", _redirect_raw)
+    app.router.add_get(r"/{path:[\s\S]*}", _echo)
     async with TestServer(app, host="127.0.0.1") as running:
+        host = f"127.0.0.1:{running.port}".encode()
+        LOCATIONS[:] = [(location.replace(b"HOST", host), requested) for location, requested in LOCATIONS]
         yield f"http://127.0.0.1:{running.port}"
 
 
@@ -114,11 +201,80 @@ async def test_ends_in_time(server: str) -> None:
         await get(f"{server}/stalling", timeout_s=0.2)
 
 
-async def test_refuses_other_statuses_and_encodings(server: str) -> None:
+async def test_refuses_other_statuses(server: str) -> None:
     with pytest.raises(MediaError, match="status 404"):
-        await get(f"{server}/nothing")
-    with pytest.raises(MediaError, match="content encoding"):
-        await get(f"{server}/compressed")
+        await get(f"{server}/missing")
+
+
+@pytest.mark.parametrize(
+    ("given", "requested"),
+    [
+        ("/p%40q%28x%29.png?sig=a%2Fb", "/p%40q%28x%29.png?sig=a%2Fb"),
+        (
+            "/%7e%7E~%41A?X-Amz-Credential=AK%2F20%2fs3&k=%2B+%20&k",
+            "/%7e%7E~%41A?X-Amz-Credential=AK%2F20%2fs3&k=%2B+%20&k",
+        ),
+        ("/a/./b/../c//d;e=f/", "/a/./b/../c//d;e=f/"),
+        ("/a?", "/a?"),
+        ("/a??b?c=/d", "/a??b?c=/d"),
+        ("?a=b", "/?a=b"),
+        ("", "/"),
+        ("/100%/%zz%", "/100%/%zz%"),
+        ("/[a]{b}|c^`\"'<d>?[e]={f}|\"'<g>", "/[a]{b}|c^`\"'<d>?[e]={f}|\"'<g>"),
+        ("/ä%C3%A4?ü=%e4", "/%C3%A4%C3%A4?%C3%BC=%e4"),
+        ("/a%0d%0aX:%20y?b%0d%0a", "/a%0d%0aX:%20y?b%0d%0a"),
+        ("/a?b#c?d", "/a?b"),
+        ("/a@b:c", "/a@b:c"),
+    ],
+)
+async def test_a_url_is_requested_byte_for_byte(server: str, given: str, requested: str) -> None:
+    assert (await get(server + given)).decode() == requested
+
+
+@pytest.mark.parametrize("number", range(len(LOCATIONS)))
+async def test_a_location_is_requested_byte_for_byte(server: str, number: int) -> None:
+    assert (await get(f"{server}/from/away?number={number}")).decode() == LOCATIONS[number][1]
+
+
+@pytest.mark.parametrize("name", [*ENCODED][: [*ENCODED].index("no gzip")])
+async def test_decodes_what_content_encoding_names(server: str, name: str) -> None:
+    spent: list[int] = []
+    assert await get(f"{server}/encoded?name={quote(name)}", spend=spent.append) == BODY
+    assert sum(spent) >= len(BODY)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no gzip", "no gzip, or broken"),
+        ("no deflate", "no deflate, or broken"),
+        ("gzip cut off", "no gzip, or broken or cut off"),
+        ("deflate cut off", "no deflate, or broken or cut off"),
+        ("br", "content encoding br, which was not asked for; gzip and deflate are decoded"),
+        ("gzip, zstd", "content encoding zstd"),
+        ("too often", "4 content encodings, the limit is 3"),
+        ("a bomb of gzip", "gzip of more than 1048576 bytes, the limit for one item"),
+        ("a bomb of deflate", "deflate of more than 1048576 bytes, the limit for one item"),
+        ("a bomb in a bomb", "gzip of more than 1048576 bytes, the limit for one item"),
+        ("a bomb that unpacks to little", "deflate of more than 1048576 bytes, the limit for one item"),
+        ("a gzip of empty members", f"gzip body of {MAX_MEMBERS + 1} members, the limit is {MAX_MEMBERS}"),
+    ],
+)
+async def test_refuses_content_encodings(server: str, name: str, said: str) -> None:
+    with pytest.raises((MediaError, LimitExceeded), match=said):
+        await get(f"{server}/encoded?name={quote(name)}")
+
+
+async def test_what_decoding_adds_is_spent(server: str) -> None:
+    def spend(num_bytes: int) -> None:
+        spent.append(num_bytes)
+        if sum(spent) > len(BODY) - 1:
+            raise LimitExceeded("the request's media take too much")
+
+    spent: list[int] = []
+    with pytest.raises(LimitExceeded, match="take too much"):
+        await get(f"{server}/encoded?name=gzip", spend=spend)
+    assert sum(spent) == len(BODY)
 
 
 async def test_refuses_a_dead_port() -> None:
@@ -139,9 +295,9 @@ async def test_the_domain_list_takes_no_suffix_of_a_name(server: str) -> None:
 @pytest.mark.parametrize("domain", ["bücher.example", "Bücher.example", "xn--bcher-kva.example", "bücher.example."])
 @pytest.mark.parametrize("host", ["bücher.example", "XN--BCHER-KVA.example.", "a.bücher.example"])
 def test_the_domain_list_takes_a_name_in_either_spelling(domain: str, host: str) -> None:
-    assert _checked(f"http://{host}/a", [domain]).path == "/a"
+    assert checked_url(f"http://{host}/a", [domain]).raw_path == "/a"
     with pytest.raises(MediaError, match="none of the allowed"):
-        _checked("http://a-bücher.example/a", [domain])
+        checked_url("http://a-bücher.example/a", [domain])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,33 @@ def test_every_way_to_name_the_same_bytes(tmp_path):
         assert read_source(Media("image", source)) == DATA
 
 
+def in_lines(text: str, width: int, end: str) -> str:
+    return "".join(text[at : at + width] + end for at in range(0, len(text), width))
+
+
+@pytest.mark.parametrize(
+    "spaced",
+    [
+        BASE64 + "\n",
+        in_lines(BASE64, 76, "\n"),
+        in_lines(BASE64, 64, "\r\n"),
+        in_lines(BASE64, 3, " \t\f\v"),
+        " \n" + BASE64[:-1] + " " + BASE64[-1],
+        BASE64[:1] + " " * 500 + BASE64[1:],
+    ],
+    ids=["newline behind", "MIME", "PEM", "everywhere", "before and in the padding", "much"],
+)
+@pytest.mark.parametrize("before", ["", "data:image/jpeg;base64,"])
+def test_white_space_in_base64_is_passed_over(before, spaced, monkeypatch):
+    monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", len(DATA))
+    source = before + spaced
+    assert read_source(Media("image", source)) == DATA
+    assert source_path(Media("image", source)) is None
+    monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", len(DATA) - 1)
+    with pytest.raises(LimitExceeded, match=f"has {len(DATA)} bytes; the limit is {len(DATA) - 1}"):
+        read_source(Media("image", source))
+
+
 def test_source_path(tmp_path):
     file = tmp_path / "a b.jpg"
     assert source_path(Media("image", str(file))) == file

@@ -66,6 +66,17 @@ def test_a_picture_stands_at_its_place(client: openai.OpenAI, http: httpx2.Clien
     assert answer.usage.prompt_tokens == len(ids_of(http, prompt=prompt))
 
 
+@pytest.mark.parametrize(
+    "change", [lambda found: found.replace("base64,", "base64, "), lambda found: f'{found[:-2]}\n">']
+)
+def test_white_space_in_base64_is_passed_over(http: httpx2.Client, red: str, change: Any) -> None:
+    assert ids_of(http, prompt=f"{change(red)}{WHAT}") == ids_of(http, prompt=f"{red}{WHAT}")
+    lines = re.sub("(.{76})", r"\1\r\n", source(red).partition("base64,")[2])
+    in_lines = red.replace(lines.replace("\r\n", ""), lines)
+    assert "\r\n" in in_lines
+    assert ids_of(http, prompt=f"{in_lines}{WHAT}") == ids_of(http, prompt=f"{red}{WHAT}")
+
+
 def test_the_pixels_count(client: openai.OpenAI, http: httpx2.Client, red: str, blue: str) -> None:
     texts = [f"{one}{WHAT}" for one in (red, blue)]
     answer = client.completions.create(model="tiny", prompt=texts, temperature=0, max_tokens=1, logprobs=3)
@@ -97,13 +108,15 @@ def test_prompts_in_a_list_streamed_and_echoed(client: openai.OpenAI, red: str, 
         lambda found: found.replace('src="', "src='").replace('">', "'>"),
         lambda found: found.replace("image/jpeg", "image/png"),
         lambda found: found.replace("image/jpeg", "image/jpg"),
-        lambda found: found.replace("base64,", "base64, "),
+        lambda found: found.replace("base64,", "base64 ,"),
+        lambda found: found.replace("base64,", "base64,\u00a0"),
         lambda found: found.replace('">', '" >'),
         lambda found: found.replace('">', '"/>'),
         lambda found: found[:-2],
         lambda found: found.replace("base64,/9j", "base64,-_-"),
-        lambda found: f"{found[:60]}\n{found[60:]}",
+        lambda found: f"{found[:20]}\n{found[20:]}",
         lambda found: '<img src="data:image/jpeg;base64,">' if found else "",
+        lambda found: '<img src="data:image/jpeg;base64,\n \n">' if found else "",
         lambda found: '<img src="http://127.0.0.1/x.jpg">' if found else "",
         lambda found: '<img src="file:///etc/passwd">' if found else "",
     ],
