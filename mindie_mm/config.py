@@ -25,6 +25,9 @@ MAX_IMAGE_PIXELS = 178_956_970
 MAX_SOURCE_BYTES = 512 * MiB
 """Most bytes of one encoded medium."""
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
+_Byte = Annotated[int, Meta(ge=0, le=255)]
+Colour = tuple[_Byte, _Byte, _Byte]
+"""Red, green and blue."""
 TowerParallel = Literal["replicate", "items"]
 
 
@@ -99,9 +102,9 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaCaps:
-    """Limits on media items.
+    """How media items are decoded, and how large they may be.
 
-    They are checked from an item's header before decoding, and while it is decoded.
+    Limits are checked from an item's header before decoding, and while it is decoded.
     """
 
     max_image_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = MAX_IMAGE_PIXELS
@@ -125,6 +128,8 @@ class MediaCaps:
     max_decode_bytes: CountOrNone = 4 * GiB
     """Maximum memory in bytes that a tokenizer process may allocate for decoding, beyond its size at the start. A
     request that needs more fails alone. 0 removes the limit."""
+    rgba_background_color: Colour = (255, 255, 255)
+    """Background of transparent images: red, green and blue, from 0 to 255 each."""
 
     def __post_init__(self) -> None:
         require(self)

@@ -16,6 +16,7 @@ Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
 """Where 0 means something: no limit, no cache, none allowed."""
 Seconds = Annotated[float, Meta(gt=0)]
+_SHOWN = (str, int, float, list, tuple)
 _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -30,7 +31,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
     try:
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
-        said = f"of type {type(value).__name__}" if secret or not isinstance(value, str | int | float) else repr(value)
+        said = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
         raise InputError(f"{name} is {said}, it must be {_wanted(hint)}") from error
 
 
@@ -65,6 +66,8 @@ def _wanted(hint: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
+    if origin is tuple and parts[-1] is not Ellipsis:
+        return f"a list of {len(parts)}, each {_wanted(parts[0])}"
     if origin is tuple:
         return f"a list, each {_wanted(parts[0])}"
     if origin is Annotated:

@@ -107,7 +107,7 @@ def _parse(name: str, text: str, hint: Any) -> Any:
         return converted(name, text, hint, strict=False)
     if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
         raise InputError(f"{name} is {text!r}, which holds no value: leave it out, or give one")
-    return parts
+    return converted(name, parts, hint, strict=False, secret=name in map(variable, SECRETS))
 
 
 def misspelt_variables() -> list[str]:

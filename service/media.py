@@ -22,7 +22,7 @@ from mindie_mm.errors import LimitExceeded, MediaError, naming
 from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch import fetch
 from mindie_mm.media.threads import Threads
-from mindie_mm.media.urls import base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.tasks import gather, in_thread
 from service.formats import HEAD_BYTES, extension, is_base64_media
 from service.spending import NO_FILES, ItemSpending, Spending
@@ -161,7 +161,8 @@ class MediaPolicy:
             if scheme not in ("", "data"):
                 raise MediaError(f"a URL of scheme {scheme[:16]!r}; http, https, data and file are read")
             start = base64_start(source) if scheme else 0
-            return await in_thread(lambda: _decode(source, start, stem, request.spend))
+            request.spend(base64_size(source, start))
+            return await in_thread(lambda: _write(decode_base64(source, start), stem))
 
     async def _fetch(self, url: str, request: _Request) -> bytes:
         async with self._fetching:
@@ -218,13 +219,6 @@ def _require_unicode(source: str) -> None:
             source.encode()
     except UnicodeEncodeError as error:
         raise MediaError(f"the source holds a lone surrogate at character {error.start}") from None
-
-
-def _decode(source: str, start: int, stem: Path, spend: Callable[[int], None]) -> Path:
-    """Write the base64 of `source` from `start` on as a file, once its bytes are spent."""
-    data = decode_base64(source, start)  # a body's limit bounds it, and how much white space it has is not known before
-    spend(len(data))
-    return _write(data, stem)
 
 
 def _write(data: bytes, stem: Path) -> Path:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.cli.serve import command
 from mindie_mm.errors import InputError
 from mindie_mm.sources import CLASSES, PARTS, Configuration, configuration
 
@@ -50,18 +51,37 @@ max_video_seconds = 1.5
 truncate = true
 api_key = ["one", "two"]
 allowed_media_domains = []
+rgba_background_color = [0, 128, 255]
 """
     )
     found = configuration({}, file)
     worker, service = found.worker, found.service
     assert (worker.model, worker.family, worker.truncate) == (Path("/models/a"), "f", True)
     assert (worker.engine.max_num_seqs, worker.engine.memory_share, worker.media.max_video_seconds) == (3, 1.0, 1.5)
+    assert worker.media.rgba_background_color == (0, 128, 255)
     assert (service.api_key, service.allowed_media_domains) == (("one", "two"), ())
+
+
+def test_a_colour_in_the_environment_and_in_a_flag(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", "0, 128,255")
+    assert configuration({}).worker.media.rgba_background_color == (0, 128, 255)
+    found = configuration({"rgba_background_color": (1, 2, 3)})
+    assert found.worker.media.rgba_background_color == (1, 2, 3)
+    assert origins(found)["rgba_background_color"] == "--rgba-background-color"
+    parsed = command.make_context("serve", ["--rgba-background-color", "1", "2", "3"]).params
+    assert parsed["rgba_background_color"] == (1, 2, 3)
+    for text in ("white", "0,0", "0,0,256", "#ffffff"):
+        monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", text)
+        said = "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*, it must be a list of 3, each an integer from 0 to 255"
+        with pytest.raises(InputError, match=said):
+            configuration({})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("rgba_background_color = [0, 0]", r"is \[0, 0\], it must be a list of 3, each an integer from 0 to 255"),
+        ("rgba_background_color = 'white'", "is 'white', it must be a list of 3"),
         ("prot = 1", "there is no setting 'prot'; 'port' is one"),
         ("max-images = 1", "there is no setting 'max-images'; 'max_images' is one"),
         ("xyzzy = 1", "there is no setting 'xyzzy'$"),

@@ -74,7 +74,7 @@ def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callabl
         text += f"  [default: {default}]"
     if hint is bool:
         return click.option(f"--{name}/--no-{name}", help=text, **named)
-    many = get_origin(hint) is tuple
+    many = get_origin(hint) is tuple and get_args(hint)[-1] is Ellipsis
     return click.option(f"--{name}", type=_parameter(hint), multiple=many, help=text, **named)
 
 
@@ -85,6 +85,8 @@ def _shown(field: dataclasses.Field[Any]) -> str:
         return ""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
     if field.name.endswith("_bytes") and isinstance(value, int):
         unit, size = ("GiB", GiB) if value % GiB == 0 else ("MiB", MiB)
         return f"{value}, {value // size} {unit}"
@@ -92,10 +94,16 @@ def _shown(field: dataclasses.Field[Any]) -> str:
 
 
 def _parameter(hint: Any) -> Any:
-    """Return the click type of a field; of a tuple the type of its elements, of an optional field that of its value."""
+    """Return the click type of a field.
+
+    A tuple of any length has the type of its elements, a tuple of a fixed length all their types, and an optional
+    field the type of its value.
+    """
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
-    kind, *_ = get_args(hint) or (hint,)
+    kind, *further = get_args(hint) or (hint,)
+    if get_origin(hint) is tuple and further != [Ellipsis]:
+        return click.Tuple([_parameter(part) for part in (kind, *further)])
     return PATH if kind is Path else kind
 
 

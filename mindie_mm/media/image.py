@@ -15,10 +15,17 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
-from mindie_mm.config import MAX_IMAGE_PIXELS
+from mindie_mm.config import MAX_IMAGE_PIXELS, Colour
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import caps, work
-from mindie_mm.media.segments import JPEG_START, MAX_SCANS, check_parts, check_scans, jpeg_head
+from mindie_mm.media.colours import (
+    mend_transparency,
+    orientation_of,
+    pil_to_rgb,
+    significant_bits_of,
+    states_orientation_in_tiff,
+)
+from mindie_mm.media.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 
 # Each strip of a TIFF may be a JPEG; libtiff, which asks when it decodes one, would let 100 scans pass.
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
@@ -37,19 +44,6 @@ Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Filters by the number under which Pillow, and so a preprocessor's configuration, knows them."""
 
-_ORIENTATION_TAG = 0x0112
-_TURNS: Mapping[Any, Image.Transpose] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""What makes an image of that orientation upright; a file may hold any value."""
-_SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
@@ -59,6 +53,10 @@ class EncodedImage:
     """Pixels, upright: after the EXIF orientation."""
     width: int
     file: Image.Image
+    background: Colour
+    """What transparent pixels show."""
+    significant_bits: int | None = None
+    """Of grey samples of 16 bits, where the file says so."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedImage:
@@ -71,7 +69,8 @@ class EncodedImage:
             work().add_picture(width * height)  # before the orientation is asked for, which may decode
             if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
                 check_scans(data, width, height, up_to_end=True)
-            orientation = file.getexif().get(_ORIENTATION_TAG, 1) if _has_exif(file, data) else 1
+            mend_transparency(file)
+            orientation = orientation_of(file) if _has_exif(file, data) else 1
         except Image.DecompressionBombError:
             raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
         except (LimitExceeded, MemoryError):
@@ -79,14 +78,15 @@ class EncodedImage:
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
             raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
         # Where a TIFF's own tag says it, Pillow gives the upright size; not where its XMP does.
-        if orientation in {5, 6, 7, 8} and _ORIENTATION_TAG not in getattr(file, "tag_v2", ()):
+        if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
             width, height = height, width
-        return cls(height, width, file)
+        significant_bits = significant_bits_of(data) if data.startswith(PNG_START) else None
+        return cls(height, width, file, caps().rgba_background_color, significant_bits)
 
     def decode(self) -> Pixels:
         """uint8 [height, width, 3], RGB; to be asked for once. MediaError for a broken or truncated image."""
         try:
-            return np.asarray(pil_to_rgb(self.file))
+            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits))
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - broken data makes decoders raise anything
@@ -150,20 +150,6 @@ def open_image(data: Data) -> PlainJpeg | EncodedImage | DecodedImage:
 def _has_exif(file: Image.Image, data: bytes) -> bool:
     """Whether asking Pillow for the orientation is worth it: of a PNG it would decode every pixel first, to be sure."""
     return file.format != "PNG" or b"eXIf" in data or b"XML:com.adobe.xmp" in data or b"Raw profile type" in data
-
-
-def pil_to_rgb(image: Image.Image) -> Image.Image:
-    """`image` upright and as RGB, as `transformers.image_utils.load_image` does it.
-
-    There are two exceptions. 16-bit grayscale is scaled to 8 bits; Pillow would clip it to white. Of the EXIF only the
-    orientation is asked for; ImageOps.exif_transpose writes the rest anew, and fails where an entry is of a wrong type.
-    """
-    image.load()  # a TIFF is made upright by this, and its orientation forgotten
-    if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
-        image = image.transpose(turn)
-    if image.mode in _SIXTEEN_BIT_MODES:
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")  # which copies, where there is nothing to convert
 
 
 def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:

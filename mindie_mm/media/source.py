@@ -19,7 +19,9 @@ from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.media.audio import Samples
-from mindie_mm.media.image import Data, Frames, Pixels, pil_to_rgb
+from mindie_mm.media.caps import caps
+from mindie_mm.media.colours import pil_to_rgb
+from mindie_mm.media.image import Data, Frames, Pixels
 from mindie_mm.media.urls import base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.tasks import beside
 
@@ -115,7 +117,9 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
 def _read_text(source: str) -> bytes:
     scheme = _scheme(source)
     if scheme == "data":
-        return _capped(decode_base64(source, base64_start(source)))
+        start = base64_start(source)
+        _check_size(base64_size(source, start))
+        return _capped(decode_base64(source, start))
     if scheme in {"http", "https"}:
         return _fetch(source)
     if scheme == "file":
@@ -186,7 +190,7 @@ def _samples(source: Any) -> Samples:
 def _array(source: Any) -> NDArray[Any]:
     """A PIL image decoded, an array or tensor as numpy's. MediaError for what cannot be read."""
     try:
-        return np.asarray(pil_to_rgb(source) if hasattr(source, "getexif") else source)
+        return np.asarray(pil_to_rgb(source, caps().rgba_background_color) if hasattr(source, "getexif") else source)
     except MemoryError:
         raise
     except Exception as error:  # what a caller hands in may raise anything

@@ -19,6 +19,8 @@ MAX_URL_LENGTH = len("file://localhost") + 3 * 4096
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # base64 that goes on without end is not searched for more
 WHITE_SPACE = " \t\n\r\f\v"
 """Characters of ASCII that base64 may have anywhere."""
+_MAX_TAIL = 128
+"""Characters at the end of base64 that hold its padding, with white space."""
 _MAX_DATA_HEAD = 256
 """Characters of a data: URL in front of its data."""
 
@@ -48,6 +50,13 @@ def base64_start(url: str) -> int:
     if not url[: max(0, stop)].lower().endswith(";base64"):
         raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
     return stop + 1
+
+
+def base64_size(text: str, start: int) -> int:
+    """Compute how many bytes the base64 from `start` on holds, if it is valid."""
+    spaces = sum(text.count(space, start) for space in WHITE_SPACE if space in text)
+    padding = min(2, text.count("=", max(start, len(text) - _MAX_TAIL)))
+    return (len(text) - start - spaces) // 4 * 3 - padding
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,8 @@ class Planner:
                 data = read_source(media)
                 plan = processor.plan(media, data, counts)
             self._wire.check(plan, kind)
+        if (background := self._caps.rgba_background_color) != MediaCaps().rgba_background_color:
+            plan = replace(plan, settings=f"{plan.settings}, on {tuple(background)}")
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return PlannedItem(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
 

@@ -53,6 +53,8 @@ def shown(name: str, default: object) -> str:
     """A default as the page has it."""
     if name.endswith("_bytes") and isinstance(default, int):
         return f"{default // GiB} GiB" if default >= GiB else f"{default // MiB} MiB"
+    if isinstance(default, tuple) and default:
+        return " ".join(map(str, default))
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return {None: "none", False: "no", (): "every host"}[default]  # type: ignore[index]
     return f"{default:.0f}"

@@ -1,0 +1,209 @@
+"""Alpha on a background, and grey of more than 8 bits, in every format and mode that has them."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import Media
+from mindie_mm.media.caps import under
+from mindie_mm.media.colours import pil_to_rgb
+from mindie_mm.media.image import open_image
+from mindie_mm.media.source import read_source
+from tests.attacks.pictures import chunk, png
+from tests.media_samples import encoded, photograph
+
+CASES = Path(__file__).parents[1] / "cases/media"
+WHITE, GREEN = (255, 255, 255), (0, 128, 0)
+
+
+def graded() -> Image.Image:
+    """RGBA, whose alpha goes from 0 to 255."""
+    image = photograph("chelsea.png", (90, 60))
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return image
+
+
+def cut_out() -> Image.Image:
+    """RGBA, whose pixels are opaque or black and transparent."""
+    image = Image.new("RGBA", (90, 60))
+    image.paste(
+        photograph("chelsea.png", (90, 60)),
+        mask=Image.radial_gradient("L").resize(image.size).point(lambda v: 255 * (v < 128)),
+    )
+    return image
+
+
+def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
+    """As vLLM's `rgba_to_rgb` and qwen-vl-utils' `to_rgb`."""
+    rgb = Image.new("RGB", rgba.size, background)
+    rgb.paste(rgba, mask=rgba.split()[3])
+    return np.asarray(rgb)
+
+
+def decoded(data: bytes, background: tuple[int, int, int] = WHITE) -> np.ndarray:
+    with under(MediaCaps(rgba_background_color=background)):
+        image = open_image(data)
+    return image.decode()  # what was opened keeps its caps
+
+
+def of_colour(image: Image.Image, mode: str, colour: int | tuple[int, ...]) -> bytes:
+    """A PNG of `mode` that names one transparent colour (tRNS), which its transparent pixels have."""
+    flat = Image.new(mode, image.size, colour)
+    flat.paste(image.convert(mode), mask=image.getchannel("A"))
+    return encoded(flat, "PNG", transparency=colour)
+
+
+PALETTE = photograph("chelsea.png", (90, 60)).quantize(64)
+FILES = {
+    "PNG of RGBA": encoded(graded(), "PNG"),
+    "PNG of LA": encoded(graded().convert("LA"), "PNG"),
+    "PNG of a palette": encoded(PALETTE, "PNG", transparency=bytes(range(0, 256, 4))),
+    "PNG of a palette with one transparent": encoded(PALETTE, "PNG", transparency=7),
+    "PNG of a transparent grey": of_colour(cut_out(), "L", 3),
+    "PNG of a transparent colour": of_colour(cut_out(), "RGB", (1, 2, 3)),
+    "PNG of a transparent bit": of_colour(cut_out(), "1", 0),
+    "APNG": encoded(graded(), "PNG", save_all=True, append_images=[graded().rotate(180)]),
+    "WebP": encoded(graded(), "WEBP", lossless=True),
+    "animated WebP": encoded(graded(), "WEBP", lossless=True, save_all=True, append_images=[graded().rotate(180)]),
+    "GIF": encoded(cut_out(), "GIF"),
+    "animated GIF": encoded(cut_out(), "GIF", save_all=True, append_images=[cut_out().rotate(180)]),
+    "TIFF": encoded(graded(), "TIFF"),
+    "TIFF of LA": encoded(graded().convert("LA"), "TIFF"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("background", [WHITE, GREEN])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_transparent_shows_the_background(name, background):
+    rgba = Image.open(io.BytesIO(FILES[name])).convert("RGBA")
+    assert rgba.getextrema()[3][0] < 16
+    assert np.array_equal(decoded(FILES[name], background), composed(rgba, background))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La", "PA", "P"])
+def test_pictures_handed_in_are_on_the_background(mode):
+    rgba = cut_out() if mode in ("PA", "P") else graded()
+    image = rgba.convert("LA").convert("La") if mode == "La" else rgba.convert(mode)
+    if mode == "P":
+        image.info["transparency"] = image.getpixel((0, 0))
+    with under(MediaCaps(rgba_background_color=GREEN)):
+        found = read_source(Media("image", image))
+    assert np.array_equal(found, composed((image.convert("LA") if mode == "La" else image).convert("RGBA"), GREEN))
+
+
+def test_black_on_nothing_is_black_on_white():
+    found = decoded((CASES / "black_on_transparent.png").read_bytes())
+    assert {*map(tuple, found.reshape(-1, 3))} == {(0, 0, 0), WHITE}
+
+
+@pytest.mark.parametrize(("depth", "level"), [(1, 1), (2, 2), (4, 9), (8, 200), (16, 40_000)])
+def test_the_transparent_grey_of_a_png_is_in_its_own_depth(depth, level):
+    rows = b"".join(b"\0" + (level if x else 0).to_bytes(2)[2 - max(1, depth // 8) :] for x in (1, 0))
+    if depth < 8:
+        rows = b"".join(b"\0" + bytes([value << (8 - depth)]) for value in (level, 0))
+    name = chunk(b"tRNS", struct.pack(">H", level))
+    found = decoded(png(1, 2, name, depth=depth, colours=0, pixels=zlib.compress(rows)), GREEN)
+    assert found.reshape(-1, 3).tolist() == [[*GREEN], [0, 0, 0]]
+
+
+def test_the_transparent_colour_of_a_png_of_16_bits():
+    rows = b"\0" + struct.pack(">6H", 1000, 2000, 3000, 0, 0, 0)
+    name = chunk(b"tRNS", struct.pack(">3H", 1000, 2000, 3000))
+    found = decoded(png(2, 1, name, depth=16, colours=2, pixels=zlib.compress(rows)), GREEN)
+    assert found.reshape(-1, 3).tolist() == [[*GREEN], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("colour", [(0, 0), (0, 0, 256), (0, -1, 0), "white", (0.5, 0, 0), None])
+def test_a_background_is_three_numbers_of_a_byte(colour):
+    said = r"rgba_background_color is .*, it must be a list of 3, each an integer from 0 to 255"
+    with pytest.raises(InputError, match=said):
+        MediaCaps(rgba_background_color=colour)
+
+
+def ramp(most: int, dtype: str = "uint16") -> np.ndarray:
+    return np.linspace(0, most, 256 * 4).astype(dtype).reshape(4, 256)
+
+
+def grey(values: np.ndarray) -> np.ndarray:
+    return np.repeat(values.astype(np.uint8)[..., None], 3, axis=2)
+
+
+def deep_png(values: np.ndarray, significant_bits: int | None = None) -> bytes:
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    stated = [] if significant_bits is None else [chunk(b"sBIT", bytes([significant_bits]))]
+    return png(values.shape[1], len(values), *stated, depth=16, colours=0, pixels=zlib.compress(rows))
+
+
+@pytest.mark.parametrize(
+    ("most", "shift"), [(65535, 8), (40_000, 8), (16_383, 6), (4095, 4), (1023, 2), (255, 0), (100, 0)]
+)
+def test_sixteen_bits_are_scaled_by_the_values_that_occur(most, shift):
+    values = ramp(most)
+    big = values.astype(">u2")
+    for data in (
+        deep_png(values),
+        encoded(Image.fromarray(values), "TIFF"),
+        encoded(Image.frombytes("I;16B", (256, 4), big.tobytes()), "TIFF"),
+        encoded(Image.fromarray(values.astype(np.int32)), "TIFF"),
+    ):
+        assert np.array_equal(decoded(data), grey(values >> shift))
+    for image in (Image.fromarray(values), Image.fromarray(values.astype(np.int32))):
+        assert np.array_equal(read_source(Media("image", image)), grey(values >> shift))
+
+
+@pytest.mark.parametrize(
+    ("bits", "most", "expected"),
+    [
+        (12, 4095, lambda v: v >> 4),
+        (12, 900, lambda v: v >> 4),
+        (12, 65_520, lambda v: v >> 8),
+        (16, 4095, lambda v: v >> 8),
+        (10, 1023, lambda v: v >> 2),
+        (8, 200, lambda v: v),
+        (1, 1, lambda v: v * 255),
+        (4, 15, lambda v: v * 17),
+        (0, 4095, lambda v: v >> 4),
+        (17, 4095, lambda v: v >> 4),
+    ],
+)
+def test_significant_bits_of_a_png_count(bits, most, expected):
+    assert np.array_equal(decoded(deep_png(ramp(most), bits)), grey(expected(ramp(most))))
+
+
+def test_twelve_bits_in_sixteen():
+    data = (CASES / "twelve_bits_in_sixteen.png").read_bytes()
+    values = np.asarray(Image.open(io.BytesIO(data)))
+    assert values.max() == 4095
+    assert np.array_equal(decoded(data), grey(values >> 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            ramp(1, "float32") * 0 + np.linspace(0, 1, 1024, dtype=np.float32).reshape(4, 256),
+            lambda v: np.rint(v * 255),
+        ),
+        (ramp(255, "float32"), lambda v: v),
+        (ramp(1000, "float32"), lambda v: np.rint(v.astype(np.float64) * 0.255)),
+        (ramp(200, "float32") - 100, lambda v: np.rint((v.astype(np.float64) + 100) * 1.275)),
+        (np.full((2, 2), np.float32(3e38)), lambda v: v * 0 + 255),
+        (np.float32([[0, np.nan], [np.inf, 1]]), lambda v: np.array([[0, 0], [0, 255]])),
+        (np.zeros((2, 2), np.float32), lambda v: v),
+        (ramp(2**31 - 1, "float64").astype(np.int32), lambda v: v >> 23),
+        (ramp(4000, "int32") - 1000, lambda v: (v + 1000) >> 4),
+    ],
+    ids=["shares", "bytes", "more", "below 0", "huge", "no numbers", "black", "32 bits", "integers below 0"],
+)
+def test_other_deep_greys(values, expected):
+    right = grey(expected(values))
+    assert np.array_equal(decoded(encoded(Image.fromarray(values), "TIFF")), right)
+    assert np.array_equal(np.asarray(pil_to_rgb(Image.fromarray(values), WHITE)), right)
