@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from mindie_mm.engine.schema_numbers import with_exact_numbers
 from mindie_mm.errors import InputError
 
 # A mask takes 0.4 ms mostly and 3 ms at worst, which is what the fuel bounds. Nothing here bounds compiling.
@@ -76,8 +77,9 @@ class Grammars:
         return Constraint(matcher.deep_copy())
 
     def _matcher(self, schema: str) -> LLMatcher:
+        read = with_exact_numbers(schema)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_STYLE)  # type: ignore[arg-type] # a stub alone
+            grammar = LLMatcher.grammar_from_json_schema(read, defaults=_STYLE)  # type: ignore[arg-type] # a stub alone
         except ValueError as error:
             raise InputError(f"the JSON schema is no JSON: {str(error)[:_MAX_SAID]}") from error
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)

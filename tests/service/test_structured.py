@@ -55,6 +55,7 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI, red_square: str) -> No
         {"type": "string", "pattern": "^[a-c]{3}$"},
         {"anyOf": [{"type": "null"}, {"type": "number", "minimum": 0, "maximum": 9}]},
         {"type": "array", "items": {"$ref": "#/$defs/b"}, "maxItems": 2, "$defs": {"b": {"enum": ["x", 7]}}},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     ],
 )
 def test_drawn_answers_fit_too(client: openai.OpenAI, red_square: str, schema: dict[str, Any]) -> None:
@@ -179,6 +180,7 @@ def test_text_is_no_schema(client: openai.OpenAI, red_square: str) -> None:
         ({"$ref": "#"}, "nothing can begin an answer that fits it"),
         ({"not": {"type": "string"}}, "Unimplemented"),
         ({"enum": ["x" * 40_000]}, "the limit is 32768"),
+        ({"const": 1234567890123456789}, "has 1234567890123456789 in const"),
         ({"type": "string", "minimum": float("inf")}, "JSON"),
     ],
 )

@@ -1,0 +1,175 @@
+"""Numbers of a JSON schema, written so that llguidance, which reads them as float64, lets no other number pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+from mindie_mm.errors import InputError
+
+_EXACT = 2**53
+"""Up to here float64 holds every integer."""
+_INT64_MAX = 2**63 - 1
+_LARGEST = 2**63 - 1024
+"""The largest float64 that is an int64: llguidance computes ranges in int64, and negates them."""
+_MOST = 2**31 - 1
+"""Stands for any larger limit of a length: no answer is as long."""
+_MAX_DIVISOR = 2**32 // 10
+"""llguidance divides in 32 bits, digit by digit."""
+_NINETEEN_DIGITS = 10**18
+_MAX_SHOWN = 40
+_MAX_DIGITS = sys.get_int_max_str_digits()
+
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_ANNOTATIONS = frozenset({"default", "examples", "title", "description", "$comment"})
+_LEAST_LENGTHS = ("minLength", "minItems", "minProperties")
+_MOST_LENGTHS = ("maxLength", "maxItems", "maxProperties")
+
+
+def with_exact_numbers(schema: str) -> str:
+    """Return a schema, as JSON, that llguidance reads as `schema` is meant.
+
+    A bound above 2**53 moves inwards to the next float64, so every answer is within it. A limit of a length that no
+    answer reaches is written smaller.
+
+    Raises:
+        InputError: The schema is no JSON, or has a number that llguidance would read as another one.
+
+    """
+    try:
+        return json.dumps(_rewritten(json.loads(schema, parse_float=_finite, parse_constant=_finite)))
+    except RecursionError as error:
+        raise InputError("the JSON schema nests too deeply") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"the JSON schema is no JSON: {error}") from error
+    except ValueError as error:
+        raise InputError(f"the JSON schema is no JSON: an integer has more than {_MAX_DIGITS} digits") from error
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise InputError(f"the JSON schema is no JSON: it holds {text[:_MAX_SHOWN]}, which is no finite number")
+    return number
+
+
+def _rewritten(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_rewritten(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in ("const", "enum"):
+            _require_exact(value, key)
+        if key in ("const", "enum") or key in _ANNOTATIONS:
+            made[key] = value
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            made[key] = {name: _rewritten(part) for name, part in value.items()}
+        else:
+            made[key] = _rewritten(value)
+    _rewrite_bounds(made)
+    _rewrite_lengths(made)
+    if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
+        raise InputError(f"the JSON schema has multipleOf {_shown(divisor)}, the limit is {_MAX_DIVISOR}")
+    return made
+
+
+def _require_exact(value: Any, keyword: str) -> None:
+    """Raise InputError for a number in `value` that float64, or int64, does not hold."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            _require_exact(part, keyword)
+    elif _is_number(value) and abs(value) > _EXACT and not (abs(value) <= _LARGEST and _is_read_exactly(value)):
+        raise InputError(
+            f"the JSON schema has {_shown(value)} in {keyword}, which cannot be told from its neighbours: "
+            f"numbers there are exact from -{_EXACT} to {_EXACT}. Ask for a string"
+        )
+
+
+def _is_read_exactly(value: float) -> bool:
+    """Whether all that llguidance may make of a number is that number; an integer literal is an integer there, too."""
+    return _as_read(value, integers=isinstance(value, int)) == {value}
+
+
+def _rewrite_bounds(schema: dict[str, Any]) -> None:
+    """Move bounds of numbers inwards, in place, to such as llguidance reads without rounding."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    integers = "integer" in kinds and "number" not in kinds
+    _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
+    _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
+    # Of a range that is open at one end llguidance computes all of the other end's digits.
+    if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
+        schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
+    if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:
+        schema.setdefault("minimum", -_LARGEST)
+
+
+def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: int, integers: bool) -> None:
+    """Move the bound `name`, and its `exclusive` twin, in the direction `inwards`, 1 or -1."""
+    given = [(key, schema[key]) for key in (name, exclusive) if _is_number(schema.get(key))]
+    if all(abs(value) < _EXACT for _, value in given):
+        return
+    nearest = [_innermost(value, inwards, integers, strict=key == exclusive) for key, value in given]
+    for key, _ in given:
+        del schema[key]
+    innermost: Callable[..., int | float] = max if inwards > 0 else min
+    schema[name] = innermost(nearest)
+
+
+def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> int | float:
+    """The first bound from `bound` on that is read exactly; beyond it where it is `strict`."""
+    if abs(bound) < _EXACT:
+        if not strict:
+            return bound
+        return _next_integer(bound, inwards) if integers else math.nextafter(bound, inwards * math.inf)
+    least = Fraction(bound)
+    if strict and integers:
+        least, strict = Fraction(_next_integer(bound, inwards)), False
+    if integers and inwards < 0 and least >= _INT64_MAX:
+        return _INT64_MAX  # read as 2**63, and then as the largest int64
+    if inwards * least > _LARGEST:
+        raise InputError(f"the JSON schema has the bound {_shown(bound)}; the limit is 64 bits")
+    found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
+    while not all(inwards * (read - least) >= strict for read in _as_read(found, integers=integers)):
+        found = math.nextafter(found, inwards * math.inf)
+    return int(found)
+
+
+def _next_integer(bound: float, inwards: int) -> int:
+    return math.floor(bound) + 1 if inwards > 0 else math.ceil(bound) - 1
+
+
+def _as_read(value: float, *, integers: bool) -> set[Fraction]:
+    """What llguidance may make of a number: the float64 itself if integers are asked for, else its fewest digits."""
+    found = float(value)
+    return {Fraction(found)} if integers else {Fraction(found), Fraction(repr(found))}
+
+
+def _rewrite_lengths(schema: dict[str, Any]) -> None:
+    """Write limits of lengths, in place, as integers that llguidance takes: 5.0 is 5."""
+    for name in (*_LEAST_LENGTHS, *_MOST_LENGTHS):
+        value = schema.get(name)
+        if isinstance(value, float) and value.is_integer():
+            schema[name] = value = int(value)
+        if _is_number(value) and value > _MOST:
+            if name in _LEAST_LENGTHS:
+                raise InputError(f"the JSON schema has {name} {_shown(value)}, the limit is {_MOST}")
+            schema[name] = _MOST
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: float) -> str:
+    """A number as errors have it: Python writes out no integer of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)
