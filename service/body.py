@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,23 +22,29 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
-from mindie_mm.inputs import OFF, refused_fields
+from mindie_mm.inputs import OFF, refused_fields, whole
 
 INT32_MAX = 2**31 - 1
 
+WHOLE = BeforeValidator(whole)
+"""Beside the limits of an integer: 16.0, which clients in languages without integers send, is 16."""
+
 # Numbers in the ranges of SamplingParams.check, which the interface's description tells (tests/service/test_openapi.py
 # holds them to be the same): a request that leaves them is refused with the field's name before anything is made of it.
-MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 
 T = TypeVar("T")
 
 Array = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
+
+TokenIds = Array[Annotated[int, WHOLE]]
+"""Token ids, whose range the vocabulary decides."""
 
 
 def must_be(said: str) -> WrapValidator:

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.engine.worker import Answer
 from mindie_mm.errors import InputError
+from service.body import WHOLE
 from service.description import answered, streamed
 from service.incoming import Form, Incoming, IncomingDep
 from service.infer import Details, InferParameters, InputsBody, details
@@ -31,7 +32,7 @@ class GenerateParameters(InferParameters):
     """List the prompt's tokens."""
     return_full_text: bool | None = None
     """Put the text of `inputs` before the answer."""
-    truncate: Annotated[int, Field(ge=1)] | None = None
+    truncate: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Most tokens of the prompt; the oldest text and whole media items are dropped."""
     adapter_id: str | None = None
     """"None", or left out: there are no adapters."""

@@ -22,6 +22,7 @@ from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service.body import (
     INT32_MAX,
+    WHOLE,
     Array,
     Body,
     CacheSalt,
@@ -61,18 +62,18 @@ class InferParameters(Settings):
     }
 
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     top_p: TopP | None = None
     max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
     """None: sampled if temperature, top_k or top_p is given."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63), WHOLE] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
     cache_salt: CacheSalt | None = None
     """As in chat completions."""
     details: bool | None = None
-    timeout: Annotated[int, Field(ge=1, le=3600)] | None = None
+    timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
     """Seconds."""
 
     @property

@@ -15,6 +15,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF, PROMPT_FIELDS, require_tools, template_variables
 from service.body import (
     INT32_MAX,
+    WHOLE,
     Array,
     Body,
     CacheSalt,
@@ -26,6 +27,7 @@ from service.body import (
     RepetitionPenalty,
     Settings,
     Stop,
+    TokenIds,
     TopP,
     must_be,
 )
@@ -33,7 +35,8 @@ from service.message_types import AnyMessage
 
 MAX_CHOICES = 64
 
-_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+_ID = re.compile(r"0|[1-9][0-9]{0,39}")
+"""A token id in digits; `SamplingParams.check` says which are in the vocabulary."""
 
 
 class StreamOptions(Fields):
@@ -142,17 +145,17 @@ _HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"
 class GenerationBody(Body, Settings):
     """What chat and text completions share."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1), WHOLE] | None = None
     """1 or `n`: no more are drawn than are answered."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Of a stream alone."""
     max_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """0, or vLLM's word for it, -1: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -161,9 +164,9 @@ class GenerationBody(Body, Settings):
     logit_bias: Annotated[dict[str, float], Field(fail_fast=True)] | None = None
     """By token id, written as a string."""
     # FastAPI describes limits as floats, and 2**63 - 1 is none.
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[Array[int], AfterValidator(tuple)] | None = None
+    stop_token_ids: Annotated[TokenIds, AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     cache_salt: CacheSalt | None = None
@@ -256,11 +259,11 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Annotated[
-        str | Array[str] | Array[int] | Array[Array[int]],
+        str | Array[str] | TokenIds | Array[TokenIds],
         must_be("a text, a list of texts, token ids or a list of lists of token ids"),
     ]
     """Texts or token ids, one prompt or several."""
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     """0, with `echo`: nothing but the prompt."""
     echo: bool | None = None
     logprobs: Logprobs | None = None
@@ -287,5 +290,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        raise InputError(f"logit_bias names {bad[:40]!r}, it maps token ids, written as digits", param="logit_bias")
+        said = f"logit_bias names {bad[:40]!r}, it maps token ids, written as digits, each below {2**31}"
+        raise InputError(said, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

@@ -13,7 +13,7 @@ from mindie_mm.inputs import require_tools, template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
 from service.admitted import WholeAnswer
-from service.body import Array, Body, CacheSalt, NotServed, Templated
+from service.body import Array, Body, CacheSalt, NotServed, Templated, TokenIds
 from service.description import answered
 from service.incoming import IncomingDep
 from service.line import prompt_of_ids, prompts
@@ -51,7 +51,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: Array[int]
+    tokens: TokenIds
 
 
 class TokenizeAnswer(TypedDict):

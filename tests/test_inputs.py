@@ -237,6 +237,8 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"image": "a", "max_pixels": True}], r"inputs\[0\].max_pixels is True; it must be an integer from 1 to"),
         ([{"image": "a", "max_pixels": "9"}], "max_pixels is '9'; it must be an integer"),
         ([{"image": "a", "max_pixels": 9.5}], "max_pixels is 9.5; it must be an integer"),
+        ([{"image": "a", "max_pixels": 1e300}], "max_pixels is 1e\\+300; it must be an integer"),
+        ([{"image": "a", "max_pixels": 1e18}], "max_pixels is 1000000000000000000; it must be from 1 to"),
         ([{"image": "a", "max_pixels": 0}], "max_pixels is 0; it must be from 1 to 2147483648"),
         ([{"image": "a", "max_pixels": 2**40}], "it must be from 1 to 2147483648"),
         ([{"image": "a", "min_pixels": 9, "max_pixels": 8}], "min_pixels 9 is above max_pixels 8"),

@@ -14,6 +14,7 @@ from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError, os_errors_as
+from mindie_mm.msgspec_errors import in_words
 from mindie_mm.shm.disk_digest import digest_of as blocks_digest
 
 _log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
-            raise CorruptReference(f"{file} is damaged: {error}") from None
+            raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
         if manifest.run.format != FORMAT:
             raise InputError(f"{folder} was written in format {manifest.run.format}; only {FORMAT} is read")
         stops = [0, *(shard.info.stop_row for shard in manifest.shards)]

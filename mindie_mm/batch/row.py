@@ -32,6 +32,7 @@ from mindie_mm.inputs import (
 )
 from mindie_mm.media.endings import ending_of, kind_of
 from mindie_mm.media.source import located
+from mindie_mm.msgspec_errors import in_words
 
 _PROMPTS = ("inputs", "messages")
 _TEXTS = ("text", "prompt")
@@ -272,7 +273,7 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind | None)
     except msgspec.ValidationError as error:
-        raise InputError(f"the row's {key}: {error}") from None
+        raise InputError(f"the row's {key}: {in_words(error)}") from None
 
 
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
@@ -302,7 +303,7 @@ def _decoded(text: str | bytes, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except NOT_JSON as error:
-        raise InputError(f"{what} is not JSON: {no_json(text) or error}") from None
+        raise InputError(f"{what} is not JSON: {no_json(text) or in_words(error)}") from None
 
 
 def _located_message(message: Message, locate: _Locate) -> Message:

@@ -16,6 +16,7 @@ from mindie_mm.batch.gather import called, gathered_path, is_gathered, is_stream
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
+from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint import Checkpoint
 
 FORMAT = 2
@@ -147,7 +148,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 earlier = msgspec.json.decode(file.read_bytes(), type=Run)
             except NOT_JSON as error:
-                raise InputError(f"{file} is not a run of this version: {error}") from None
+                raise InputError(f"{file} is not a run of this version: {in_words(error)}") from None
             if differing := _differences(earlier, self):
                 raise InputError(f"{folder} holds another run: {'; '.join(differing)}. Name another folder")
             return

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from mindie_mm import faults
 from mindie_mm.batch.files import replacing
-from mindie_mm.batch.source import Chunk
+from mindie_mm.batch.source import NOT_JSON, Chunk
 from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
+from mindie_mm.msgspec_errors import in_words
 from mindie_mm.shm import ArraySpec, DiskArena
 from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.shm.layout import DISK_PAGE, ArenaHeader
@@ -85,8 +86,10 @@ def read_info(path: Path) -> ShardInfo:
     try:
         metadata = pq.read_metadata(path).metadata or {}
         return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
-    except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
+    except (OSError, pa.ArrowException, KeyError) as error:
         raise CorruptReference(f"{path} is no table of a shard: {error}") from error
+    except NOT_JSON as error:
+        raise CorruptReference(f"{path} is no table of a shard: {in_words(error)}") from error
 
 
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:

@@ -13,6 +13,7 @@ from mindie_mm.batch.files import locked, replacing
 from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.msgspec_errors import in_words
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
         except NOT_JSON as error:
-            raise InputError(f"{file} is not what an earlier call left: {error}") from None
+            raise InputError(f"{file} is not what an earlier call left: {in_words(error)}") from None
         before, now = msgspec.structs.asdict(earlier), msgspec.structs.asdict(self)
         before |= msgspec.structs.asdict(before.pop("sampling"))
         now |= msgspec.structs.asdict(now.pop("sampling"))

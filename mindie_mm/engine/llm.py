@@ -7,7 +7,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -21,6 +21,10 @@ from mindie_mm.paths import working_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 T = TypeVar("T")
+
+_ONE_LIST_PER_PROMPT = (
+    "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or a text"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +86,15 @@ class LLM:
         chat_template: bool = True,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
-        """One output for each of `inputs`, in order; they run together.
+        """Return one output for each of `inputs`, in order; they run together.
 
-        An input is a `List[Dict]`, one user turn through the checkpoint's chat template (`chat_template=False`: as it
-        stands), or a text. One that fails leaves the others alone: its error is raised once they are done, or
-        returned in its Output. InputError before anything is made of any for what is no list of inputs, or a setting
-        in `params` that is none.
+        An input is a text, or a `List[Dict]`, one user turn through the checkpoint's chat template
+        (`chat_template=False`: as it stands); tuples are as good as lists. One that fails leaves the others alone: its
+        error is raised once they are done, or returned in its Output. InputError before anything is made of any for
+        what is no list of inputs, or a setting in `params` that is none.
         """
-        if not isinstance(inputs, Sequence) or isinstance(inputs, str):
-            raise InputError(f"inputs is a {type(inputs).__name__}, it must be a list of inputs")
+        if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
+            raise InputError(f"inputs is a {type(inputs).__name__}, {_ONE_LIST_PER_PROMPT}")
         requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
         outputs = self._loop.run(self._generate(requests, self._checked(params)))
         if on_error == "raise":
@@ -263,6 +267,8 @@ def _closed() -> InputError:
 def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
     if isinstance(one, str):
         one = [{"text": one}]
-    if not isinstance(one, list):
-        raise InputError(f"inputs[{index}] is a {type(one).__name__}, it must be a list of dicts or a text")
-    return TokenizeRequest(items=one, chat=chat_template, folder=working_directory())
+    if isinstance(one, Mapping):
+        raise InputError(f"inputs[{index}] is one item of a prompt, {_ONE_LIST_PER_PROMPT}")
+    if not isinstance(one, list | tuple):
+        raise InputError(f"inputs[{index}] is a {type(one).__name__}, {_ONE_LIST_PER_PROMPT}")
+    return TokenizeRequest(items=list(one), chat=chat_template, folder=working_directory())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from mindie_mm.errors import InputError, blaming
+from mindie_mm.inputs import shown, whole
+from mindie_mm.msgspec_errors import in_words
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -14,6 +17,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_SALT_CHARACTERS = 1024
+_MAX_SHOWN = 40
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """The same seed, prompt and settings draw the same tokens, whatever else is in the batch."""
     stop: tuple[str, ...] = ()
-    """Generation ends before the first of these strings."""
+    """Generation ends before the first of these strings. `check` takes a list, and one string, too."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends with the first of these ids."""
     ignore_eos: bool = False
@@ -65,59 +69,49 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
-        """The same, each setting of its type; InputError names the setting, its value and its limits.
+        """Return the same, each setting of its type; InputError names the setting, its value and its limits.
 
         `vocab_size` may be math.inf before the model is loaded: all but the upper limit of ids is checked.
         """
-        try:
-            typed = msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
-        except msgspec.ValidationError as error:
-            raise InputError(f"the sampling parameters are not of their types: {error}") from error
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not (low <= value <= high and math.isfinite(value)):
-                raise InputError(f"{name} is {value}, it must be in [{low}, {high}]", param=name)
-        if self.top_p == 0:
+        _require_ranges(self)
+        typed = self._typed()
+        if typed.top_p == 0:
             raise InputError("top_p is 0, it must be above 0", param="top_p")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
-                f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}", param="min_tokens"
+                f"min_tokens is {typed.min_tokens}, above max_tokens, {typed.max_tokens}", param="min_tokens"
             )
-        try:
-            msgspec.msgpack.encode(self)  # as it goes to the engine
-        except UnicodeEncodeError as error:
-            raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
-        if len(self.cache_salt) > MAX_SALT_CHARACTERS:
+        if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
             raise InputError(
-                f"cache_salt has {len(self.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}",
+                f"cache_salt has {len(typed.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}",
                 param="cache_salt",
             )
         with blaming("stop"):
-            self._check_stop()
-        self._check_ids(vocab_size)
-        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            _require_stop(typed.stop)
+        _require_ids(typed, vocab_size)
+        try:
+            msgspec.msgpack.encode(typed)  # as it goes to the engine
+        except UnicodeEncodeError as error:
+            raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
+        if typed.json_schema is not None and (typed.ignore_eos or typed.min_tokens):
             raise InputError("a JSON schema says where the output ends: neither ignore_eos nor min_tokens goes with it")
         return typed
 
-    def _check_stop(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InputError(f"{len(self.stop)} stop strings, at most {MAX_STOP_STRINGS} are taken")
-        if "" in self.stop:
-            raise InputError(f"stop string {self.stop.index('')} of {len(self.stop)} is empty")
-        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
-            raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
-
-    def _check_ids(self, vocab_size: float) -> None:
-        for name, ids, most in (
-            ("logit_bias", self.logit_bias, MAX_BIASES),
-            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
-        ):
-            if len(ids) > most:
-                raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}", param=name)
-            if bad := [i for i in ids if not 0 <= i < vocab_size]:
-                raise InputError(f"{name} names token {bad[0]}, ids are in [0, {vocab_size})", param=name)
-        if bad_bias := [b for b in self.logit_bias.values() if not -100 <= b <= 100]:
-            raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
+    def _typed(self) -> SamplingParams:
+        """Return the same with each setting of its type: 16.0 is 16, and one stop string a tuple of it. InputError."""
+        given = {
+            name: whole(value) if name in _INTEGERS else value for name, value in msgspec.structs.asdict(self).items()
+        }
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        if isinstance(self.stop_token_ids, list | tuple):
+            given["stop_token_ids"] = tuple(map(whole, self.stop_token_ids))
+        if isinstance(self.logit_bias, dict):
+            given["logit_bias"] = {whole(token): bias for token, bias in self.logit_bias.items()}
+        try:
+            return msgspec.convert(given, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise _mistyped(given, in_words(error)) from error
 
 
 _INT32 = 2**31 - 1
@@ -135,3 +129,46 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
+_INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"})
+
+
+def _require_ranges(params: SamplingParams) -> None:
+    """Raise InputError for a number outside its range, before it becomes one of 64 bits."""
+    for name, low, high in _RANGES:
+        value = getattr(params, name)
+        if isinstance(value, int | float) and not low <= value <= high:
+            raise InputError(f"{name} is {shown(value)}, it must be in [{low}, {high}]", param=name)
+
+
+def _require_stop(stop: Sequence[str]) -> None:
+    """Raise InputError for stop strings that are too many, too long, or empty."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InputError(f"{len(stop)} stop strings, at most {MAX_STOP_STRINGS} are taken")
+    if "" in stop:
+        raise InputError(f"stop string {stop.index('')} of {len(stop)} is empty")
+    if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
+        raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
+
+
+def _require_ids(params: SamplingParams, vocab_size: float) -> None:
+    """Raise InputError for token ids outside the vocabulary, too many of them, or a bias outside its range."""
+    limit = min(vocab_size, _INT32 + 1)
+    for name, ids, most in (
+        ("logit_bias", params.logit_bias, MAX_BIASES),
+        ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
+    ):
+        if len(ids) > most:
+            raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}", param=name)
+        if bad := [i for i in ids if not 0 <= i < limit]:
+            raise InputError(f"{name} names token {shown(bad[0])}, ids are in [0, {limit})", param=name)
+    if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
+        raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
+
+
+def _mistyped(given: Mapping[str, Any], said: str) -> InputError:
+    """Return the error that has `said` begin with the setting's value, where it is short."""
+    name = said.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
+    value = given.get(name)
+    if said.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:
+        said = f"{name} is {value!r}: it{said.removeprefix(name)}"
+    return InputError(said, param=name if name in given else None)

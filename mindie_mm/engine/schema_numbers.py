@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any, TypeGuard
 
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import shown
 
 _EXACT = 2**53
 """Up to here float64 holds every integer."""
@@ -74,7 +75,7 @@ def _rewritten(schema: Any) -> Any:
     _rewrite_bounds(made)
     _rewrite_lengths(made)
     if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
-        raise InputError(f"the JSON schema has multipleOf {_shown(divisor)}, the limit is {_MAX_DIVISOR}")
+        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}, the limit is {_MAX_DIVISOR}")
     return made
 
 
@@ -87,7 +88,7 @@ def _require_exact(value: Any, keyword: str) -> None:
             _require_exact(part, keyword)
     elif _is_number(value) and abs(value) > _EXACT and not (abs(value) <= _LARGEST and _is_read_exactly(value)):
         raise InputError(
-            f"the JSON schema has {_shown(value)} in {keyword}, which cannot be told from its neighbours: "
+            f"the JSON schema has {shown(value)} in {keyword}, which cannot be told from its neighbours: "
             f"numbers there are exact from -{_EXACT} to {_EXACT}. Ask for a string"
         )
 
@@ -135,7 +136,7 @@ def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> i
     if integers and inwards < 0 and least >= _INT64_MAX:
         return _INT64_MAX  # read as 2**63, and then as the largest int64
     if inwards * least > _LARGEST:
-        raise InputError(f"the JSON schema has the bound {_shown(bound)}; the limit is 64 bits")
+        raise InputError(f"the JSON schema has the bound {shown(bound)}; the limit is 64 bits")
     found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
     while not all(inwards * (read - least) >= strict for read in _as_read(found, integers=integers)):
         found = math.nextafter(found, inwards * math.inf)
@@ -160,16 +161,9 @@ def _rewrite_lengths(schema: dict[str, Any]) -> None:
             schema[name] = value = int(value)
         if _is_number(value) and value > _MOST:
             if name in _LEAST_LENGTHS:
-                raise InputError(f"the JSON schema has {name} {_shown(value)}, the limit is {_MOST}")
+                raise InputError(f"the JSON schema has {name} {shown(value)}, the limit is {_MOST}")
             schema[name] = _MOST
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shown(value: float) -> str:
-    """A number as errors have it: Python writes out no integer of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    return str(value)

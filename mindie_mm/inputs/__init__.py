@@ -8,6 +8,7 @@ The parts of OpenAI and Hugging Face chat messages (`{"type": "image_url", "imag
 
 from __future__ import annotations
 
+from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import (
     KINDS,
     ROLES,
@@ -56,6 +57,8 @@ __all__ = [
     "parse_messages",
     "refused_fields",
     "require_tools",
+    "shown",
     "template_variables",
+    "whole",
     "with_paths",
 ]

@@ -31,6 +31,18 @@ def require_unicode(text: str, where: str) -> str:
     return text
 
 
+def whole(value: Any) -> Any:
+    """Return a float without a fraction, such as JSON's 16.0, as an integer of at most 64 bits; else `value` itself."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
+
+
+def shown(number: float) -> str:
+    """Return a number as errors have it: Python writes out no integer of thousands of digits."""
+    if isinstance(number, int) and number.bit_length() > 256:
+        return f"an integer of {number.bit_length()} bits"
+    return str(number)
+
+
 def type_of(value: Any) -> str:
     """What an error says of a value's type."""
     return "missing" if value is None else f"of type {type(value).__name__}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from mindie_mm.errors import InputError
+from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import Detail, Kind, MediaOptions
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -60,10 +61,11 @@ def _require_order(options: MediaOptions, where: str) -> None:
 
 
 def _integer(value: Any, low: int, high: int, where: str) -> int:
+    value = whole(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{where} is {value!r}; it must be an integer from {low} to {high}")
     if not low <= value <= high:
-        raise InputError(f"{where} is {_shown(value)}; it must be from {low} to {high}")
+        raise InputError(f"{where} is {shown(value)}; it must be from {low} to {high}")
     return value
 
 
@@ -71,12 +73,5 @@ def _number(value: Any, above: float, high: float, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{where} is {value!r}; it must be a number")
     if not above < value <= high:
-        raise InputError(f"{where} is {_shown(value)}; it must be above {above:g} and at most {high:g}")
+        raise InputError(f"{where} is {shown(value)}; it must be above {above:g} and at most {high:g}")
     return float(value)
-
-
-def _shown(number: float) -> str:
-    """A number as errors have it: Python writes out no integer of thousands of digits."""
-    if isinstance(number, int) and number.bit_length() > 64:
-        return f"an integer of {number.bit_length()} bits"
-    return str(number)

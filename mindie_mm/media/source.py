@@ -22,7 +22,7 @@ from mindie_mm.media.audio import Samples
 from mindie_mm.media.caps import caps
 from mindie_mm.media.colours import pil_to_rgb
 from mindie_mm.media.image import Data, Frames, Pixels
-from mindie_mm.media.urls import base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.tasks import beside
 
 FETCH_TIMEOUT_S = 30.0

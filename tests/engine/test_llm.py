@@ -85,8 +85,9 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
     ("wrong", "said"),
     [
         ({"temperature": -1}, "temperature is -1, it must be in"),
-        ({"max_tokens": "5"}, r"int.*max_tokens"),
-        ({"stop": None}, r"array.*stop"),
+        ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
+        ({"stop": None}, "stop must be a list, not null"),
+        ({"stop": (1,)}, r"stop\[0\] must be a string, not an integer"),
         ({"stop_token_ids": (10**6,)}, "stop_token_ids names token 1000000"),
     ],
 )
@@ -148,6 +149,31 @@ def test_an_engine_that_dies_between_two_calls_is_started_again(llm, picture):
     os.kill(llm._worker.engine.pid, signal.SIGKILL)
     (after,) = llm.generate(inputs, GREEDY)
     assert after.token_ids == before.token_ids
+
+
+def test_a_tuple_is_as_good_as_a_list(llm, picture):
+    inputs = [[{"image": picture}, {"text": "What?"}], "Hello"]
+    listed, tuples = (llm.generate(given, GREEDY) for given in (inputs, (tuple(inputs[0]), inputs[1])))
+    assert [output.token_ids for output in tuples] == [output.token_ids for output in listed]
+    (stopped,) = llm.generate(("Hello",), msgspec.structs.replace(GREEDY, stop=listed[1].text[:1]))
+    assert (stopped.text, stopped.stop_reason) == ("", listed[1].text[:1])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (
+            [{"image": "a.png"}, {"text": "What?"}],
+            r"inputs\[0\] is one item of a prompt, wrap it in a list: one list per",
+        ),
+        ({"text": "What?"}, "inputs is a dict, wrap it in a list: one list per prompt"),
+        ("Hello", "inputs is a str, wrap it in a list: one list per prompt"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is a int, wrap it in a list"),
+    ],
+)
+def test_inputs_that_are_not_wrapped_are_told_how(llm, inputs, said):
+    with pytest.raises(InputError, match=said):
+        llm.generate(inputs, GREEDY)
 
 
 @pytest.mark.parametrize("inputs", ["text", [5], [[]], [[{"image": "a.png", "text": "b"}]]])

@@ -271,8 +271,34 @@ def test_logprobs_are_of_the_raw_distribution():
         ({"logit_bias": {-1: 1.0}}, "token -1"),
         ({"logit_bias": {1: 101.0}}, "101"),
         ({"presence_penalty": 3}, "presence_penalty is 3"),
+        ({"stop_token_ids": (2**64,)}, rf"names token {2**64}, ids are in \[0, {VOCABULARY}\)"),
+        ({"logit_bias": {2**64: 1.0}}, rf"names token {2**64}, ids are in \[0, {VOCABULARY}\)"),
+        ({"stop_token_ids": (10**5000,)}, "token an integer of 16610 bits"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias is nan"),
+        ({"logit_bias": {1: 10**400}}, "is outside its range"),
+        ({"seed": 2**64}, f"seed is {2**64}, it must be in"),
+        ({"seed": float("inf")}, "seed is inf, it must be in"),
+        ({"max_tokens": 1e300}, r"max_tokens is 1e\+300, it must be in"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5: it must be an integer"),
+        ({"max_tokens": True}, "max_tokens is True: it must be an integer"),
+        ({"temperature": 10**400}, "temperature is an integer of 1329 bits"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, words):
     with pytest.raises(InputError, match=words):
         SamplingParams(**settings).check(VOCABULARY)
+
+
+def test_ids_have_a_limit_before_the_model_is_loaded():
+    with pytest.raises(InputError, match=rf"names token {2**64}, ids are in \[0, {2**31}\)"):
+        SamplingParams(stop_token_ids=(2**64,)).check(np.inf)
+
+
+def test_settings_of_other_types_that_mean_the_same():
+    """Integers with a point, as JSON's of some languages, one stop string, and lists."""
+    integers = {"max_tokens": 16.0, "min_tokens": 1.0, "top_k": 40.0, "seed": 3.0, "logprobs": 2.0}
+    given = SamplingParams(**integers, stop="word", stop_token_ids=[4.0], logit_bias={5.0: 1}).check(VOCABULARY)
+    meant = {name: int(value) for name, value in integers.items()}
+    assert given == SamplingParams(**meant, stop=("word",), stop_token_ids=(4,), logit_bias={5: 1.0})
+    assert [type(getattr(given, name)) for name in integers] == [int] * len(integers)
+    assert SamplingParams(stop=["a", "b"]).check(VOCABULARY).stop == ("a", "b")

@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mindie_mm.engine.sampling_params import SamplingParams
+from service.body import Fields
+from service.generate import GenerateParameters
 from service.infer import InferParameters
 from service.openai_types import ChatBody, CompletionBody
+from service.tokens import DetokenizeBody
 
 GIVEN: dict[str, Any] = {
     "max_tokens": 5,
@@ -51,6 +55,38 @@ def test_infer() -> None:
     expected = SamplingParams(max_tokens=5, **given | {"stop": ("a", "b")})
     assert InferParameters(max_new_tokens=5, **given).sampling_params() == expected
     assert InferParameters(max_new_tokens=5, do_sample=False, temperature=0.5).sampling_params().temperature == 0
+
+
+BODIES: list[tuple[type[Fields], dict[str, Any]]] = [
+    (ChatBody, {"messages": []}),
+    (CompletionBody, {"prompt": "x"}),
+    (InferParameters, {}),
+    (GenerateParameters, {}),
+]
+
+
+@pytest.mark.parametrize(("body", "rest"), BODIES)
+def test_an_integer_may_be_written_with_a_point(body: type[Fields], rest: dict[str, Any]) -> None:
+    """As by clients whose language has floats alone; what has a fraction, or is true, stays refused."""
+    names = [name for name, field in body.model_fields.items() if "int" in str(field.annotation).split(" | ")[0]]
+    integers = [name for name in names if name not in ("prompt", "stop_token_ids")]
+    assert len(integers) >= 4
+    for name in integers:
+        found = getattr(body(**rest | {name: 1.0}), name)
+        assert (found, type(found)) == (1, int), name
+        for wrong in (1.5, True, "1", 1e300, float("inf"), float("nan")):
+            with pytest.raises(ValidationError):
+                body(**rest | {name: wrong})
+
+
+def test_token_ids_may_be_written_with_a_point() -> None:
+    assert ChatBody(messages=[], stop_token_ids=[4.0, 5]).stop_token_ids == (4, 5)
+    assert CompletionBody(prompt=[4.0, 5]).prompts() == [[4, 5]]
+    assert CompletionBody(prompt=[[4.0], [5]]).prompts() == [[4], [5]]
+    assert DetokenizeBody(tokens=[4.0]).tokens == [4]
+    for wrong in ([1.5], [True], [1e300]):
+        with pytest.raises(ValidationError):
+            CompletionBody(prompt=wrong)
 
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a"], ("a",)), ([], ()), (None, ())])
