@@ -198,8 +198,8 @@ def write_checkpoint(contract: type[FamilyContract], out: Path) -> None:
     kind = type(contract.make_reference(out).model) if "config" in changes else None
     for name, change in changes.items():
         file = out / f"{name}.json"
-        known = json.loads(file.read_text()) if file.is_file() else {}
-        file.write_text(json.dumps(merged(known, change)))
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        file.write_text(json.dumps(merged(known, change)), encoding="utf-8")
     if kind is not None:
         from transformers import GenerationConfig  # behind tests/stubs, which it looks for once
 
@@ -461,7 +461,9 @@ def main(names: Sequence[str] = (), cores: Sequence[int] = (1, 2)) -> None:
         settings = {"picture": PICTURE, "clip": CLIP, "seconds_of_sound": SECONDS, "prompt": PROMPT}
         write("models", {**settings, "unit": "milliseconds", "families": figures})
         tables = [table(figures, count) for count in cores]
-        (RESULTS / "models.md").write_text("\n".join(["# Each family beside transformers", "", *tables]))
+        (RESULTS / "models.md").write_text(
+            "\n".join(["# Each family beside transformers", "", *tables]), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"max_pixels": MAX_PIXELS, "jpeg_quality": 90, "sizes": {}}
     with tempfile.TemporaryDirectory() as folder, Arena.create(ARENA_BYTES) as arena:
-        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
-        (Path(folder) / "preprocessor_config.json").write_text(json.dumps({"max_pixels": MAX_PIXELS}))
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}), encoding="utf-8")
+        (Path(folder) / "preprocessor_config.json").write_text(json.dumps({"max_pixels": MAX_PIXELS}), encoding="utf-8")
         arena.populated.wait()
         for size in SIZES:
             ms = measure(size, arena, Path(folder) / "shm_name.txt")

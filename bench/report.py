@@ -28,7 +28,7 @@ def write(name: str, figures: dict[str, Any]) -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"machine": machine, **figures}, indent=2)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
@@ -46,7 +46,7 @@ def plot(name: str, draw: Callable[[Any], None]) -> None:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()

@@ -153,7 +153,7 @@ def _read(pipe: Connection, words: tuple[int, int]) -> None:
 def _kilobytes(what: str, pid: int, inode: int) -> int:
     """Of a file that a process maps: Rss, or Pss, in which a page is divided among those who map it."""
     total, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
         fields = line.split()
         if not fields[0].endswith(":"):  # address, permissions, offset, device, inode
             inside = fields[4] == str(inode)

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import msgspec
 
-from mindie_mm import faults, logs
+from mindie_mm import faults, logs, standard_streams
 from mindie_mm.environment import keep_python_path
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_name, error_named, os_errors_as
 
@@ -81,7 +81,11 @@ keep_python_path()
 
 
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts `module.main(channel, lifeline, *arguments)` in a process, and returns it with our end of the channel."""
+    """Starts `module.main(channel, lifeline, *arguments)` in a process, and returns it with our end of the channel.
+
+    Where this process has no standard stream, the worker has /dev/null, not whatever got the descriptor's number.
+    """
+    standard_streams.open_missing()  # else the channel may get one of these numbers, and what a library prints
     ours, theirs = socket.socketpair()
     _sockets.update((ours, theirs))
     with theirs:
@@ -96,8 +100,9 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
             module,
             *arguments,
         ]
+        nowhere: dict[str, Any] = dict.fromkeys(standard_streams.missing(), subprocess.DEVNULL)
         try:
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))  # noqa: S603 - our own module
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **nowhere)  # noqa: S603 - our own module
         except BaseException:
             ours.close()
             raise

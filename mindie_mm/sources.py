@@ -126,7 +126,7 @@ def misspelt_variables() -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """The settings of a TOML file; InputError names the file, the key and what it should be."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from error
     try:

@@ -19,6 +19,7 @@ from mindie_mm.shm import ArenaInfo
 from mindie_mm.shm.reclaim import totals
 from mindie_mm.shm.space import ShmSpace
 from mindie_mm.shm.stats import ArenaStats
+from mindie_mm.standard_streams import dropped_lines
 
 PREFIX = "mindie_mm:"
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -192,6 +193,11 @@ class _Processes(Collector):
             started.add_metric((self._model_name, name), restarts.started)
             failed.add_metric((self._model_name, name), restarts.failed)
         yield from (alive, started, failed)
+        dropped = CounterMetricFamily(
+            f"{PREFIX}log_lines_dropped", "Lines that standard error did not take.", labels=("model_name",)
+        )
+        dropped.add_metric((self._model_name,), dropped_lines())
+        yield dropped
         config, info = self._worker.config.engine, engine.info
         cache = {
             "block_size": str(info.kv_block_size),

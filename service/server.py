@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import socket
-import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -30,13 +30,13 @@ from service.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CLOSE_TIMEOUT_S = 2
 """How long connections may take to close when their requests have ended: a client that reads or writes slowly."""
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
-    """Serves until SIGTERM or SIGINT; then no request is taken, running ones get the grace time, all is freed.
+    """Serves until SIGTERM, SIGINT or SIGHUP; then no request is taken, running ones get the grace time, all is freed.
 
     A second signal ends the grace time. Prints one line when requests are taken. Raises what kept it from starting.
     """
@@ -72,7 +72,8 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         if not task.cancelling():  # a second signal is not to cut the cleaning up short
             task.cancel()
 
-    for number in _SIGNALS:
+    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup's choice
+    for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
         require_places(config)  # loading takes minutes
@@ -84,7 +85,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
             server = _Server(create_app(worker, config, tracer), config)
             with _listening_errors(config):
                 listener.listen(server.config.backlog)
-            for number in _SIGNALS:
+            for number in signals:
                 loop.add_signal_handler(number, server.ask_to_stop)
             faults.point("starting")
             await server.serve(sockets=[listener])
@@ -120,6 +121,14 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
 
 def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManager[None]:
     return os_errors_as(WorldError, f"cannot listen on {config.host}:{config.port}")
+
+
+def _print(line: str) -> None:
+    """Print `line` on standard output, which may take for ever: nothing waits for this thread."""
+    try:
+        os.write(1, f"{line}\n".encode(errors="surrogateescape"))
+    except OSError as error:  # who read it is gone, or the disk is full
+        _log.warning("%s (standard output: %s)", line, error.strerror)
 
 
 class _Server(uvicorn.Server):
@@ -161,11 +170,7 @@ class _Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         line = f"mindie_mm serves {self._service.model_name} at http://{host}:{port}"
-        try:
-            print(line, flush=True)
-        except OSError as error:  # who read it is gone, or the disk is full
-            _log.warning("%s (standard output: %s)", line, error.strerror)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at its exit Python tries once more
+        threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new requests, gives running ones the grace time, ends the rest, then closes.

@@ -16,5 +16,5 @@ def removed_arenas(pids: Collection[int], wait_s: float = 15.0) -> set[str]:
 
 
 def _mapped(pids: Collection[int]) -> set[str]:
-    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()]
     return {name for line in lines for name in line.split(None, 5)[5:] if "mindie_mm-" in name and "(deleted)" in name}

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "faults", "environment", "interrupts", "tasks", "cgroup"},
+    {"errors", "faults", "environment", "interrupts", "standard_streams", "tasks", "cgroup"},
     {"paths"},
     {"limits"},
     {"inputs", "config", "logs", "salt"},
@@ -36,7 +36,7 @@ MODULES = {module_of(file): file for file in FILES}
 def imports(file: Path) -> set[str]:
     """Modules of ours that a file imports anywhere, TYPE_CHECKING blocks and function bodies included."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -83,7 +83,7 @@ def test_no_import_cycle():
 
 def identifiers(file: Path) -> str:
     """A file's code without comments and docstrings."""
-    tree = ast.parse(file.read_text())
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             node.value.value = ""

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -68,7 +68,9 @@ class Popen:
         stderr: IO[str],
         text: bool = True,
         env: Mapping[str, str] | None = None,
+        closed: Collection[str] = (),
     ) -> None:
+        """`closed` names those of stdin, stdout and stderr that it is started without."""
         assert text
         self.stdout: IO[str] | None = None
         if isinstance(stdout, int):
@@ -78,7 +80,8 @@ class Popen:
         else:
             write = os.dup(stdout.fileno())
         with Connection(write, readable=False) as out, Connection(os.dup(stderr.fileno()), readable=False) as errors:
-            arguments = (list(map(str, command)), out, errors, dict(os.environ if env is None else env), Path.cwd())
+            environment = dict(os.environ if env is None else env)
+            arguments = (list(map(str, command)), out, errors, environment, Path.cwd(), closed)
             self._process = _CONTEXT.Process(target=_begin, args=arguments, daemon=True)
             self._process.start()
         assert self._process.pid is not None
@@ -116,7 +119,10 @@ def run(
     command: Sequence[object], *, timeout: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`command`, to its end, with what it says."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+    ):
         process = Popen(list(map(str, command)), stdout=out, stderr=errors, env=env)
         try:
             status = process.wait(timeout)
@@ -127,12 +133,20 @@ def run(
         return subprocess.CompletedProcess(command, status, out.read(), errors.read())
 
 
-def _begin(command: list[str], out: Connection, errors: Connection, environment: dict[str, str], folder: Path) -> None:
+def _begin(
+    command: list[str],
+    out: Connection,
+    errors: Connection,
+    environment: dict[str, str],
+    folder: Path,
+    closed: Collection[str],
+) -> None:
     """The first of the copies becomes `command`."""
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     out.close()
     errors.close()
+    _open_streams()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -142,13 +156,23 @@ def _begin(command: list[str], out: Connection, errors: Connection, environment:
     ipc.subprocess = SUBPROCESS  # type: ignore[assignment]
     sys.argv = command
     _show([sys.executable, *command])
+    for name in closed:
+        os.close(("stdin", "stdout", "stderr").index(name))
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
     cli.main(command[1:], prog_name="mindie-mm")
+
+
+def _open_streams() -> None:
+    """What Python knows of the files that were descriptors 1 and 2 before does not hold for those that they are."""
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
 class _Copy(subprocess.Popen[bytes]):
     """A copy of this process as `command`, one of a worker's; nothing is open in it but what a new one would have."""
 
-    def __init__(self, command: list[str], pass_fds: tuple[int]) -> None:
+    def __init__(self, command: list[str], pass_fds: tuple[int], **nowhere: int) -> None:
+        """`nowhere` names the standard streams that are /dev/null, as those of this process are then."""
         self._descriptor = pass_fds[0]
         super().__init__(command)
 
@@ -176,7 +200,7 @@ class _Copy(subprocess.Popen[bytes]):
             signal.signal(number, signal.SIG_DFL)
         os.closerange(3, self._descriptor)
         os.closerange(self._descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        _open_streams()
         loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
         self._handlers = [logger.handlers[:] for logger in loggers]  # they live on, else their files would be closed
         logging.root.handlers.clear()
@@ -187,7 +211,7 @@ class _Copy(subprocess.Popen[bytes]):
         importlib.import_module(sys.argv[0]).main()
 
 
-SUBPROCESS = SimpleNamespace(Popen=_Copy)
+SUBPROCESS = SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
 """In the place of `subprocess` in mindie_mm.ipc: the workers that this process starts are copies of it."""
 
 
@@ -215,7 +239,7 @@ def _end(run: Callable[[], None]) -> NoReturn:
 
 def _show(arguments: Sequence[str]) -> None:
     """Makes `arguments`, as far as they fit, this process's command line: they are its own memory (proc(5))."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - start - 1]
     with Path("/proc/self/mem").open("r+b", buffering=0) as memory:

@@ -38,11 +38,11 @@ def with_table(page: str) -> str:
 
 def main() -> int:
     """Write the table, or check it; return the exit status."""
-    found = PAGE.read_text()
+    found = PAGE.read_text(encoding="utf-8")
     wanted = with_table(found)
     if "--check" in sys.argv[1:]:
         return int(found != wanted)
-    PAGE.write_text(wanted)
+    PAGE.write_text(wanted, encoding="utf-8")
     return 0
 
 

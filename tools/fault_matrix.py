@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done = read(given.out)
             for point in (p for p in wanted if len(done.get(str(p), [])) <= repeat):
                 found = run(rig, point)
-                with given.out.open("a") as file:
+                with given.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(found)) + os.linesep)
                 print(f"{point}: {'; '.join(found.troubles) or 'good'} {found}", flush=True)
                 if not found.good:
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read(path: Path) -> dict[str, list[Run]]:
     """The runs in a file, by point."""
     runs: dict[str, list[Run]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         found = Run(**json.loads(line))
         runs.setdefault(found.point, []).append(found)
     return runs

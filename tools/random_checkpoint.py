@@ -82,8 +82,8 @@ def write_checkpoint(out: Path, size: str = "tiny", *, seed: int = 0, max_pixels
     }
     images = {**pixels, "min_pixels": 3136, "max_pixels": max_pixels, "image_processor_type": "Qwen2VLImageProcessor"}
     videos = {**pixels, "min_pixels": 3136, "max_pixels": max_pixels, "video_processor_type": "Qwen2VLVideoProcessor"}
-    (out / "preprocessor_config.json").write_text(json.dumps(images))
-    (out / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    (out / "preprocessor_config.json").write_text(json.dumps(images), encoding="utf-8")
+    (out / "video_preprocessor_config.json").write_text(json.dumps(videos), encoding="utf-8")
     return out
 
 

@@ -73,7 +73,7 @@ def running_service(
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", *_flags({"port": 0, **settings})]
     if model is not None:
         command.append(str(model))
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         process = start(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | dict(environment or {})
         )
@@ -85,7 +85,7 @@ def running_service(
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
             what = "start" if said else f"start within {start_timeout_s:g} s"
-            raise RuntimeError(f"the service did not {what}:\n{log.read_text()[-2000:]}")
+            raise RuntimeError(f"the service did not {what}:\n{log.read_text(encoding='utf-8')[-2000:]}")
         yield RunningService(process, ready[1], ready[2], log)
     finally:
         if process.poll() is None:

@@ -75,7 +75,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
                 blocks += own_bytes
             shutil.rmtree(few)
             shutil.rmtree(whole)
-        looped = lines.read_text().splitlines()[:LOOP_ROWS]
+        looped = lines.read_text(encoding="utf-8").splitlines()[:LOOP_ROWS]
         cost, float_bytes = reference.loop(looped, folder / "loop")
         shutil.rmtree(folder / "loop")
         # Of a few pictures: what they would take if they were as large as the slice's are on average.
@@ -222,6 +222,8 @@ def main() -> None:
             figures[measure] = measures[measure]()
             print(measure, json.dumps(figures[measure]), flush=True)
     if options.only and (kept := RESULTS / "batch.json").exists():
-        figures = {key: value for key, value in json.loads(kept.read_text()).items() if key != "machine"} | figures
+        figures = {
+            key: value for key, value in json.loads(kept.read_text(encoding="utf-8")).items() if key != "machine"
+        } | figures
     write("batch", figures)
-    (RESULTS / "batch.md").write_text(table(figures))
+    (RESULTS / "batch.md").write_text(table(figures), encoding="utf-8")

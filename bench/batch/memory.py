@@ -45,7 +45,7 @@ def watched(root: psutil.Process, began: float) -> Iterator[Sample]:
         pss = anonymous = count = 0
         for process in [root, *root.children(recursive=True)]:
             try:
-                rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
             except (FileNotFoundError, ProcessLookupError, PermissionError):  # it just ended
                 continue
             sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in rollup.splitlines()[1:]}

@@ -44,7 +44,7 @@ def main() -> None:
     seconds = []
     for rows in files:
         began = time.perf_counter()
-        lines = [{"text": line} for line in Path(rows).read_text().splitlines()]
+        lines = [{"text": line} for line in Path(rows).read_text(encoding="utf-8").splitlines()]
         done = ray.data.from_items(lines, override_num_blocks=max(int(actors), len(lines) // 16)).map_batches(
             Processing,
             fn_constructor_args=(checkpoint, out),

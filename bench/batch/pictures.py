@@ -84,7 +84,7 @@ def rows(folder: Path, path: Path, numbers: range, small_but_each: tuple[int, in
     """
     pictures = sorted(folder.glob("*.jpg"))
     small = sorted(pictures, key=lambda file: file.stat().st_size)[: max(1, len(pictures) // 2)]
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for number in numbers:
             image: dict[str, object] = {"image": str(pictures[number % len(pictures)])}
             if small_but_each is not None and number % small_but_each[1]:

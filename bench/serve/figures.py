@@ -53,7 +53,7 @@ def write_table(
             *(_row([part, value]) for part, value in found["parts_ms"].items()),
             *(_row([f"model: {part}", value]) for part, value in found["model_ms"].items()),
         ]
-    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -98,8 +98,8 @@ def write_checkpoint(out: Path) -> None:
     with torch.no_grad():
         model.query_tokens.normal_()
     model.save_pretrained(out)
-    written = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(written | {"model_type": "minigpt4"}))
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    (out / "config.json").write_text(json.dumps(written | {"model_type": "minigpt4"}), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,8 @@ def test_a_family_of_another_package_is_one_of_the_families(checkpoint: Path, tm
     assert "mindie_mm_minigpt4" not in sys.modules, "listing imports none"
     assert family_of(Checkpoint.open(checkpoint)) is family_named("minigpt4")
     shutil.copytree(checkpoint, tmp_path / "other")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (tmp_path / "other/config.json").write_text(json.dumps(config | {"model_type": "blip-2"}))
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"model_type": "blip-2"}), encoding="utf-8")
     chosen = load_model(tmp_path / "other", device="cpu", family="minigpt4")
     assert isinstance(chosen, sys.modules["mindie_mm_minigpt4"].MiniGPT4Model)
 
@@ -233,13 +233,13 @@ def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -
 
 
 def test_the_guide_is_taken_from_here() -> None:
-    guide = (HERE.parents[1] / "docs/adding-a-model.md").read_text()
+    guide = (HERE.parents[1] / "docs/adding-a-model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    module = (HERE / "mindie_mm_minigpt4.py").read_text()
+    module = (HERE / "mindie_mm_minigpt4.py").read_text(encoding="utf-8")
     assert len(blocks) >= 5
     for block in blocks:
         assert block in module, block
     entry = "\n".join(
         line.strip() for line in re.findall(r"^    .*mindie_mm.*$", guide.split("Outside this")[1], re.MULTILINE)
     )
-    assert entry in (HERE / "pyproject.toml").read_text()
+    assert entry in (HERE / "pyproject.toml").read_text(encoding="utf-8")

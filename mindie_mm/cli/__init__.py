@@ -18,6 +18,7 @@ import click
 from mindie_mm.environment import keep_backends_out
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 from mindie_mm.interrupts import INTERRUPTED, importing, interruptible
+from mindie_mm.standard_streams import use_utf8
 
 COMMANDS = ("serve", "ask", "tokenize", "generate", "inspect", "models", "shm", "doctor")
 
@@ -32,7 +33,11 @@ class _Commands(click.Group):
     """A group in which each command is `command` of the module with its name."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Parse the command line and run the command. An interrupt while parsing ends with 130 too."""
+        """Parse the command line and run the command. An interrupt while parsing ends with 130 too.
+
+        The standard streams are put in order first, before anything else is opened or printed.
+        """
+        use_utf8()
         with importing():
             return super().main(*args, **extra)
 
@@ -69,16 +74,20 @@ class _Commands(click.Group):
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """End this process with status 0 on SIGTERM and SIGINT, until the server handles them: it holds nothing before.
+    """End this process with status 0 on SIGTERM, SIGINT and SIGHUP, until the server handles them: it holds nothing yet.
 
     The kernel drops signals that process 1 of a container has no handler for, and `serve` imports for a second or more.
+    What this process was started to ignore, as nohup has it of SIGHUP, it goes on to ignore.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: os._exit(0)) for number in numbers]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(0))
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

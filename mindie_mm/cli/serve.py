@@ -11,7 +11,8 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
-from mindie_mm.sources import misspelt_variables
+from mindie_mm.sources import Configuration, misspelt_variables
+from mindie_mm.standard_streams import stderr_without_waiting
 
 _log = logging.getLogger("mindie_mm.settings")
 
@@ -27,9 +28,14 @@ def command(path: Path | None, **flags: Any) -> None:
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log starts
     with all settings and where each one was set.
     """
-    from mindie_mm import logs  # late: `mindie-mm --help` imports every command
-
     found = configured(path, flags)
+    with stderr_without_waiting():
+        _serve(found)
+
+
+def _serve(found: Configuration) -> None:
+    from mindie_mm import logs  # late, as the server: `mindie-mm --help` imports every command
+
     logs.configure(logs.LogSettings(found.service.log_format, found.service.log_level), "api")
     for one in found.settings():
         fields = {"setting": one.name, "value": one.value, "origin": one.origin}

@@ -59,7 +59,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     _trim()
     before = mark = _resident("VmRSS")
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is resident now
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the mark falls to what is resident now
     except OSError:
         mark = _resident("VmHWM")
     work()
@@ -94,5 +94,5 @@ def _trim() -> None:
 
 def _resident(name: str) -> int:
     with _reading_proc():
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return int(status.get(name, "0").split()[0]) * 1024

@@ -13,13 +13,16 @@ import msgspec
 
 from mindie_mm import logs
 from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.standard_streams import use_utf8
 
 
 def main() -> None:
     """Serves until the parent closes the channel, or it, the launcher or another rank dies."""
+    use_utf8()
     door, log_settings, number, device, num_threads = sys.argv[1:]
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), f"engine.{number}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent decides when to stop
+        signal.signal(ignored, signal.SIG_IGN)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(f"\0{door}")

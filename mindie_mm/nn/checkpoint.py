@@ -107,7 +107,7 @@ def _is_file(file: Path) -> bool:
 def _read(file: Path) -> dict[str, Any]:
     try:
         with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
-            value = json.loads(file.read_text())
+            value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -123,11 +123,11 @@ class Owner:
     def current(cls) -> Owner:
         """The running process. SharedMemoryError without a /proc."""
         with needing_proc():
-            stat = Path("/proc/self/stat").read_text()
+            stat = Path("/proc/self/stat").read_text(encoding="utf-8")
             return cls(
                 pid=os.getpid(),
                 start_time=int(stat.rpartition(")")[2].split()[19]),
-                boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+                boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
                 pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
                 mount_namespace=Path("/proc/self/ns/mnt").stat().st_ino,
             )

@@ -39,7 +39,7 @@ class Process:
     """One call in a process of its own."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], variables: dict[str, str]) -> None:
-        self._output = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._output = tempfile.NamedTemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed with the process
         self._connection, theirs = _server().Pipe()
         given = (theirs, self._output.name, variables, function, arguments)
         self._process = _server().Process(target=_answer, args=given, daemon=True)
@@ -91,7 +91,7 @@ def start(
 
 def traced(path: Path) -> list[str]:
     """The calls in a trace, without their times: "name arguments"."""
-    return [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
+    return [line.split(" ", 3)[3] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @cache

@@ -69,7 +69,7 @@ def answers(
         for progress in engine.step().progress:
             news = [progress.error.name] if progress.error else progress.token_ids
             told.setdefault(progress.request_id, []).extend(news)
-        with trace.open() as file:
+        with trace.open(encoding="utf-8") as file:
             file.seek(begun)
             calls.append([line.split(" ", 3)[3].rstrip() for line in file])
 

@@ -138,7 +138,9 @@ def mounted() -> list[int]:
 
     def held(folder: Path) -> int:
         links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        return sum(map(str(folder).__contains__, links)) + Path("/proc/self/maps").read_text().count(str(folder))
+        return sum(map(str(folder).__contains__, links)) + Path("/proc/self/maps").read_text(encoding="utf-8").count(
+            str(folder)
+        )
 
     def read(folder: Path, number: int) -> int:
         path = folder / str(number)

@@ -114,7 +114,7 @@ class Image:
             f"mount -t tmpfs -o size={tmp_bytes},nosuid,nodev,noexec tmpfs {root}/tmp && "
             f"exec chroot {root} setpriv {privileges} {command}"
         )
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             process = subprocess.Popen(
                 ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script],
                 stdout=subprocess.PIPE,
@@ -148,13 +148,13 @@ def ready(process: subprocess.Popen[str], log: Path, *, timeout_s: float = START
     assert process.stdout is not None
     said, _, _ = select.select([process.stdout], [], [], timeout_s)
     found = re.search(r"mindie_mm serves \S+ at (http://\S+)", process.stdout.readline()) if said else None
-    assert found is not None, log.read_text()[-2000:]
+    assert found is not None, log.read_text(encoding="utf-8")[-2000:]
     return found[1]
 
 
 def stop(process: subprocess.Popen[str]) -> int:
     """SIGTERM to process 1, as `docker stop` sends it, and its exit status."""
-    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
     os.kill(int(first), signal.SIGTERM)
     return process.wait(60)
 

@@ -137,8 +137,10 @@ def test_the_service_runs_in_it(device: str, image: Image, tmp_path: Path) -> No
             body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 16}
             answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
         assert "red square" in answer["choices"][0]["message"]["content"]
-        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        status = dict(line.split(":\t") for line in Path(f"/proc/{first}/status").read_text().splitlines())
+        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+        status = dict(
+            line.split(":\t") for line in Path(f"/proc/{first}/status").read_text(encoding="utf-8").splitlines()
+        )
         assert status["NSpid"].split()[1] == "1"
         assert set(status["Uid"].split() + status["Gid"].split()) == {"10001"}
         assert status["Groups"].strip() == ""

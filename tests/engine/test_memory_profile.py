@@ -220,11 +220,11 @@ async def test_an_engine_without_room_does_not_start(random_checkpoint):
 
 
 def reset_peak(pid):
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak_bytes(pid):
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
 
 

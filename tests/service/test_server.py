@@ -228,11 +228,11 @@ def loading_service(
     """A service that has begun to load, and its processes with it."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", *flags]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=stdout, stderr=errors) as process:
+    with log.open("w", encoding="utf-8") as errors, subprocess.Popen(command, stdout=stdout, stderr=errors) as process:
         try:
             deadline = time.monotonic() + 60
             while len(psutil.Process(process.pid).children()) < 2:
-                assert time.monotonic() < deadline, log.read_text()
+                assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
                 time.sleep(0.005)
             yield process
         finally:
@@ -279,7 +279,7 @@ def test_stopped_before_it_loads(tmp_path: Path, number: signal.Signals, logged:
 
 def handles(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
-    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return bool(int(found[1], 16) >> (number - 1) & 1)
 

@@ -99,10 +99,13 @@ def test_the_path_file_names_the_block_before_it_is_filled(arena: Arena, path_fi
     with arena.allocate(SPECS, path_file=path_file) as block:
         ref = block.ref
         line = f"mindie_mm-{ref.arena:04x} {ref.block} {ref.generation}\n"
-        assert path_file.read_text() == line
+        assert path_file.read_text(encoding="utf-8") == line
         block.publish()
     second = publish(arena, path_file=path_file)
-    assert path_file.read_text() == line + f"mindie_mm-{second.arena:04x} {second.block} {second.generation}\n"
+    assert (
+        path_file.read_text(encoding="utf-8")
+        == line + f"mindie_mm-{second.arena:04x} {second.block} {second.generation}\n"
+    )
 
 
 def test_a_path_file_that_cannot_be_written_takes_no_block(arena: Arena, tmp_path: Path) -> None:

@@ -199,7 +199,9 @@ def test_a_closed_arena_gives_its_memory_back() -> None:
         assert arena.used_bytes == 0
     collect()  # a reader's mapping in this process goes when it looks again
     assert not arena.path.exists()
-    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    mapped = [
+        line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if "/dev/shm/" in line
+    ]
     assert str(inode) not in [fields[4] for fields in mapped]
 
 
@@ -381,7 +383,7 @@ def test_a_path_file_that_is_a_fifo_is_refused_and_nobody_waits(arena: Arena, pa
 
 
 def test_a_path_file_that_may_not_be_read_is_an_input_error(tmp_path: Path, path_file: Path) -> None:
-    path_file.write_text("mindie_mm-0000 0 1\n")
+    path_file.write_text("mindie_mm-0000 0 1\n", encoding="utf-8")
     path_file.chmod(0)
     tmp_path.chmod(0o755)
     script = """
@@ -409,7 +411,7 @@ def test_names_of_others_in_a_path_file_free_nothing_of_theirs(arena: Arena, pat
         if root:
             os.chown(other.path, 12345, 12345)
         try:
-            with path_file.open("a") as file:
+            with path_file.open("a", encoding="utf-8") as file:
                 print(program.name, 0, 1, file=file)
                 print(users.name, 0, 1, file=file)
                 if root:

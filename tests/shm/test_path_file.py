@@ -173,7 +173,7 @@ def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, pat
     """One that is larger than all addresses."""
     number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
     large = Path(f"/dev/shm/mindie_mm-{number:04x}")
-    path_file.write_text(f"{large.name} 0 1\n")
+    path_file.write_text(f"{large.name} 0 1\n", encoding="utf-8")
     publish(arena, path_file)
     header = replace(ArenaHeader.plan(1 << 60, time.time_ns(), Owner.current()), arena=number)
     large.write_bytes(header.pack())

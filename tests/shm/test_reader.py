@@ -133,9 +133,9 @@ def test_the_owners_own_process_lets_go_of_an_arena_that_it_closes() -> None:
     with Arena.create(1 << 20) as arena:
         ref, expected = publish(arena)
         view = attach(ref)
-        assert arena.path.name in Path("/proc/self/maps").read_text()
+        assert arena.path.name in Path("/proc/self/maps").read_text(encoding="utf-8")
     assert checksum(view) == expected
-    assert arena.path.name in Path("/proc/self/maps").read_text()
+    assert arena.path.name in Path("/proc/self/maps").read_text(encoding="utf-8")
     del view
     assert removed_arenas([os.getpid()]) == set()
 

@@ -53,7 +53,7 @@ def test_survey_tells_all_of_an_arena(arena: Arena, path_file: Path) -> None:
         assert found is not None
         assert (found.number, found.alive, found.capacity_bytes) == (arena.number, True, 1 << 20)
         assert found.owner.pid == os.getpid()
-        assert found.owner.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert found.owner.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         assert found.used_bytes == arena.used_bytes > 0
         first, second = found.blocks
         assert (first.block, first.generation, first.state) == (ref.block, ref.generation, "published")
@@ -89,7 +89,7 @@ def test_pages_of_a_removed_arena_go_when_no_array_is_left(start) -> None:
     attach(ref)
     process.kill()
     collect()
-    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

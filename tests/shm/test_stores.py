@@ -23,7 +23,7 @@ CAPACITY = 1 << 20
 
 def own_memory() -> int:
     """Bytes of this process that are no file's."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 

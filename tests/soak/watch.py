@@ -81,5 +81,5 @@ def _role(process: psutil.Process) -> str:
 
 def _memory_bytes(pid: int) -> int:
     """A library's pages are left out: how many processes of other programs share them is nothing of the service's."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

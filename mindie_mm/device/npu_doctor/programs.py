@@ -20,7 +20,7 @@ class Ended:
 def run(command: list[str], timeout_s: float) -> Ended | None:
     """What it says; None if it does not end in time. OSError if it can't be run."""
     process = subprocess.Popen(  # noqa: S603 - ours
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
     )
     with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
         try:

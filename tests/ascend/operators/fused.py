@@ -108,7 +108,7 @@ def _trace(name: str, settings: Mapping[str, Any]) -> None:
     """A line among those of CANN's calls, where they are traced: an operator of torch_npu's does not come by those."""
     if path := os.environ.get("ASCEND_SIM_TRACE"):
         told = " ".join(f"{key}={value}" for key, value in settings.items() if isinstance(value, str | int))
-        with open(path, "a") as trace:  # noqa: PTH123 - one line, in one write
+        with open(path, "a", encoding="utf-8") as trace:  # noqa: PTH123 - one line, in one write
             trace.write(f"{time.monotonic():.9f} {os.getpid()} {threading.get_native_id()} {name} {told}\n")
 
 

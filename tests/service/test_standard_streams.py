@@ -1,0 +1,98 @@
+"""A service whose standard streams are closed, or read by nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests import warm
+from tests.cli.shell import BIN
+from tests.watching import wait_until
+
+
+@contextmanager
+def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Iterator[tuple[warm.Popen, str]]:
+    """The process of a service that is ready, and its URL."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    process = warm.Popen(
+        [str(BIN), "serve", "--port=0", *flags],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **given,
+    )
+    assert process.stdout is not None
+    try:
+        assert select.select([process.stdout], [], [], 90)[0], "it is not ready"
+        yield process, process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+def test_nobody_reads_the_log(settings: dict[str, object], tmp_path: Path) -> None:
+    """It starts, answers and ends, whatever any of its processes has to say."""
+    read, write = os.pipe()
+    size = fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    given = settings | {"spool": tmp_path / "spool", "log_level": "debug"}
+    with os.fdopen(read, "rb"), os.fdopen(write, "w") as errors, serving(given, errors) as (process, url):
+        for number in range(60):
+            assert httpx2.get(f"{url}/nothing-{number}").status_code == 404
+        (engine,) = [
+            child for child in psutil.Process(process.pid).children() if "mindie_mm.engine.process" in child.cmdline()
+        ]
+        engine.kill()  # the next one has as much to say at its start
+        body = {"prompt": "What?", "max_tokens": 1}
+        wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx2.get(f"{url}/health/live").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) == size
+        assert len(os.read(read, 2 * size)) > size // 2, "the log is as full as ever"
+
+
+@pytest.mark.parametrize("closed", [("stdin",), ("stderr",), ("stdin", "stderr")], ids="-".join)
+def test_started_without_standard_streams(settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]) -> None:
+    """A socket that got such a number would hold what libraries print; and libuv closes none of that number."""
+    with (
+        (tmp_path / "log").open("w") as errors,
+        serving(settings | {"spool": tmp_path / "spool"}, errors, closed=closed) as (process, url),
+    ):
+        for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children()):
+            opened = [str(Path(f"/proc/{one.pid}/fd/{number}").readlink()) for number in range(3)]
+            assert not [path for path in opened if path.startswith("socket:")]
+        body = {"prompt": "What?", "max_tokens": 1}
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_terminal_that_is_closed_ends_it_as_sigterm_does(settings: dict[str, object], tmp_path: Path) -> None:
+    """SIGHUP reaches the whole foreground group: the processes leave it to the service, which grants the grace time."""
+    with (
+        (tmp_path / "log").open("w") as errors,
+        serving(settings | {"spool": tmp_path / "spool", "grace_s": 600}, errors) as (process, url),
+        httpx2.Client(base_url=url, timeout=60) as http,
+    ):
+        body = {"prompt": "What?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for child in psutil.Process(process.pid).children():
+                child.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGHUP)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+    assert "stopping: 1 requests are being answered" in (tmp_path / "log").read_text()
