@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import locale
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -98,6 +101,34 @@ def keep_python_path() -> None:
     if given and not all(map(os.path.isabs, given.split(os.pathsep))):
         with suppress(FileNotFoundError):  # the working directory was removed: nothing lies in it any more
             os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, given.split(os.pathsep)))
+
+
+def restart_in_utf8() -> None:
+    """Begin this process anew in Python's UTF-8 mode, where its locale has another encoding; so do its children.
+
+    Libraries of Rust and C++ take the names of files as UTF-8, and open text by the locale.
+    """
+    name = codecs.lookup(locale.getencoding()).name
+    if sys.flags.utf8_mode or name == "utf-8" or not sys.executable or os.environ.get("PYTHONUTF8") == "1":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - itself
+
+
+def in_utf8(text: str) -> str:
+    """Return a text of the command line, or of a variable, as the locale has it. UnicodeError if it is in neither.
+
+    In UTF-8 mode Python leaves what is not UTF-8 undecoded.
+    """
+    return text if _is_utf8(text) else os.fsencode(text).decode(locale.getencoding())
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def default_spool() -> Path:

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mindie_mm.config import ServiceConfig, require_media_dir
 from mindie_mm.engine.worker import Worker
 from mindie_mm.environment import default_spool
-from mindie_mm.errors import SharedMemoryError, os_errors_as
+from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.media.fetch_url import encoded_domain
 from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
@@ -106,6 +106,10 @@ def require_places(config: ServiceConfig) -> None:
     SharedMemoryError, InputError.
     """
     spool = config.spool or default_spool()
+    try:
+        str(spool).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"the spool's name, {os.fsencode(spool)!r}, is not UTF-8: name another folder") from None
     make_spool(spool)
     require_spool(spool)
     with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):

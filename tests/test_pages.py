@@ -19,7 +19,7 @@ PAGES = sorted(
 
 def prose(page: Path) -> str:
     """Return the text of `page` without its code blocks."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.sub(
         r"^    .*$|`[^`\n]*`", lambda code: code[0] if code[0].startswith("`") else "", text, flags=re.MULTILINE
     )
@@ -83,7 +83,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def defined(file: Path) -> set[str]:
     """Return the functions and classes of a module, and the methods as `Class.method`."""
     found = set()
-    for node in ast.parse(file.read_text()).body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):

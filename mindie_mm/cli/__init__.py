@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.environment import keep_backends_out
+from mindie_mm.environment import keep_backends_out, restart_in_utf8
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 from mindie_mm.interrupts import INTERRUPTED, importing, interruptible
 from mindie_mm.standard_streams import use_utf8
@@ -37,6 +37,7 @@ class _Commands(click.Group):
 
         The standard streams are put in order first, before anything else is opened or printed.
         """
+        restart_in_utf8()
         use_utf8()
         with importing():
             return super().main(*args, **extra)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import PATH, READABLE_FILE
+from mindie_mm.cli.paths import PATH, READABLE_FILE, TEXT
 from mindie_mm.cli.settings import configured
 from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import InputError
@@ -15,7 +15,7 @@ from mindie_mm.interrupts import importing
 
 
 @click.command("ask", short_help="Ask one question and print the answer.")
-@click.argument("question")
+@click.argument("question", type=TEXT)
 @click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Picture to ask about. Repeatable.")
 @click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
 @click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Sound to ask about. Repeatable.")

@@ -1,4 +1,4 @@
-"""Types of paths on the command line."""
+"""Types of paths and texts on the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from mindie_mm.errors import InputError
+from mindie_mm.limits import text_of
 
 
 class _Path(click.Path):
@@ -17,7 +20,21 @@ class _Path(click.Path):
         return super().convert(value, param, ctx)
 
 
+class _Text(click.ParamType[str]):
+    """Text in UTF-8, or in the encoding of the locale."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return text_of("it", value)
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+
+
 PATH = _Path(path_type=Path)
 """Type of options and arguments that are paths."""
 READABLE_FILE = _Path(path_type=Path, exists=True, dir_okay=False, readable=True)
 """Type of options that are files to read. Parsing the command line fails if such a file cannot be read."""
+TEXT = _Text()
+"""Type of options and arguments that are text."""

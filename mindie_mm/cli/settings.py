@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.paths import PATH, TEXT
 from mindie_mm.config import GiB, MiB
 from mindie_mm.sources import PARTS, Configuration, configuration
 
@@ -104,7 +104,7 @@ def _parameter(hint: Any) -> Any:
     kind, *further = get_args(hint) or (hint,)
     if get_origin(hint) is tuple and further != [Ellipsis]:
         return click.Tuple([_parameter(part) for part in (kind, *further)])
-    return PATH if kind is Path else kind
+    return {Path: PATH, str: TEXT}.get(kind, kind)
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Checkpoint:
     def open(cls, path: str | Path | None = None) -> Checkpoint:
         """Read config.json of `path` (None: the embedded one); UnsupportedCheckpoint if there is none. InputError."""
         root = absolute(path) if path is not None else EMBEDDED
+        _require_utf8(root)
         file = root / "config.json"
         if not _is_file(file):
             said = f"{root} is no checkpoint directory: it has no config.json"
@@ -97,6 +99,16 @@ class Checkpoint:
         extra = config.get("extra_special_tokens")
         token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
         return token["content"] if isinstance(token, dict) else token
+
+
+def _require_utf8(root: Path) -> None:
+    """UnsupportedCheckpoint unless the libraries that read a checkpoint find it: they take its name as UTF-8."""
+    name = os.fsencode(root)
+    if str(root).encode(errors="replace") != name:
+        raise UnsupportedCheckpoint(
+            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or file names of this process are not: "
+            "rename it, or start Python with PYTHONUTF8=1"
+        )
 
 
 def _is_file(file: Path) -> bool:

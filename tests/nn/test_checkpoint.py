@@ -62,3 +62,12 @@ def test_a_file_is_read_once(checkpoint):
 def test_a_file_that_is_not_there_has_nothing(checkpoint):
     assert checkpoint.json("processor_config.json") == {}
     assert checkpoint.special_token("bos_token") is None
+
+
+def test_a_name_that_libraries_cannot_take(tmp_path):
+    """tokenizers and safetensors take it as UTF-8."""
+    folder = tmp_path / os.fsdecode(b"m\xe8")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UnsupportedCheckpoint, match=r"m\\xe8', is not UTF-8"):
+        Checkpoint.open(folder)

@@ -1,0 +1,87 @@
+"""Every text file is UTF-8, whatever the locale; so is what commands print."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mindie_mm
+from mindie_mm.tokenize import Tokenizer
+from tests.cli.shell import BIN, TIMEOUT_S
+
+TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+LOCALE = "de_DE.ISO-8859-1"
+MESSAGES = [{"role": "user", "content": "你好"}]
+IDS = """
+import sys
+from mindie_mm.tokenize import Tokenizer
+with Tokenizer.from_pretrained(sys.argv[1]) as tokenizer:
+    print(tokenizer.tokenize_chat([{"role": "user", "content": "\\u4f60\\u597d"}]).tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables of a locale that is not UTF-8, made where none is installed; POSIX's where that cannot be done."""
+    folder = tmp_path_factory.mktemp("locales")
+    if shutil.which("localedef") is not None:
+        command = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", folder / LOCALE]
+        if not subprocess.run(command, capture_output=True, check=False).returncode:
+            return os.environ | {"LOCPATH": str(folder), "LC_ALL": LOCALE, "PYTHONUTF8": "0"}
+    return os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """One whose template is not ASCII."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    shutil.copytree(TINY, folder)
+    template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+    told = json.dumps({"chat_template": f"Grüße, 模型!{template}"}, ensure_ascii=False)
+    (folder / "chat_template.json").write_text(told, encoding="utf-8")
+    return folder
+
+
+def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
+    """It is not begun anew in UTF-8 mode, as a command is."""
+    command = [sys.executable, "-c", IDS, str(checkpoint)]
+    said = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=True)
+    with Tokenizer.from_pretrained(checkpoint) as tokenizer:
+        assert json.loads(said.stdout) == tokenizer.tokenize_chat(MESSAGES).tolist()
+
+
+def test_settings_and_names_of_files(environment, tmp_path):
+    """It ends where it cannot listen: the log begins with the settings by then."""
+    (tmp_path / "模型.toml").write_text('served_model_name = "模型"\n', encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [BIN, "serve", TINY, "--config", "模型.toml", "--spool", "spool", "--port", taken.getsockname()[1]]
+        ended = subprocess.run(
+            list(map(str, command)), env=environment, cwd=tmp_path, capture_output=True, timeout=TIMEOUT_S, check=False
+        )
+    said = ended.stderr.decode()
+    assert ended.returncode == 1, said
+    assert 'served_model_name = "模型" (模型.toml)' in said
+
+
+def test_text_on_the_command_line_is_as_the_locale_has_it(environment, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [BIN, "serve", "--served-model-name", "Grüße", "--spool", "spool", "--port", taken.getsockname()[1]]
+        ended = subprocess.run(
+            [str(one).encode("latin-1") for one in command],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    said = ended.stderr.decode()
+    if environment["LC_ALL"] == LOCALE:
+        assert 'served_model_name = "Grüße"' in said
+    else:
+        assert ended.returncode == 2
+        assert "which is text neither in UTF-8 nor in the locale's encoding" in said
