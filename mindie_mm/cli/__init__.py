@@ -75,10 +75,11 @@ class _Commands(click.Group):
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """End this process with status 0 on SIGTERM, SIGINT and SIGHUP, until the server handles them: it holds nothing yet.
+    """End this process with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles them.
 
-    The kernel drops signals that process 1 of a container has no handler for, and `serve` imports for a second or more.
-    What this process was started to ignore, as nohup has it of SIGHUP, it goes on to ignore.
+    Nothing is held yet that would have to be freed. The kernel drops signals for which process 1 of a container has no
+    handler, and `serve` imports for a second or more. Signals that the process was started to ignore, such as SIGHUP
+    under nohup, stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}

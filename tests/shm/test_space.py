@@ -73,7 +73,7 @@ say(failure)
 
 def test_so_is_the_hosts_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    with pytest.raises(DeviceError, match="the host's memory is told by /proc .*: No such file or directory"):
+    with pytest.raises(DeviceError, match=r"the host's memory is told by /proc .*: No such file or directory"):
         available_bytes()
     assert doctor._memory(WorkerConfig()).status == "error"
 
