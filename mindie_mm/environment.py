@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mindie_mm.errors import InputError
+
 _PREFIX = "MINDIE_MM_"
 _NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
 """Variables that are read and set no field."""
@@ -115,12 +117,17 @@ def restart_in_utf8() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - itself
 
 
-def in_utf8(text: str) -> str:
-    """Return a text of the command line, or of a variable, as the locale has it. UnicodeError if it is in neither.
+def text_of(name: str, text: str) -> str:
+    """Decode a text of the command line, or of a variable, that Python left undecoded because it is not UTF-8.
 
-    In UTF-8 mode Python leaves what is not UTF-8 undecoded.
+    Raises InputError, with `name`, unless the text is in UTF-8 or in the locale's encoding.
     """
-    return text if _is_utf8(text) else os.fsencode(text).decode(locale.getencoding())
+    if _is_utf8(text):
+        return text
+    try:
+        return os.fsencode(text).decode(locale.getencoding())
+    except UnicodeError:
+        raise InputError(f"{name} is {text!r}, which is text neither in UTF-8 nor in the locale's encoding") from None
 
 
 def _is_utf8(text: str) -> bool:

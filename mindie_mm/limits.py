@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from mindie_mm.environment import in_utf8
+from mindie_mm.environment import text_of
 from mindie_mm.errors import InputError, naming
 from mindie_mm.paths import absolute
 
@@ -36,14 +36,6 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
     except msgspec.ValidationError as error:
         said = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
         raise InputError(f"{name} is {said}, it must be {_wanted(hint)}") from error
-
-
-def text_of(name: str, text: str) -> str:
-    """Return a text of the command line, or of a variable, decoded; InputError unless it is UTF-8, or the locale's."""
-    try:
-        return in_utf8(text)
-    except UnicodeError:
-        raise InputError(f"{name} is {text!r}, which is text neither in UTF-8 nor in the locale's encoding") from None
 
 
 def require(settings: Any) -> None:
