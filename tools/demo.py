@@ -1,6 +1,6 @@
-"""`make demo`: the service, asked about real pictures, videos and sounds over HTTP, answers through shared memory.
+"""`make demo`: start the service, ask it about pictures, a video and sounds over HTTP, and stop it.
 
-Exits 0 only if every answer is right and nothing is left in /dev/shm.
+Exits with 0 only if every answer is correct and nothing is left in /dev/shm.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tools.serving import RunningService, running_service
 from tools.sounds import Kind, Sound, make
 from tools.speech import HELD_OUT_VOICES, RATE, recorded
 
-SHM = Path("/dev/shm")  # noqa: S108 - the place itself is what is looked at
+SHM = Path("/dev/shm")  # noqa: S108 - the demo looks at this folder
 WHAT = "What is in the image?"
 
 
 def main() -> int:
-    """Runs the demo; the exit status."""
+    """Run the demo and return the exit status."""
     console = Console()
     started = time.monotonic()
     before = arenas()
@@ -45,9 +45,10 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mindie_mm-demo-")))
         questions = make_questions(folder)
         settings = {"allowed_media_dir": folder, "spool": folder / "spool"}
-        with console.status("starting the service with the embedded checkpoint"):
+        with console.status("starting the service with the embedded model"):
             service = stack.enter_context(running_service(settings, folder / "service.log"))
-        console.print(f"[bold]{service.model}[/] at {service.url}, ready in {time.monotonic() - started:.1f} s\n")
+        ready_s = time.monotonic() - started
+        console.print(f"The service has started at {service.url} in {ready_s:.1f} s.\n")
         with Watch(service) as watch:
             right = [ask(console, service, question) for question in questions]
         after = service.wait_until_free()
@@ -57,20 +58,21 @@ def main() -> int:
     good = all(right) and not after["blocks"] and not left and status == 0
     took_s = time.monotonic() - started
     console.print(
-        f"{sum(right)} of {len(right)} answers right, exit status of the service {status}, {took_s:.1f} s: "
-        + ("[bold green]all is well[/]" if good else "[bold red]something is wrong[/]")
+        f"{sum(right)} of {len(right)} answers are correct. The service stopped with exit status {status}.\n"
+        f"The demo took {took_s:.1f} s. "
+        + ("[bold green]Everything works.[/]" if good else "[bold red]Something is wrong.[/]")
     )
     return 0 if good else 1
 
 
 def arenas() -> set[str]:
-    """The names of all arenas in /dev/shm, whoever has made them."""
+    """Return the names of all arenas in /dev/shm, of any process."""
     return {path.name for path in SHM.glob("mindie_mm-*")}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request and the answer that is right."""
+    """One request with its correct answer."""
 
     title: str
     path: str
@@ -80,7 +82,7 @@ class Question:
 
 
 def make_questions(folder: Path) -> list[Question]:
-    """The demo's requests; makes their pictures, video and sounds in `folder`."""
+    """Make the pictures, the video and the sounds in `folder`, and return the requests about them."""
     red_square = picture("red", (220, 40, 40), "square", x=0.35)
     blue_circle = picture("blue", (40, 80, 220), "circle", x=0.56)
     green_star = picture("green", (40, 160, 60), "star", x=0.5)
@@ -96,34 +98,34 @@ def make_questions(folder: Path) -> list[Question]:
     raw = base64.b64encode(encode(green_star, "JPEG")).decode()
     red_url = data_url(red_square)
     return [
-        chat("a drawn picture, as a data: URL", WHAT, [image(red_url)], "red square"),
-        chat("a picture given as a file", WHAT, [image(f"file://{path}")], "blue circle"),
-        chat("a picture given as raw base64", WHAT, [image(raw)], "green star"),
-        chat("the same, streamed", "What colour is it?", [image(raw)], "green", stream=True),
+        chat("A picture in a data: URL", WHAT, [image(red_url)], "red square"),
+        chat("A picture in a file", WHAT, [image(f"file://{path}")], "blue circle"),
+        chat("A picture in plain base64", WHAT, [image(raw)], "green star"),
+        chat("The same picture, with a streamed answer", "What colour is it?", [image(raw)], "green", stream=True),
         chat(
-            "two pictures compared",
+            "Two pictures to compare",
             "Do both pictures show the same colour?",
             [image(red_url), image(raw)],
             "red and green, so no",
         ),
-        chat("a video", "Which way does the shape move?", [video_part(video)], "right"),
-        chat("a tone, as a WAV file", "Is the tone high, middle or low?", [audio(tone)], "high"),
-        chat("beeps, as an Ogg file", "How many beeps do you hear?", [audio(beeps)], "3"),
+        chat("A video", "Which way does the shape move?", [video_part(video)], "right"),
+        chat("A tone in a WAV file", "Is the tone high, middle or low?", [audio(tone)], "high"),
+        chat("Beeps in an Ogg file", "How many beeps do you hear?", [audio(beeps)], "3"),
         chat(
-            "a spoken digit, as FLAC in base64",
+            "A spoken digit in base64 FLAC",
             "Which digit is spoken?",
             [input_audio(seven)],
             "seven",
         ),
-        chat("plain text", "Hello!", [], CHAT_ANSWERS["hello"]),
-        infer("MindIE's /infer with a file", [{"image": str(path)}, {"text": WHAT}], "blue circle"),
+        chat("Text alone", "Hello!", [], CHAT_ANSWERS["hello"]),
+        infer("A picture file for MindIE", [{"image": str(path)}, {"text": WHAT}], "blue circle"),
         infer(
-            "MindIE's /infer with base64",
+            "A base64 picture for MindIE",
             [{"type": "image_url", "image_url": raw}, {"type": "text", "text": "Which shape is it?"}],
             "star",
         ),
         infer(
-            "a picture, a video, a sound and text in one List[Dict]",
+            "A picture, a video and a sound in one request",
             [
                 {"image": str(path)},
                 {"video": str(video)},
@@ -136,7 +138,7 @@ def make_questions(folder: Path) -> list[Question]:
 
 
 def picture(colour: str, rgb: tuple[int, int, int], shape: str, x: float, size: float = 0.5) -> Image.Image:
-    """One shape on a light ground."""
+    """Draw one shape on a light background."""
     return draw(Scene(160, 128, (250, 250, 250), (Thing(colour, shape, rgb, x, 0.5, size, 0.0),), None))
 
 
@@ -151,13 +153,13 @@ def data_url(drawn: Image.Image) -> str:
 
 
 def write_sound(path: Path, kind: Kind, hertz: float, spans: list[tuple[float, float]], seconds: float) -> None:
-    """Writes a tone or beeps at 16 kHz, as the file's ending tells."""
+    """Write a tone or beeps at 16 kHz, in the format of the file's ending."""
     samples, _ = make(Sound(kind, "", seconds, tuple(spans), hertz, "sine", level=0.5, noise=0.0, noise_seed=0))
     soundfile.write(path, samples, RATE)
 
 
 def write_video(path: Path, frames: list[Image.Image]) -> None:
-    """Writes `frames` as two seconds and a quarter of H.264, 4 frames a second."""
+    """Write `frames` as H.264 with 4 frames per second."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=4)
         stream.width, stream.height = frames[0].size
@@ -196,7 +198,7 @@ def infer(title: str, inputs: list[dict[str, Any]], answer: str) -> Question:
 
 
 def ask(console: Console, service: RunningService, question: Question) -> bool:
-    """Posts the question and prints it with its answer; whether that is right."""
+    """Post the question, print it with the answer, and return whether the answer is correct."""
     request = urllib.request.Request(  # noqa: S310 - our own server
         service.url + question.path, json.dumps(question.body).encode(), {"Content-Type": "application/json"}
     )
@@ -205,9 +207,11 @@ def ask(console: Console, service: RunningService, question: Question) -> bool:
         answer = (_streamed if question.streamed else _whole)(lines).strip()
     took_ms = (time.monotonic() - started) * 1000
     right = answer.lower().rstrip(".") == question.answer.lower().rstrip(".")
-    mark = "[green]right[/]" if right else f"[red]wrong, expected {question.answer!r}[/]"
-    console.print(f"[dim]{question.title}, {question.path}[/]")
-    console.print(f"  {_text_of(question.body)}  ->  [bold]{answer}[/]  {mark}  [dim]{took_ms:.0f} ms[/]")
+    mark = "[green]correct[/]" if right else f"[red]wrong, expected {question.answer!r}[/]"
+    console.print(f"[dim]{question.title} (POST {question.path})[/]")
+    console.print(
+        f"  {_text_of(question.body)}  ->  [bold]{answer}[/]  {mark}, [dim]{took_ms:.0f} ms[/]", soft_wrap=True
+    )
     return right
 
 
@@ -228,7 +232,7 @@ def _streamed(lines: Iterable[bytes]) -> str:
 
 
 class Watch:
-    """Samples the service's shared memory from a thread of its own, for as long as it is entered."""
+    """Sampler of the service's shared memory, in its own thread. A context manager."""
 
     def __init__(self, service: RunningService) -> None:
         self._service = service
@@ -236,7 +240,7 @@ class Watch:
         self._thread = threading.Thread(target=self._sample)
         self.num_samples = 0
         self.most: dict[str, Any] = {"blocks": 0, "bytes": 0}
-        """The sample with the most bytes in use."""
+        """Sample with the most bytes in use."""
 
     def _sample(self) -> None:
         while not self._done.is_set():
@@ -256,14 +260,14 @@ class Watch:
 
 
 def show_memory(console: Console, watch: Watch, after: dict[str, Any], left: list[str]) -> None:
-    """Prints the shared memory in use during and after."""
-    table = Table(title="Shared memory")
+    """Print the shared memory in use during and after the requests."""
+    table = Table(title="Shared memory in use")
     for column in ("", "blocks", "bytes"):
         table.add_column(column, justify="left" if not column else "right")
-    title = f"most while requests ran ({watch.num_samples} samples)"
+    title = f"maximum during the requests ({watch.num_samples} samples)"
     table.add_row(title, str(watch.most["blocks"]), f"{watch.most['bytes']:,}")
     table.add_row("after the last answer", str(after["blocks"]), f"{after['bytes']:,}")
-    table.add_row("arenas left in /dev/shm after the stop", str(len(left)), ", ".join(left) or "none")
+    table.add_row("arenas left in /dev/shm after the service stopped", str(len(left)), ", ".join(left) or "none")
     console.print(table)
 
 

@@ -62,9 +62,7 @@ def command(
         from mindie_mm.engine.sampling_params import SamplingParams
 
     if output.name == "-":
-        raise click.BadParameter(
-            "answers must go to a file, so that a second call can continue it", param_hint="--output"
-        )
+        raise click.BadParameter("answers go to a file, so that a second call can continue it", param_hint="--output")
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
     flags = {"device": device, "dtype": dtype, "tensor_parallel": tensor_parallel, "arena_bytes": 1 << 20}

@@ -331,16 +331,20 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     monkeypatch.chdir(tmp_path)
     assert inspect().startswith("8 rows, 1 failed, ")
     said = inspect(5)
-    assert "2 pictures in row-5.png" in said
+    assert "2 pictures; --png FILE writes them" in said
     assert "Both?" in said
-    with Image.open(tmp_path / "row-5.png") as sheet:
+    before = sorted(tmp_path.rglob("*"))
+    assert "wrote 2 pictures to two.png" in inspect(5, "--png", "two.png")
+    with Image.open(tmp_path / "two.png") as sheet:
         assert sheet.size == (2 * 256 + 3 * 8, 256 + 2 * 8)
     inspect(0, "--png", "one.png")
     with Image.open(tmp_path / "one.png") as sheet:
         assert len(sheet.getcolors(65536)) > 1000
     assert "failed: MediaError" in inspect(2)
-    assert "video in slots" in inspect(6)
-    with Image.open(tmp_path / "row-6.png") as sheet:
+    assert "video in slots" in inspect(6, "--png", "six.png")
+    with Image.open(tmp_path / "six.png") as sheet:
         assert sheet.size == (2 * 256 + 3 * 8, 2 * 256 + 3 * 8), "four frames"
     assert "audio in slots" in inspect(7)
-    assert not (tmp_path / "row-7.png").exists()
+    assert "the row has no pictures" in inspect(7, "--png", "seven.png")
+    written = {tmp_path / name for name in ("one.png", "two.png", "six.png")}
+    assert {*tmp_path.rglob("*")} - {*before} == written, "nothing else is written"

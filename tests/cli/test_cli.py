@@ -2,13 +2,18 @@
 
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
+from click.testing import CliRunner
 from PIL import Image
 
-from tests.cli.shell import run, run_warm
+from mindie_mm.cli import main
+from tests import warm
+from tests.cli.shell import BIN, TIMEOUT_S, run, run_warm
 
 LOOKED_AT = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "spool")
 """By doctor, on every machine."""
@@ -58,6 +63,34 @@ def test_mistakes_are_one_line(random_checkpoint):
     assert "MINDIE_MM_NUM_TOKENIZERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_NUM_TOKENIZERS="two")
 
 
+@pytest.mark.parametrize("option", ["--image", "--video", "--audio"])
+def test_ask_looks_at_its_files_before_it_loads_the_model(option, tmp_path):
+    """Loading would fail first: there is no such checkpoint."""
+    asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
+    for path, said in ((tmp_path / "none.png", "does not exist"), (tmp_path, "is a directory"), ("", "it is empty")):
+        refused = CliRunner().invoke(main, [*asked, str(path)])
+        assert refused.exit_code == 2
+        assert f"'{option}'" in refused.stderr
+        assert said in refused.stderr
+
+
+def test_ask_looks_at_its_arguments_before_it_loads_the_model(random_checkpoint, tmp_path):
+    refused = CliRunner().invoke(main, ["ask", "What?", "--model", str(tmp_path / "none"), "--temperature", "-1"])
+    assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
+    folder, sound = tmp_path / "no weights", tmp_path / "sound.wav"
+    shutil.copytree(random_checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    sound.touch()
+    said = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
+    assert said == f"Error: --audio: {folder} takes no audio, only image, video\n"
+
+
+def test_ask_logs_warnings_alone_unless_told_otherwise(random_checkpoint):
+    asked = [BIN, "ask", "What?", "--model", random_checkpoint, "--max-tokens", 1]
+    assert " INFO " not in warm.run(asked, timeout=TIMEOUT_S).stderr
+    told = warm.run(asked, timeout=TIMEOUT_S, env=os.environ | {"MINDIE_MM_LOG_LEVEL": "info"})
+    assert " INFO " in told.stderr
+
+
 def test_serve_help_names_every_setting():
     import dataclasses
 
@@ -68,6 +101,16 @@ def test_serve_help_names_every_setting():
         for field in dataclasses.fields(cls):
             if field.name not in ("model", "engine", "media"):
                 assert f"--{field.name.replace('_', '-')}" in said
+
+
+def test_serve_help_shows_each_setting_with_its_default():
+    said = " ".join(run_warm("serve", "--help").split())
+    for default in ("268435456, 256 MiB", "4294967296, 4 GiB", "on", "off", "0.5 on the CPU, else 0.9", "127.0.0.1"):
+        assert f"[default: {default}]" in said
+    headings = ("Options", "Settings of the HTTP service", "Limits on media items", "Settings of the worker")
+    places = [said.index(f" {heading}: ") for heading in (*headings, "Settings of the engine process")]
+    assert places == sorted(places)
+    assert "None" not in said
 
 
 def test_help_tells_the_defaults_of_sampling():

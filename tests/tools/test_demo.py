@@ -1,4 +1,4 @@
-"""What the demo concludes from."""
+"""The demo notices an arena that is left behind."""
 
 from mindie_mm.shm import Arena
 from tools.demo import arenas

@@ -1,0 +1,76 @@
+"""An interrupt ends a command with the status that a shell has for it, at any moment of its imports and after."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.cli.shell import BIN, TIMEOUT_S
+
+RUN = ("tokenize", "rows.jsonl", "--output", "run")
+CASES = [
+    (RUN, "click.globals"),
+    (RUN, "mindie_mm.cli.settings"),
+    (RUN, "numpy"),
+    (("ask", "What?"), "click.globals"),
+    (("ask", "What?"), "rich.console"),
+    (("generate", "--tokenized", "run", "--output", "answers"), "pyarrow"),
+    (("inspect", "run"), "numpy"),
+    (("models",), "torch.types"),
+    (("doctor",), "torch.types"),
+    (("shm", "list"), "mindie_mm.shm.words"),
+    (("--help",), "mindie_mm.cli.settings"),
+]
+"""A command, and the module after whose import it is interrupted."""
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Let the commands hear SIGINT, also where a shell has started the tests with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Path) -> tuple[int, str]:
+    """Run a command, signal it when `module` has been imported, and return its status and the rest of its output."""
+    command = [sys.executable, "-X", "importtime", str(BIN), *arguments]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr), "it has imported the module"
+        process.send_signal(number)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+        return process.wait(TIMEOUT_S), "".join(said)
+
+
+@pytest.mark.parametrize(("arguments", "module"), CASES, ids=[f"{case[0][0]} {case[1]}" for case in CASES])
+def test_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
+    assert interrupted(arguments, module, signal.SIGINT, tmp_path) == (130, "Interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("module", ["click.globals", "mindie_mm.sources"])
+def test_serve_ends_well(module: str, number: int, tmp_path: Path) -> None:
+    status, said = interrupted(("serve", "--port", "0"), module, number, tmp_path)
+    assert (status, "Traceback" in said) == (0, False)
+
+
+def test_while_it_works(random_checkpoint: Path, tmp_path: Path) -> None:
+    fifo = tmp_path / "never.png"
+    os.mkfifo(fifo)
+    with (tmp_path / "out").open("w+") as out:
+        command = [BIN, "ask", "What?", "--model", random_checkpoint, "--image", fifo]
+        process = warm.Popen(list(map(str, command)), stdout=out, stderr=out)
+        try:
+            with fifo.open("wb"):  # opens when the picture is being read
+                process.send_signal(signal.SIGINT)
+                assert process.wait(TIMEOUT_S) == 130
+        finally:
+            process.kill()
+        assert (tmp_path / "out").read_text().endswith("Interrupted\n")
