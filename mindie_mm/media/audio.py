@@ -19,11 +19,17 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.caps import caps
-from mindie_mm.media.container import best_stream, check_codec, frames_of, open_container, reading
+from mindie_mm.media.container import BARE, best_stream, check_codec, frames_of, open_container, reading
 from mindie_mm.media.image import Data
 
-CONTAINERS = ("wav", "flac", "mp3", "aac", "ogg", "mov", "matroska", "aiff", "asf", "caf", "w64")
-"""Containers that are opened, told by content (mov is MP4 and M4A too, matroska WebM too). No playlists."""
+CONTAINERS = (
+    *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
+    *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
+)
+"""Containers that are opened, told by content: those of sound, and those of videos, of which the sound is taken (mov is
+MP4 and M4A too, matroska WebM too; mpeg is program streams). No playlists."""
+_PASSED_OVER = (*BARE, "mpegts", "mpeg")
+"""Containers in which what does not decode is passed over: a broadcast is cut in the midst of a frame."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Lowest and highest rate of a source, samples a second."""
 MAX_CHANNELS = 64
@@ -95,7 +101,7 @@ class EncodedAudio:
     def _frames(self) -> Iterator[av.AudioFrame]:
         interleaver = av.AudioResampler("flt")
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-            for frame in frames_of(container, _stream_of(container)[0], len(self.data)):
+            for frame in frames_of(container, _stream_of(container)[0], len(self.data), _PASSED_OVER):
                 if not frame.samples:
                     continue
                 if frame.format.is_planar and frame.layout.nb_channels > _MAX_PLANES:

@@ -56,7 +56,7 @@ _VIDEO_CODECS = (
 _SOUND_CODECS = (
     "aac,aac_latm,ac3,eac3,alac,amrnb,amrwb,flac,mp2,mp2float,mp3,mp3float,opus,vorbis,wmav1,wmav2,wmapro,gsm_ms,"
     "adpcm_ima_qt,adpcm_ima_wav,adpcm_ms,pcm_alaw,pcm_mulaw,pcm_f32be,pcm_f32le,pcm_f64be,pcm_f64le,pcm_s16be,"
-    "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,pcm_u8"
+    "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,pcm_u8,pcm_bluray,pcm_dvd"
 )
 CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
 """Decoders that are run, by FFmpeg's names. It has some hundreds more, of games and cameras: few are ever fuzzed."""
@@ -188,12 +188,15 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
                 yield packet
 
 
-def frames_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[Any]:
-    """What they are decoded to, with what the decoder holds back. LimitExceeded as `packets_of`.
+def frames_of(
+    container: InputContainer, stream: _Stream, num_bytes: int, tolerant: Sequence[str] = BARE
+) -> Iterator[Any]:
+    """Decode the packets of `stream`, and yield what they are, with what the decoder holds back.
 
-    A stream with no container round it (`BARE`) may have anything between its frames, which is passed over.
+    Raises LimitExceeded as `packets_of`. What does not decode is passed over in containers of the `tolerant` formats. A
+    stream with no container round it (`BARE`) may have anything between its frames.
     """
-    passed_over = (av.InvalidDataError,) if container.format.name in BARE else ()
+    passed_over = (av.InvalidDataError,) if container.format.name in tolerant else ()
     for packet in packets_of(container, stream, num_bytes):
         with suppress(*passed_over):
             yield from packet.decode()

@@ -41,11 +41,14 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "asf": ".wma",
         "caf": ".caf",
         "w64": ".w64",
+        "au": ".au .snd",
+        "nistsphere": ".sph",
     },
 }
 """Of each format that is read: `FORMATS` of images, `CONTAINERS` of videos and of sound.
 
-A GIF is taken for an image by its name. Its frames are read where it is given as a video.
+By its name a GIF is an image, and a file with both picture and sound is a video. A GIF given as a video is read for its
+frames, and a video given as a sound for its sound.
 """
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()

@@ -62,6 +62,8 @@ _FLV_SCRIPT = re.compile(rb"onMetaData|onCuePoint")
 _AMF_BYTES = {0: 8, 1: 1, 5: 0, 6: 0, 11: 10, 13: 0}
 """Of Adobe's AMF0: bytes of values that have always as many. Other kinds are texts, objects and arrays."""
 _AMF_TEXT, _AMF_OBJECT, _AMF_NAMED_ARRAY, _AMF_ARRAY = 2, 3, 8, 10
+_SPHERE = b"NIST_1A"
+_LINE_END = re.compile(rb"[\n\r\0]")
 _RIFF_INFO = re.compile(rb"LIST(.{4})INFO", re.DOTALL)
 _CAF_INFO = re.compile(rb"info.{8}(.{4})[^\0]{1,31}\0", re.DOTALL)
 _W64_INFO = re.compile(re.escape(bytes.fromhex("bc945f925a52d21186dc00c04f8edb8a")) + rb".{8}(.{4})", re.DOTALL)
@@ -154,6 +156,9 @@ def _check_texts(data: bytes) -> None:
         _check("texts", sum(int.from_bytes(found[1]) for found in _CAF_INFO.finditer(data)), MAX_TAGS)
     elif data.startswith(b"riff"):
         _check("texts", sum(int.from_bytes(found[1], "little") for found in _W64_INFO.finditer(data)), MAX_TAGS)
+    elif data.startswith(_SPHERE):
+        lines = _LINE_END.finditer(data, 0, _sphere_head(data))
+        _check("or more lines", sum(1 for _ in islice(lines, MAX_TAGS + 1)), MAX_TAGS)
 
 
 def _check_id3(data: bytes, place: int) -> int:
@@ -268,6 +273,11 @@ def _amf_values(data: bytes, place: int) -> Iterator[bool]:
             place += _AMF_BYTES[kind]
         else:
             return
+
+
+def _sphere_head(data: bytes) -> int:
+    """Where the head of a SPHERE file ends, each line of which is a tag; all of it where the end is not found."""
+    return place if (place := data.find(b"\nend_head")) >= 0 else len(data)
 
 
 def _num_comments(data: bytes, place: int) -> int:

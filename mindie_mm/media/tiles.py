@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.image import Pixels, Resample, resize
 from mindie_mm.media.preprocess import pad
 
@@ -14,19 +13,17 @@ CanvasSize = tuple[int, int]
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
-    """The one of `canvases` on which most pixels of a picture are left, and the smallest of such.
+    """Return the one of `canvases` on which most pixels of a picture are left, and the first of the smallest of such.
 
-    LimitExceeded for a picture of which none are left on any: a line.
+    None are left of a line on small canvases, which then all count the same.
     """
-    best, most, least_wasted = None, 0, math.inf
+    best, most, least_wasted = canvases[0], 0, math.inf
     for canvas in canvases:
         scale = min(canvas[1] / width, canvas[0] / height)
         left = min(int(width * scale) * int(height * scale), width * height)
         wasted = canvas[0] * canvas[1] - left
         if left > most or (left == most and wasted < least_wasted):
             best, most, least_wasted = canvas, left, wasted
-    if best is None or most == 0:
-        raise LimitExceeded(f"{width}x{height} pixels: so long a line vanishes on every canvas of the model's")
     return best
 
 

@@ -117,7 +117,15 @@ def w64_info(count: int) -> bytes:
     return chunk(bytes.fromhex("726966662e91cf11a5d628db04c10000"), content)
 
 
+def sphere(num_lines: int) -> bytes:
+    data = encode_sound(tone(0.2, RATE), RATE, "NIST")
+    lines = b"".join(b"k%x -s1 v\n" % at for at in range(num_lines))
+    size = 1024 + len(lines)
+    return b"NIST_1A\n%7d\n" % size + lines + data[16:]
+
+
 FLOODS: dict[str, tuple[Make, str]] = {
+    "lines of a SPHERE file": (lambda: sphere(NUM), "or more lines; the limit is 4096"),
     "tags": (lambda: film(element("1254c367", times(short("7373")))), "tags; the limit is 4096"),
     "simple tags": (lambda: film(element("1254c367", element("7373", times(short("67c8"))))), "tags; the limit is"),
     "lists of tags": (lambda: film(times(short("1254c367"))), "lists of one kind; the limit is 4096"),

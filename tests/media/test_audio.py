@@ -3,6 +3,7 @@ import io
 import struct
 import wave
 from collections.abc import Sequence
+from pathlib import Path
 
 import av
 import numpy as np
@@ -22,6 +23,7 @@ from mindie_mm.media.source import read_source
 from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
 
+CASES = Path(__file__).parents[1] / "cases/media"
 RATE = 16_000
 LOSSLESS = [
     ("WAV", "PCM_U8"),
@@ -39,6 +41,13 @@ LOSSLESS = [
     ("W64", "FLOAT"),
     ("FLAC", "PCM_16"),
     ("FLAC", "PCM_24"),
+    ("AU", "PCM_16"),
+    ("AU", "PCM_24"),
+    ("AU", "FLOAT"),
+    ("AU", "ULAW"),
+    ("NIST", "PCM_16"),
+    ("NIST", "PCM_32"),
+    ("NIST", "ALAW"),
 ]
 
 
@@ -108,6 +117,17 @@ def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, s
         ("webm", "libopus"),
         ("matroska", "libmp3lame"),
         ("asf", "wmav2"),
+        ("mpegts", "aac"),
+        ("mpegts", "mp2"),
+        ("mpegts", "ac3"),
+        ("mpegts", "libopus"),
+        ("mpeg", "mp2"),
+        ("vob", "ac3"),
+        ("flv", "libmp3lame"),
+        ("flv", "aac"),
+        ("avi", "pcm_s16le"),
+        ("avi", "libmp3lame"),
+        ("au", "pcm_mulaw"),
     ],
 )
 def test_files_that_libsndfile_does_not_read(container, codec):
@@ -118,6 +138,64 @@ def test_files_that_libsndfile_does_not_read(container, codec):
         np.corrcoef(original[2000:20_000], found[2000 + shift : 20_000 + shift])[0, 1] for shift in range(0, 1200, 1)
     )
     assert best > 0.99, "one of the shifts that coders delay by"
+
+
+def test_a_transport_stream_of_sound_alone():
+    data = (CASES / "tone.ts").read_bytes()
+    with av.open(io.BytesIO(data)) as container:
+        frames = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
+        rate = container.streams.audio[0].rate
+    found = open_audio(data).decode(rate, 10**7)
+    assert np.array_equal(found, frames)
+    assert np.abs(found).max() > 0.1
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mpegts", "aac"), ("mpegts", "mp2"), ("mpeg", "mp2")])
+def test_a_recording_that_begins_and_ends_in_the_midst_of_a_frame(container, codec):
+    data = encode_with_ffmpeg(tone(2.0, 48_000), 48_000, container, codec)
+    whole = open_audio(data).decode(48_000, 10**6)
+    cut = data[188 * 20 + 77 : -300] if container == "mpegts" else data[5000:-300]
+    assert len(open_audio(cut).decode(48_000, 10**6)) > 0.6 * len(whole)
+
+
+@pytest.mark.parametrize(
+    ("container", "pictures", "sounds"),
+    [
+        ("mpegts", "mpeg2video", "mp2"),
+        ("mpeg", "mpeg2video", "mp2"),
+        ("flv", "flv1", "libmp3lame"),
+        ("avi", "mpeg4", "libmp3lame"),
+        ("asf", "mpeg4", "libmp3lame"),
+        ("mp4", "mpeg4", "aac"),
+    ],
+)
+def test_the_sound_of_a_film(container, pictures, sounds):
+    data = film(container, pictures, sounds)
+    with av.open(io.BytesIO(data)) as opened:
+        expected = np.concatenate([frame.to_ndarray()[0] for frame in opened.decode(audio=0)])
+    if expected.dtype == np.int16:
+        expected = expected / np.float32(2**15)
+    assert len(expected) >= 23_000
+    assert np.array_equal(open_audio(data).decode(48_000, 10**7), expected)
+
+
+def film(container: str, pictures: str, sounds: str) -> bytes:
+    """Half a second of pictures and of sound."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        picture = output.add_stream(pictures, rate=25)
+        picture.width, picture.height, picture.pix_fmt = 112, 84, "yuv420p"
+        sound = output.add_stream(sounds, rate=48_000, layout="mono")
+        sound.format = sound.codec.audio_formats[0]
+        for pixels in moving_frames(13):
+            output.mux(picture.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(picture.encode())
+        frame = av.AudioFrame.from_ndarray(tone(0.5, 48_000)[None], format="flt", layout="mono")
+        frame.sample_rate = 48_000
+        for piece in av.AudioResampler(sound.format, "mono", 48_000, frame_size=sound.frame_size).resample(frame):
+            output.mux(sound.encode(piece))
+        output.mux(sound.encode())
+    return file.getvalue()
 
 
 def test_the_sound_of_a_video_file():

@@ -201,6 +201,33 @@ def items_of(prompt: Prompt) -> list[list[int]]:
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
 
 
+EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 1500), (1999, 7), (5, 900), (640, 11))
+"""Heights and widths of pictures that are lines, or nearly."""
+
+
+class ExtremeShapes:
+    """Of a family that cuts pictures into tiles: a FamilyContract has it, too."""
+
+    def test_lines_are_the_processors_or_refused_where_it_fails(
+        self: Any, reference: Reference, model: Model, tokenizer: Tokenizer, path_file: Path
+    ) -> None:
+        num_same = 0
+        for height, width in EXTREMES:
+            items = [{"image": picture(height, width)}, {"text": "?"}]
+            try:
+                expected = reference.inputs(items)
+            except (ValueError, RuntimeError, ZeroDivisionError):
+                with pytest.raises(InputError, match=f"{width}x{height}"):
+                    self.tokenize(tokenizer, "one image", items, path_file)
+                continue
+            ids = self.tokenize(tokenizer, "one image", items, path_file).numpy()
+            media = model.read(ids)
+            assert plain_ids(ids, media).tolist() == expected["input_ids"][0].tolist(), (height, width)
+            self.assert_arrays(expected, media, model)
+            num_same += 1
+        assert num_same >= 4
+
+
 class FamilyContract:
     """Subclasses are named Test<Family>."""
 

@@ -14,7 +14,7 @@ from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize import Tokenizer as OurTokenizer
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model
 from tests.transformers_reference import AutoTokenizer
@@ -57,7 +57,7 @@ class Reference(BaseReference):
         return self.processor(text=[text], images=images, return_tensors="pt", return_legacy_image_output=False)
 
 
-class TestFuyu(FamilyContract):
+class TestFuyu(ExtremeShapes, FamilyContract):
     name = "fuyu"
     unspelled = True
     prompts: ClassVar = {

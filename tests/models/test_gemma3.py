@@ -22,7 +22,7 @@ from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import PICTURES, FamilyContract, picture
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -128,7 +128,7 @@ PROMPTS = {
 }
 
 
-class TestGemma3(FamilyContract):
+class TestGemma3(ExtremeShapes, FamilyContract):
     name = "gemma3"
     prompts: ClassVar = PROMPTS
 

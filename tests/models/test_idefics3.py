@@ -14,7 +14,7 @@ from transformers import (
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
 from mindie_mm.models.idefics3 import resized
-from tests.models.contract import PICTURES, FamilyContract, picture
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import VISION, text_config
@@ -61,7 +61,7 @@ PROMPTS = {
 }
 
 
-class TestIdefics3(FamilyContract):
+class TestIdefics3(ExtremeShapes, FamilyContract):
     name = "idefics3"
     prompts: ClassVar = PROMPTS
 

@@ -25,7 +25,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, FamilyContract, clip, picture
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
 from tests.models.test_llava import VISION
@@ -95,7 +95,7 @@ class Reference(BaseReference):
         )
 
 
-class TestInternVL(FamilyContract):
+class TestInternVL(ExtremeShapes, FamilyContract):
     name = "internvl"
     prompts: ClassVar = {
         **PICTURES,

@@ -14,9 +14,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mindie_mm.errors import LimitExceeded
-from mindie_mm.inputs import Media
-from tests.models.contract import PICTURES, FamilyContract, picture
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import PIXELS, SPECIAL, STATED, VISION, text_config
@@ -52,12 +50,13 @@ class Reference(BaseReference):
         )
 
 
-class TestLlavaNext(FamilyContract):
+class TestLlavaNext(ExtremeShapes, FamilyContract):
     name = "llava_next"
     prompts: ClassVar = {
         **PICTURES,
         "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
         "an image of a canvas": [{"image": picture(56, 56)}],
+        "a line, of which nothing is left on any canvas": [{"image": picture(1, 1100)}, {"text": "Where?"}],
         "of every shape": [{"image": picture(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
     }
 
@@ -94,11 +93,6 @@ class TestLlavaNext(FamilyContract):
         vision = SiglipVisionConfig(**VISION, vision_use_head=False) if tower == "siglip" else None
         write(tmp_path, {**TILES, **pixels}, {**STATED, **stated}, vision, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
-
-    def test_a_line_is_refused(self, processor):
-        line = picture(1, 3000)
-        with pytest.raises(LimitExceeded, match="3000x1"):
-            processor.plan(Media("image", line), line, {})
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

@@ -20,7 +20,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, FamilyContract, clip, picture
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import VISION
@@ -81,7 +81,7 @@ class Reference(BaseReference):
         return self.processor(text=[self.text(items)], return_tensors="pt", **given)
 
 
-class TestLlavaOnevision(FamilyContract):
+class TestLlavaOnevision(ExtremeShapes, FamilyContract):
     name = "llava_onevision"
     prompts: ClassVar = {
         **PICTURES,

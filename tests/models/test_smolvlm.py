@@ -20,7 +20,7 @@ from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.models.smolvlm import in_words
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
@@ -95,7 +95,7 @@ class Reference(BaseReference):
         return self.processor.video_processor([item["video"]], return_tensors="pt")["pixel_values"]
 
 
-class TestSmolVLM(FamilyContract):
+class TestSmolVLM(ExtremeShapes, FamilyContract):
     name = "smolvlm"
     prompts: ClassVar = {
         **PROMPTS,
