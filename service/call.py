@@ -74,7 +74,7 @@ class Call:
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """All choices, once they are finished."""
         choices = [Choice(index=index) for index in range(len(sources) * self.n)]
-        async with aclosing(self.deltas(sources)) as deltas:
+        async with aclosing(self.deltas(sources, whole=True)) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
         return choices
@@ -83,14 +83,20 @@ class Call:
         """An answer's `timings`, where they are asked for."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
-    async def deltas(self, sources: Sequence[PromptSource]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt."""
+    async def deltas(
+        self, sources: Sequence[PromptSource], *, whole: bool = False
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
+
+        `whole` as for `Worker.generate`.
+        """
         n = self.n
         self._require_room(sources)
         failed: list[str] = []
         firsts = [asyncio.get_running_loop().create_future() for _ in sources]
         streams = [
-            self._measured(sources[index // n], index, failed, firsts[index // n]) for index in range(len(sources) * n)
+            self._measured(sources[index // n], index, failed, firsts[index // n], whole=whole)
+            for index in range(len(sources) * n)
         ]
         for source in sources:
             self.service.metrics.count_prompt(len(source.prompt), n, self.params.max_tokens)
@@ -104,7 +110,7 @@ class Call:
         async with aclosing(_merged(streams)) as deltas:
             async for index, delta in deltas:
                 waiting = silent[index // n]
-                lengths[index] += len(delta.token_ids)
+                lengths[index] = 0 if delta.restarted else lengths[index] + len(delta.token_ids)
                 if index % n in waiting:
                     waiting.remove(index % n)
                     faults.point("first-delta")
@@ -134,7 +140,13 @@ class Call:
             )
 
     async def _measured(
-        self, source: PromptSource, index: int, failed: list[str], prompt_logprobs: asyncio.Future[list[TokenLogprob]]
+        self,
+        source: PromptSource,
+        index: int,
+        failed: list[str],
+        prompt_logprobs: asyncio.Future[list[TokenLogprob]],
+        *,
+        whole: bool,
     ) -> AsyncGenerator[Delta, None]:
         """One choice, counted, timed and traced. `failed` has the reasons of the request's choices that failed.
 
@@ -144,22 +156,27 @@ class Call:
         metrics, trace = self.service.metrics, tracing.current.get()
         asked = time.perf_counter()
         first = last = self.clock.arrived
-        num_tokens = 0
+        num_tokens = num_drawn = 0
         reason, ended, stages = "", False, None
         self._begun.add(index)
-        params, found = self._seeded(index % self.n), None
+        params, shared, found = self._seeded(index % self.n), None, None
         try:
             if index % self.n and params.prompt_logprobs is not None:
-                found = await prompt_logprobs
+                found = shared = await prompt_logprobs
                 params = msgspec.structs.replace(params, prompt_logprobs=None)
-            outputs = self.service.worker.generate(source, params, f"{self.id}-{index}")
+            outputs = self.service.worker.generate(source, params, f"{self.id}-{index}", whole=whole)
             async with aclosing(outputs) as deltas:
                 async for delta in deltas:
-                    if delta.prompt_logprobs is not None:
+                    if delta.restarted:
+                        num_tokens, found = 0, shared
+                        yield delta
+                        continue
+                    if delta.prompt_logprobs is not None and not prompt_logprobs.done():
                         prompt_logprobs.set_result(delta.prompt_logprobs)
                     now = time.perf_counter()
-                    (metrics.inter_token_s if num_tokens else metrics.first_token_s).observe(now - last)
-                    first, last = first if num_tokens else now, now
+                    (metrics.inter_token_s if num_drawn else metrics.first_token_s).observe(now - last)
+                    first, last = first if num_drawn else now, now
+                    num_drawn += len(delta.token_ids)
                     num_tokens += len(delta.token_ids)
                     metrics.count_tokens(len(delta.token_ids))
                     reason = delta.finish_reason or reason

@@ -166,7 +166,7 @@ class LLM:
         return [output.result() for output in outputs]
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
-        answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex))
+        answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex, whole=True))
         return Output(
             text=answer.text,
             token_ids=answer.token_ids,

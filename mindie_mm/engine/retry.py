@@ -1,12 +1,13 @@
 """What of a request is tried again when a process dies: the one rule, for the service and the library alike.
 
-Until a request has given output, a death costs it time:
+Until a request's client may have had output, a death costs it time:
 
 - its tokenizer died over it, or before the engine had attached its blocks: it is tokenised again, once;
 - the engine died: it is sent to the engine that is started in its place, once.
 
-Where none came back in time (NoProcess) it has waited for that already. After the first output nothing is tried again:
-the client may have it already, and drawn tokens would be others.
+Where none came back in time (NoProcess) it has waited for that already. A client that streams may have the first output
+already, and drawn tokens would be others: after that nothing is tried again. One that is answered whole has nothing
+until the end: what was drawn before the engine died is void, and the same seed draws the same again.
 """
 
 from __future__ import annotations
@@ -74,11 +75,16 @@ async def tokenized(stage: TokenizerStage, request: TokenizeRequest) -> PromptSo
 
 
 async def generated(
-    source: PromptSource, generate: Callable[[Prompt], AsyncGenerator[T, None]]
+    source: PromptSource, generate: Callable[[Prompt], AsyncGenerator[T, None]], void: T | None = None
 ) -> AsyncGenerator[T, None]:
-    """What `generate` gives for the source's prompt, which may take two of them; ProcessDied, and its own errors."""
-    prompt, engine_died = source.prompt, False
+    """What `generate` gives for the source's prompt, which may take two of them; ProcessDied, and its own errors.
+
+    `void` tells that all outputs before it count for nothing; None: nobody can take back what was given.
+    """
+    prompt, engine_died, begun = source.prompt, False, False
     while True:
+        if begun and void is not None:
+            yield void
         begun = False
         try:
             async with aclosing(generate(prompt)) as outputs:
@@ -89,7 +95,7 @@ async def generated(
         except NoProcess:
             raise
         except ProcessDied:
-            if begun or engine_died:
+            if engine_died or (begun and void is None):
                 raise
             engine_died = True
         except SegmentMissing:

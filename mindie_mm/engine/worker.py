@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -35,7 +35,7 @@ Part = TypeVar("Part", TokenizerStage, AsyncEngine)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a request's output grew by."""
+    """What a request's output grew by, or that it begins anew."""
 
     text: str
     """New text; stop strings are cut, and what may begin one is held back."""
@@ -52,6 +52,11 @@ class Delta:
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
     """Up to this delta."""
+    restarted: bool = False
+    """Whether all deltas before it are void: the engine died, and the output begins anew. Nothing else is set then."""
+
+
+_RESTARTED = Delta(text="", token_ids=[], restarted=True)
 
 
 @dataclass(slots=True)
@@ -77,7 +82,12 @@ class Answer:
         return answer
 
     def add(self, delta: Delta) -> None:
-        """Appends `delta`."""
+        """Appends `delta`; begins anew with one that says so."""
+        if delta.restarted:
+            empty = Answer()
+            for one in fields(empty):
+                setattr(self, one.name, getattr(empty, one.name))
+            return
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
@@ -134,14 +144,17 @@ class Worker:
             return worker
 
     async def answer(
-        self, request: TokenizeRequest, params: SamplingParams, request_id: str
+        self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """The line as one function: what the request put into shared memory is freed on every way out."""
+        """The line as one function: what the request put into shared memory is freed on every way out.
+
+        `whole` as for `generate`.
+        """
         await self.check_schema(params)
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
             source = await self.tokenize(request)
-            async with aclosing(self.generate(source, params, request_id)) as deltas:
+            async with aclosing(self.generate(source, params, request_id, whole=whole)) as deltas:
                 async for delta in deltas:
                     yield delta
 
@@ -184,9 +197,16 @@ class Worker:
             said = f"{wanted} to generate and the prompt do not fit: {error}"
             raise ContextLengthExceeded.of(limit, said) from error
 
-    def generate(self, source: PromptSource, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
-        """The output for a prompt, as it comes; closing it early aborts it. Errors as AsyncEngine.generate."""
-        return generated(source, lambda prompt: self.generate_once(prompt, params, request_id))
+    def generate(
+        self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """The output for a prompt, as it comes; closing it early aborts it. Errors as AsyncEngine.generate.
+
+        `whole`: nobody has any of it before the end, so that it may begin anew (`Delta.restarted`) where the engine
+        dies.
+        """
+        void = _RESTARTED if whole else None
+        return generated(source, lambda prompt: self.generate_once(prompt, params, request_id), void)
 
     async def generate_once(
         self, prompt: Prompt, params: SamplingParams, request_id: str

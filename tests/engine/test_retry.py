@@ -5,10 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
+from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, generated, tokenized
+from mindie_mm.engine.worker import Delta
 from mindie_mm.errors import MediaError, NoProcess, ProcessDied, SegmentMissing
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
+from service.choices import Choice
 
 FIRST, SECOND = (Prompt(np.array([index], np.int64)) for index in range(2))
 DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")
@@ -100,6 +103,33 @@ async def test_both_may_die_once():
 async def test_after_the_first_output_nothing_is_tried_again():
     with pytest.raises(ProcessDied):
         await outputs(PromptSource(FIRST), Script(["a", DIED]))
+
+
+async def test_what_nobody_has_yet_begins_anew_once():
+    engine = Script(["a", "b", DIED], ["a", "b", "c"])
+    source = PromptSource(FIRST)
+    assert [one async for one in generated(source, engine.generate, "void")] == ["a", "b", "void", "a", "b", "c"]
+    assert engine.seen == [FIRST, FIRST]
+    engine = Script([DIED], ["a"])
+    assert [one async for one in generated(source, engine.generate, "void")] == ["a"], "there is nothing to take back"
+    with pytest.raises(ProcessDied):
+        [one async for one in generated(source, Script(["a", DIED], ["a", DIED]).generate, "void")]
+    engine = Script(["a", DIED], [LOST], ["b"])
+    source = await tokenized(Script(FIRST, SECOND), TokenizeRequest(text="a"))
+    assert [one async for one in generated(source, engine.generate, "void")] == ["a", "void", "b"]
+
+
+def test_an_answer_that_begins_anew_holds_nothing_of_before():
+    answer = Choice(index=3)
+    logprob = TokenLogprob(1, 0.0, [])
+    first = Delta(
+        "a", [1], [logprob], [logprob], cached_tokens=5, timings=Timings(queue_s=1, prefill_s=1, tower_s=1, decode_s=1)
+    )
+    last = Delta("b", [2], [logprob], [logprob], cached_tokens=7, finish_reason="stop", stop_reason="x")
+    for delta in (first, Delta("", [], restarted=True), last):
+        answer.add(delta)
+    assert (answer.index, answer.text, answer.token_ids, answer.cached_tokens) == (3, "b", [2], 7)
+    assert (answer.logprobs, answer.prompt_logprobs, answer.timings) == ([logprob], [logprob], None)
 
 
 async def test_choices_of_one_prompt_share_its_second_one():
