@@ -29,6 +29,8 @@ MEDIA_MARK = "{media}"
 """Where a prompt template has the media."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 """What msgspec raises for bytes that are no JSON, or another type's."""
+_PARQUET_END = b"PAR1"
+"""Also what the file begins with."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 _MOST_ROWS_AT_ONCE = 64
@@ -133,6 +135,11 @@ def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
     return msgspec.json.encode({name: value for name, value in values.items() if name in columns})
 
 
+def _without_mark(line: bytes) -> bytes:
+    """A line without the byte order mark that the first one of a file may have, also of files one behind another."""
+    return line.removeprefix(BOM_UTF8)
+
+
 class JSONLines(Source):
     """A row a line. Lines of blanks are none, nor is a byte order mark."""
 
@@ -148,7 +155,7 @@ class JSONLines(Source):
             start = stop = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
             for line in file:
                 stop += len(line)
-                rows += not line.isspace()
+                rows += not _without_mark(line).isspace()
                 if rows == num_rows:
                     yield rows, start, stop
                     rows, start = 0, stop
@@ -163,8 +170,8 @@ class JSONLines(Source):
                 if not line:  # the file was cut short since its rows were counted
                     return
                 start += len(line)
-                if not line.isspace():
-                    yield _chosen(line, self.columns)
+                if not (row := _without_mark(line)).isspace():
+                    yield _chosen(row, self.columns)
 
 
 class Table(Source):
@@ -194,6 +201,19 @@ class Table(Source):
     @property
     def size(self) -> int:
         return int(self._metadata.num_rows)
+
+    def check(self) -> None:
+        """InputError for several tables, one behind another: the last one's footer is read, with the first one's data.
+
+        Where these do not fit, reading fails; where they do, the others' rows would be lost.
+        """
+        with _reading(self.path), self.path.open("rb") as file:
+            file.seek(_data_stop(self._metadata))
+            before = b""
+            while piece := file.read(_BYTES_AT_ONCE):  # mostly indexes and the footer
+                if _PARQUET_END + _PARQUET_END in before + piece:
+                    raise InputError(f"{self.path} is several Parquet files, one behind another: name each by itself")
+                before = piece[-2 * len(_PARQUET_END) :]
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):
@@ -227,6 +247,17 @@ class Table(Source):
                     names = batch.schema.names
                     rows = [{name: _cell(row.column(name)[0]) for name in names} for row in _single(batch)]
                 yield from rows
+
+
+def _data_stop(metadata: Any) -> int:
+    """Where the last group's columns end, if the file begins with the first one's."""
+    if not metadata.num_row_groups:
+        return 0
+    group = metadata.row_group(metadata.num_row_groups - 1)
+    columns = [group.column(column) for column in range(group.num_columns)]
+    return max(
+        ((one.dictionary_page_offset or one.data_page_offset) + one.total_compressed_size for one in columns), default=0
+    )
 
 
 def _single(batch: Any) -> Iterator[Any]:

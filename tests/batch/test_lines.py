@@ -8,6 +8,8 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +17,7 @@ from mindie_mm.batch.gather import drop_gathered, gather, gathered_path, input_n
 from mindie_mm.batch.row import parse
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import Text
 from tests.batch.conftest import run, settings, written
 
 LINE = b'{"text": "a"}'
@@ -68,6 +71,31 @@ def test_a_carriage_return_may_stand_between_the_parts_of_a_row(tmp_path: Path) 
     source.check()
     ((rows, start, stop),) = source.cut(9)
     assert (rows, parse(next(iter(source.records(start, stop))), tmp_path, "").items is not None) == (1, True)
+
+
+def test_files_of_lines_one_behind_another_are_all_read(tmp_path: Path) -> None:
+    """Each with a byte order mark, as Windows' programs write them."""
+    (tmp_path / "rows.jsonl").write_bytes((b"\xef\xbb\xbf" + LINE + b"\n") * 2 + b"\xef\xbb\xbf\n" + LINE)
+    (source,) = settings(tmp_path / "rows.jsonl").sources(tmp_path)
+    source.check()
+    assert [rows for rows, *_ in source.cut(2)] == [2, 1]
+    for rows, start, stop in source.cut(2):
+        assert [parse(record, tmp_path, "").items for record in source.records(start, stop)] == [(Text("a"),)] * rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5000])
+def test_tables_one_behind_another_are_refused(num_rows: int, tmp_path: Path) -> None:
+    """Two of one size: the rows of the first would be read, and those of the second be lost."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": [f"row {row}" for row in range(num_rows)]}), path, row_group_size=1000)
+    (source,) = settings(path).sources(tmp_path)
+    source.check()
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(InputError, match=r"rows\.parquet is several Parquet files, one behind another"):
+        run(settings(path), tmp_path / "run")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    (source,) = settings(path).sources(tmp_path)
+    source.check()
 
 
 def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
