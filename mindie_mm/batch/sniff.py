@@ -1,20 +1,24 @@
-"""What is wrong with a text that should be JSON lines, or one of these lines: the names of common mistakes."""
+"""What a file of rows, or a row, is that is not what it should be: the names of common mistakes."""
 
 from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from typing import Any, BinaryIO
 
 import msgspec
 
+_PARQUET = b"PAR1"
+"""What a table begins with, and ends with."""
 _MAGICS = {
     b"\x1f\x8b": "compressed by gzip: unpack it with zcat",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it with zstdcat",
     b"\xfd7zXZ\0": "compressed by xz: unpack it with xzcat",
     b"BZh": "compressed by bzip2: unpack it with bzcat",
     b"PK\x03\x04": "a zip archive: unpack it",
-    b"PAR1": "a Parquet file: write it to a file whose name ends in .parquet",
+    _PARQUET: "a Parquet file: write it to a file whose name ends in .parquet",
 }
+_PIECE_BYTES = 1 << 20
 _TAR_MAGIC = slice(257, 262)
 _UTF16 = "text in UTF-16, as PowerShell's > writes it: JSON is UTF-8 (iconv -f UTF-16 -t UTF-8)"
 _ARRAY = "JSON over several lines: a line has a whole row (jq -c '.[]' for an array of rows, jq -c . for one of them)"
@@ -56,6 +60,32 @@ def no_json(text: str | bytes) -> str | None:
     except (ValueError, RecursionError):
         return None
     return f"it has {constants[0]}, which JSON has no number for: write null" if constants else None
+
+
+def are_tables(file: BinaryIO, metadata: Any) -> bool:
+    """Whether a Parquet file of that metadata is several, one behind another.
+
+    A reader finds the last one's footer, and the first one's data: where these do not fit it fails, where they do the
+    others' rows would be lost. OSError.
+    """
+    file.seek(_data_stop(metadata))
+    before = b""
+    while piece := file.read(_PIECE_BYTES):  # of one file: indexes and the footer
+        if _PARQUET + _PARQUET in before + piece:
+            return True
+        before = piece[-2 * len(_PARQUET) :]
+    return False
+
+
+def _data_stop(metadata: Any) -> int:
+    """Where the columns of the last group of rows end, counted from the begin of the first table."""
+    if not metadata.num_row_groups:
+        return 0
+    group = metadata.row_group(metadata.num_row_groups - 1)
+    columns = [group.column(column) for column in range(group.num_columns)]
+    return max(
+        ((one.dictionary_page_offset or one.data_page_offset) + one.total_compressed_size for one in columns), default=0
+    )
 
 
 def _is_json(text: bytes) -> bool:

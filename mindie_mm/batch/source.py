@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from mindie_mm.batch.sniff import no_lines, packing
+from mindie_mm.batch.sniff import are_tables, no_lines, packing
 from mindie_mm.batch.tar import key_of, members, row_starts
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, os_errors_as
@@ -29,8 +29,6 @@ MEDIA_MARK = "{media}"
 """Where a prompt template has the media."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 """What msgspec raises for bytes that are no JSON, or another type's."""
-_PARQUET_END = b"PAR1"
-"""Also what the file begins with."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 _MOST_ROWS_AT_ONCE = 64
@@ -203,17 +201,9 @@ class Table(Source):
         return int(self._metadata.num_rows)
 
     def check(self) -> None:
-        """InputError for several tables, one behind another: the last one's footer is read, with the first one's data.
-
-        Where these do not fit, reading fails; where they do, the others' rows would be lost.
-        """
         with _reading(self.path), self.path.open("rb") as file:
-            file.seek(_data_stop(self._metadata))
-            before = b""
-            while piece := file.read(_BYTES_AT_ONCE):  # mostly indexes and the footer
-                if _PARQUET_END + _PARQUET_END in before + piece:
-                    raise InputError(f"{self.path} is several Parquet files, one behind another: name each by itself")
-                before = piece[-2 * len(_PARQUET_END) :]
+            if are_tables(file, self._metadata):
+                raise InputError(f"{self.path} is several Parquet files, one behind another: name each by itself")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):
@@ -247,17 +237,6 @@ class Table(Source):
                     names = batch.schema.names
                     rows = [{name: _cell(row.column(name)[0]) for name in names} for row in _single(batch)]
                 yield from rows
-
-
-def _data_stop(metadata: Any) -> int:
-    """Where the last group's columns end, if the file begins with the first one's."""
-    if not metadata.num_row_groups:
-        return 0
-    group = metadata.row_group(metadata.num_row_groups - 1)
-    columns = [group.column(column) for column in range(group.num_columns)]
-    return max(
-        ((one.dictionary_page_offset or one.data_page_offset) + one.total_compressed_size for one in columns), default=0
-    )
 
 
 def _single(batch: Any) -> Iterator[Any]:
