@@ -117,10 +117,11 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     space = ShmSpace.now()
     if why := space.why_no_file():
         return Finding("shared memory", "error", f"no file can be made in {SHM_DIRECTORY}", why)
-    # Without a limit of its own it takes of the memory.
-    free = open_device("cpu").free_bytes() if space.free_bytes is None else space.free_bytes
-    where = SHM_DIRECTORY if space.free_bytes is not None else f"{SHM_DIRECTORY}, which is not limited,"
-    found = f"{where} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
+    if (free := space.free_bytes) is None:  # it takes of the host's memory, which is looked at below
+        return Finding(
+            "shared memory", "ok", f"{SHM_DIRECTORY} is not limited, {needed / MiB:.0f} MiB will be reserved"
+        )
+    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
         advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"
         return Finding("shared memory", "error", found, advice)
@@ -128,12 +129,16 @@ def _shared_memory(config: WorkerConfig) -> Finding:
 
 
 def _memory(config: WorkerConfig) -> Finding:
+    needed = (config.engine.kv_cache_bytes or 0) + config.engine.encoder_cache_bytes
+    what = "the caches need"
     try:
         free = open_device("cpu").free_bytes()
+        if ShmSpace.now().free_bytes is None:
+            needed += config.num_tokenizers * config.arena_bytes
+            what = "the caches and arenas need"
     except MindieMMError as error:
         return Finding("host memory", "error", "it cannot be looked at", str(error))
-    needed = (config.engine.kv_cache_bytes or 0) + config.engine.encoder_cache_bytes
-    found = f"{free / GiB:.1f} GiB available, the caches need {needed / GiB:.1f} GiB"
+    found = f"{free / GiB:.1f} GiB available, {what} {needed / GiB:.1f} GiB"
     if config.engine.device in ("auto", "cpu") and free < needed:
         return Finding("host memory", "warning", found, "lower --kv-cache-bytes or --encoder-cache-bytes")
     return Finding("host memory", "ok", found)

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import finalize
 
 from mindie_mm.errors import SharedMemoryError
-from mindie_mm.shm.extent import Extent, Pieces
+from mindie_mm.shm.extent import Pieces
 
 # <linux/mman.h>, the same on x86-64 and aarch64; the mmap module does not name them all.
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -43,13 +43,11 @@ def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview
 
 
 def map_file(descriptor: int, nbytes: int) -> memoryview:
-    """Map the first bytes of an open file, to read them; gone with the last array.
-
-    SharedMemoryError if the kernel refuses.
-    """
+    """Map the first bytes of an open file, to read them; gone with the last array. OSError if the kernel refuses."""
     address = _libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
-        _refuse(nbytes, (Extent(0, nbytes),))
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     return _buffer(address, nbytes).toreadonly()
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TextIO
 
 import pytest
 
@@ -62,6 +63,27 @@ def test_the_end_is_always_shown_and_only_once() -> None:
     with pytest.raises(KeyError):
         fail()
     assert len(out.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("style", ["auto", "json"])
+def test_nothing_is_shown_of_a_run_that_was_refused(style, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, and on a terminal, where a bar that is empty would be a line."""
+
+    def refuse(out: TextIO) -> None:
+        with shown(style, out, interval_s=0.001):
+            raise KeyError
+
+    out = Lines()
+    with pytest.raises(KeyError):
+        refuse(out)
+    assert out.getvalue() == ""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with pytest.raises(KeyError):
+            refuse(terminal)
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        assert b"".join(read_to_the_end(screen)) == b""
 
 
 def test_rates_are_of_this_run_alone() -> None:

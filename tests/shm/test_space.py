@@ -81,7 +81,7 @@ def test_so_is_the_hosts_memory_without_proc(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("space", "status", "found"),
     [
-        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm, which is not limited, has "),
+        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm is not limited, 256 MiB will be reserved"),
         (ShmSpace(2**40, 0, 2**40, 9, 1), "ok", "/dev/shm has 1048576 MiB free"),
         (ShmSpace(2**40, 0, 2**40, 9, 0), "error", "no file can be made in /dev/shm"),
         (ShmSpace(2**20, 0, 2**20, None, None), "error", "/dev/shm has 1 MiB free"),
