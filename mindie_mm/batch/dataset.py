@@ -45,14 +45,6 @@ class Sample:
     """Why there are no ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A table that was read."""
-
-    table: pa.Table
-    nbytes: int
-
-
 class Dataset(Sequence[Sample]):
     """The rows of the run in a folder, in the order of its input. Can be read by threads, and handed to processes."""
 
@@ -114,14 +106,16 @@ class Dataset(Sequence[Sample]):
 
     def _table(self, info: ShardInfo) -> pa.Table:
         with self._lock:
-            if kept := self._tables.get(info.first_row):
+            if (table := self._tables.get(info.first_row)) is not None:
                 self._tables.move_to_end(info.first_row)
-                return kept.table
+                return table
         table = read_table(table_path(self.folder, info.first_row), info.num_rows)  # others read on meanwhile
         with self._lock:
-            self._tables[info.first_row] = _Kept(table, table.nbytes)
-            while len(self._tables) > 1 and sum(kept.nbytes for kept in self._tables.values()) > _TABLE_BYTES:
-                self._tables.popitem(last=False)
+            if info.first_row not in self._tables:
+                self._tables[info.first_row] = table
+                self._table_bytes += table.nbytes
+            while len(self._tables) > 1 and self._table_bytes > _TABLE_BYTES:
+                self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
         return table
 
     def _arena(self, first_row: int) -> MappedArena:
@@ -137,12 +131,13 @@ class Dataset(Sequence[Sample]):
         return arena
 
     def renew_lock(self) -> None:
-        """For a forked child: whichever thread held the lock is not there to go on."""
+        """For a forked child: whichever thread held the lock, in the midst of counting, is not there to go on."""
         self._lock = Lock()
+        self._table_bytes = sum(table.nbytes for table in self._tables.values())
 
     def _begin(self) -> None:
         """With nothing open."""
-        self._tables: OrderedDict[int, _Kept] = OrderedDict()
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
         self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
         self.renew_lock()
         _datasets.add(self)
@@ -156,7 +151,7 @@ class Dataset(Sequence[Sample]):
         self._begin()
 
 
-_OF_THE_PROCESS = frozenset({"_tables", "_arenas", "_lock"})
+_OF_THE_PROCESS = frozenset({"_tables", "_table_bytes", "_arenas", "_lock"})
 _datasets: WeakSet[Dataset] = WeakSet()
 
 

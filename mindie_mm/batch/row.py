@@ -279,7 +279,7 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
     """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes.
 
-    A medium of nothing but nulls is one, too. What stands under a key of `kept` is left as it is. A list of media has
+    A medium of nothing but nulls is one, too, and a decimal is a number. What stands under a key of `kept` is left as it is. A list of media has
     nulls where it is a `flat` row's own; inside it, or in an item, a list is a video's frames, and misses one there.
     """
     if isinstance(value, Mapping):

@@ -85,9 +85,9 @@ def _locked(folder: Path) -> Iterator[None]:
     A run that has not begun leaves nothing of its own. InputError while another run works in the folder, StorageError
     if it cannot be written to.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = folder / LOCK_FILE
     with os_errors_as(StorageError, f"{folder} cannot be written to"):
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
