@@ -32,7 +32,7 @@ from mindie_mm.tokenize import Tokenizer
 from tests.batch.conftest import CLI, content, made, run, settings, tokenize, written
 from tests.batch.deadly import Deadly
 from tests.media_samples import encoded, photograph
-from tests.shm.test_hostile import require
+from tests.namespaces import UNSHARE, require
 from tests.watching import wait_until
 
 BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
@@ -253,8 +253,9 @@ def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
         'mkdir "$5" && cp "$4"/* "$5"',
     )
     script = ("sh", "-c", "\n".join(steps), "sh", *map(str, (disk, CLI, lines, out, tmp_path / "copy")))
-    require(("unshare", "--mount"))
-    done = subprocess.run(["unshare", "--mount", *script], capture_output=True, text=True, check=False, timeout=300)
+    own_mounts = (*UNSHARE, "--mount")
+    require(own_mounts)
+    done = subprocess.run([*own_mounts, *script], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
     assert done.stderr.count("Fix that, then run the same command again to continue") == 1

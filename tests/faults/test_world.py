@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,13 +17,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from mindie_mm.shm import collect
+from tests.namespaces import FULL_SHM, require
 from tests.warm import running_service
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 MiB = 1 << 20
 SETTINGS = {"arena_bytes": 32 * MiB, "kv_cache_bytes": 64 * MiB, "reclaim_interval_s": 0.2, "grace_s": 0.2}
-FULL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$@"', "sh")
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +160,7 @@ def test_a_service_whose_arena_is_lost_answers_again(
 
 
 def test_a_service_for_which_shm_is_too_small_says_so_and_ends() -> None:
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare")
-    tried = subprocess.run([*FULL_SHM, "true"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"mounting is not permitted: {tried.stderr.strip()}")
+    require(FULL_SHM)
     command = [*FULL_SHM, str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0"]
     done = subprocess.run(
         [*command, f"--arena-bytes={64 * MiB}"], capture_output=True, text=True, timeout=300, check=False

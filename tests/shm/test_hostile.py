@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -41,12 +40,12 @@ from mindie_mm.shm import (
     survey,
 )
 from mindie_mm.shm.layout import ENTRY_BYTES, NEXT, PAGE, SIZE, ArenaHeader
+from tests.namespaces import FULL_SHM, UNSHARE, require
 from tests.shm.conftest import PREAMBLE
 
 SHM = Path("/dev/shm")
 SPECS = {"x": ArraySpec((3000,), "uint8"), "y": ArraySpec((2, 3), "int64")}
-FULL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$@"', "sh")
-OTHER_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+OTHER_PIDS = (*UNSHARE, "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def publish(arena: Arena, path_file: Path | None = None) -> Ref:
@@ -68,15 +67,6 @@ def info(path: Path) -> ArenaInfo | None:
 def free_paths(number: int) -> list[Path]:
     """Names of arenas that nobody uses."""
     return list(islice((path for n in range(65536) if not (path := SHM / f"mindie_mm-{n:04x}").exists()), number))
-
-
-def require(prefix: tuple[str, ...]) -> None:
-    """Skips where namespaces may not be made, as in most containers."""
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare")
-    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"{' '.join(prefix[:2])} is not permitted: {tried.stderr.strip()}")
 
 
 @contextmanager
@@ -505,7 +495,7 @@ def test_an_owner_in_another_pid_namespace_is_seen_alive_and_collected_when_dead
 
 def test_blocks_of_another_mount_namespace_are_not_freed_for_paths_that_are_not_seen_here(tmp_path: Path) -> None:
     """A container's path file lies where this process cannot see it: its block lives."""
-    prefix = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {tmp_path} && exec "$@"', "sh")
+    prefix = (*UNSHARE, "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {tmp_path} && exec "$@"', "sh")
     require(prefix)
     script = """
 arena = Arena.create(1 << 20)

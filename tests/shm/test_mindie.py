@@ -40,6 +40,7 @@ from mindie_mm.shm.mindie import (
 )
 from mindie_mm.shm.mindie_words import CHARSET, PLAN
 from mindie_mm.shm.path_file import read_contents, recorded
+from tests.namespaces import UNSHARE, require
 
 SHM = Path("/dev/shm")
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "mindie.json").read_text())
@@ -372,9 +373,9 @@ print(os.listdir("/dev/shm") == [first.name], path_file.read_text() == first.nam
 print(release_shared_memory(path_file), os.listdir("/dev/shm"))
 """
     command = f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -c '{script}' {tmp_path / 'x.txt'}"
-    if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no user namespaces here")
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=True)
+    own_mounts = (*UNSHARE, "--mount")
+    require(own_mounts)
+    done = subprocess.run([*own_mounts, "sh", "-c", command], capture_output=True, text=True, check=True)
     message, kept, released = done.stdout.splitlines()
     assert "/dev/shm has 147456 bytes free of 1048576, the segment needs 200000" in message
     assert "--shm-size" in message
