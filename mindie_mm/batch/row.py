@@ -277,10 +277,11 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
 
 
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
-    """Nor with pictures and sounds as `datasets` writes them, their bytes beside a path: such a thing is its bytes.
+    """Return `value` without nulls, with decimals as numbers and `datasets`' pictures and sounds as their bytes.
 
-    A medium of nothing but nulls is one, too, and a decimal is a number. What stands under a key of `kept` is left as it is. A list of media has
-    nulls where it is a `flat` row's own; inside it, or in an item, a list is a video's frames, and misses one there.
+    `datasets` writes a medium as an object of bytes and a path; one that holds only nulls is a null too. Values under
+    the keys in `kept` stay as they are. Nulls are left out of the lists of media in a `flat` row. They stay in a list
+    inside an item, because that list is a video and a null there is a missing frame.
     """
     if isinstance(value, Mapping):
         if key in _MEDIA and value:
