@@ -1,7 +1,7 @@
-"""SIGINT while a command imports: the process ends at once, with the status that a shell gives an interrupt.
+"""End of a command on SIGINT while it imports: at once, with the status that a shell gives an interrupt.
 
-A KeyboardInterrupt there may come out as any error of a half-imported library, or be lost in a callback. Nothing is
-held yet that would have to be freed. This module imports nothing that takes time.
+During an import a KeyboardInterrupt may turn into another error of a library, or be lost in a callback. The process
+holds nothing yet that it would have to free. This module imports nothing slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def end_at_once(*_: object) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """End at once on SIGINT inside the block, which only imports. Leave an ignored SIGINT and other handlers alone."""
+    """End at once on SIGINT inside the block, which holds nothing. Leave an ignored SIGINT and other handlers alone."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield

@@ -59,12 +59,13 @@ def command(
     found = configured(model, {"device": device, "family": family, "tensor_parallel": tensor_parallel})
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
-    logs.configure(logs.LogSettings(level=level), "ask")
+    logs.configure(logs.LogSettings(found.service.log_format, level), "ask")
     status = Console(stderr=True)
     with status.status("loading the model"):
         with importing():
             from mindie_mm.engine.llm import LLM
-        _require_kinds(found.worker, [kind for kind, paths in media.items() if paths])
+
+            _require_kinds(found.worker, [kind for kind, paths in media.items() if paths])
         llm = LLM(found.worker.model, found.worker)
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
     with llm, status.status("thinking"):

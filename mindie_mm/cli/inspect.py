@@ -42,15 +42,15 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
     if sample.ids is None:
         click.echo(f"failed: {sample.error}")
         return
+    run = dataset.manifest.run
     with importing():  # torch, which the table of a run does not need
         from mindie_mm.models import family_of
         from mindie_mm.nn.checkpoint import Checkpoint
 
-    run = dataset.manifest.run
-    checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
-    if not other_model:
-        run.require_model(checkpoint)
-    family = family_of(checkpoint, run.settings.family or None)
+        checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
+        if not other_model:
+            run.require_model(checkpoint)
+        family = family_of(checkpoint, run.settings.family or None)
     pictures = _show_prompt(sample, family.tokenizer(checkpoint), family.processor(checkpoint))
     if png is not None:
         _save(pictures, png)

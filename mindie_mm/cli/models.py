@@ -20,7 +20,7 @@ def command(*, as_json: bool) -> None:
     with importing():
         from mindie_mm.models import family_named, family_names
 
-    families = [_described(name, family_named) for name in family_names()]
+        families = [_described(name, family_named) for name in family_names()]
     if as_json:
         click.echo(json.dumps(families))
         return
