@@ -3,6 +3,7 @@
     MindieMMError
     |-- InputError                  the caller's mistake: mend the call and it works
     |   |-- MediaError              media that cannot be read, fetched or decoded
+    |   |   `-- FramesMiscounted    a video with other frames than its packets told
     |   |-- LimitExceeded           too many, too large, too long
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
@@ -51,6 +52,10 @@ class InputError(MindieMMError):
 
 class MediaError(InputError):
     """Media that cannot be read, fetched or decoded."""
+
+
+class FramesMiscounted(MediaError):
+    """A video with other frames than its packets told; what was planned of it has to be planned anew."""
 
 
 class LimitExceeded(InputError):

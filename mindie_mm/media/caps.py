@@ -42,6 +42,7 @@ class Work:
 
 _DEFAULTS = MediaCaps()
 _work: ContextVar[Work | None] = ContextVar("media_work", default=None)
+_decodes_to_count: ContextVar[bool] = ContextVar("decodes_to_count", default=False)
 
 
 def work() -> Work:
@@ -65,3 +66,18 @@ def under(these: MediaCaps) -> Iterator[None]:
         yield
     finally:
         _work.reset(token)
+
+
+@contextmanager
+def decoding_to_count() -> Iterator[None]:
+    """Have the frames of each video opened inside decoded to be counted, whatever its packets tell."""
+    token = _decodes_to_count.set(True)
+    try:
+        yield
+    finally:
+        _decodes_to_count.reset(token)
+
+
+def decodes_to_count() -> bool:
+    """Return whether this context is inside `decoding_to_count`."""
+    return _decodes_to_count.get()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -32,8 +33,8 @@ _ONE_FRAME_EACH = frozenset(
     ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
 )
 """Decoders that make one frame of each packet. Others may make none, of a frame that repeats the one before."""
-_HELD_BACK = 32
-"""Most frames that a decoder, with its threads, may hold back until those are decoded that are shown before."""
+_LONGEST_TAIL = 32
+"""Most packets of a damaged tail, which are a tenth of all at most: what is missing of a film would go unnoticed."""
 _LONGEST_PAUSE_S = 10.0
 """Between two frames of an MPEG stream; a longer one is where captures were joined, as for the ffmpeg program."""
 _ROUNDING = 2
@@ -125,42 +126,29 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
     yield from stream.decode(None)
 
 
-def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int, max_frames: int) -> list[int | None]:
-    """Decode all frames and return their times, of one more than `max_frames` at most.
+def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int, num_packets: int) -> list[int | None]:
+    """Decode all frames of `num_packets` packets and return their times.
 
-    A damaged tail has no frames: they end before the first error, as PyAV and torchcodec decode. MediaError where the
-    damage is in the midst, and more frames follow than a decoder holds back.
+    A damaged tail has no frames: they end before the first error, as PyAV and torchcodec decode. MediaError where more
+    than a tail follows on it, and would be left out.
     """
     times: list[int | None] = []
-    num_behind = 0
-    is_damaged = False
-    for frames in _decoded(container, stream, num_bytes):
-        if frames is None:
-            is_damaged = bool(times)
-        elif is_damaged:
-            num_behind += len(frames)
-        else:
-            times += [frame.pts for frame in frames]
-        if len(times) > max_frames or num_behind > _HELD_BACK:
-            break
-    if num_behind > _HELD_BACK:
-        raise MediaError(f"the video is broken: behind its first {len(times)} frames some cannot be decoded")
-    return times
-
-
-def _decoded(
-    container: InputContainer, stream: VideoStream, num_bytes: int
-) -> Iterator[Sequence[av.VideoFrame] | None]:
-    """Yield what each packet is decoded to, None where it cannot be; at last what the decoder holds back."""
+    most_behind = min(_LONGEST_TAIL, max(1, num_packets // 10))
+    num_behind, is_damaged = 0, False
     for packet in packets_of(container, stream, num_bytes):
         try:
-            yield packet.decode()
+            frames = packet.decode()
         except av.InvalidDataError:
-            yield None
-    try:
-        yield stream.decode(None)
-    except av.InvalidDataError:
-        yield None
+            frames, is_damaged = [], is_damaged or bool(times)
+        num_behind += is_damaged
+        if num_behind > most_behind:
+            raise MediaError(f"the video is broken: of its {num_packets} packets only {len(times)} frames decode")
+        if not is_damaged:
+            times += [frame.pts for frame in frames]
+    if not is_damaged:
+        with suppress(av.InvalidDataError):
+            times += [frame.pts for frame in stream.decode(None)]
+    return times
 
 
 def rate_of(

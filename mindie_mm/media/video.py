@@ -16,9 +16,9 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
+from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
 from mindie_mm.media import cancellation, seek
-from mindie_mm.media.caps import Work, work
+from mindie_mm.media.caps import Work, decodes_to_count, work
 from mindie_mm.media.container import (
     best_stream,
     check_codec,
@@ -36,6 +36,8 @@ from mindie_mm.media.timeline import AVI, PLACEHOLDER, Packets, decoded_times, f
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
 """Containers that are opened, told by content (mov is MP4 too, matroska WebM too; mpeg is program streams). Playlists
 are none of them: they would make the library open files and addresses of the client's choice."""
+_FEW_FRAMES = 64
+"""Frames that are decoded to the end of a video to find out whether it is whole, however few are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class EncodedVideo:
     """Of a frame, whatever the container states."""
     keyframes: Keyframes | None
     """None where only the whole can be decoded."""
+    is_counted: bool
+    """Whether `num_frames` is a count of packets, not of frames that were decoded."""
     work: Work
     """The request's, of which it is a part."""
 
@@ -83,9 +87,10 @@ class EncodedVideo:
             if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
                 raise LimitExceeded(f"the video's frames have no size, or more than the limit of {max_pixels} pixels")
             num_frames, times = packets.num_shown, packets.times
-            if num_frames and not packets.are_frames:
+            is_counted = packets.are_frames and not decodes_to_count()
+            if num_frames and not is_counted:
                 of_request.add_video(packets.number * height * width)
-                num_frames, times = _decoded(data, max_pixels, max_frames)
+                num_frames, times = _decoded(data, max_pixels, packets.number)
                 if not num_frames:
                     raise MediaError(f"the video is broken: of its {packets.number} packets none can be decoded")
             if not num_frames:
@@ -99,42 +104,75 @@ class EncodedVideo:
         keyframes = None
         if times is not None and name in seek.CONTAINERS:
             keyframes = Keyframes.of(times, packets.key_times)
-        return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, of_request)
+        return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, is_counted, of_request)
 
     def count(self, indices: Sequence[int]) -> None:
-        """Counts what `decode` takes before anything is decoded. LimitExceeded for more than a request may take."""
-        num_frames = indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
-        self.work.add_video(num_frames * self.height * self.width)
+        """Count the pixels that `decode` takes, before anything is decoded.
+
+        LimitExceeded for more than a request may take.
+        """
+        self.work.add_video(self._num_decoded(indices) * self.height * self.width)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """Frames uint8 [height, width, 3], RGB, one per index; `indices` ascend. Frames of other sizes are scaled.
+        """Yield a frame for each of `indices`, which ascend: uint8 [height, width, 3], RGB, scaled if of another size.
 
-        MediaError if the video breaks off before the last of them, LimitExceeded for a frame above the limit. What
-        lies far between them stays undecoded where the file is one that can be sought in.
+        Frames far from these stay undecoded where the file can be sought in. MediaError if the video breaks off before
+        the last of them, LimitExceeded for a frame above the limit. FramesMiscounted where the video has more frames or
+        fewer than its packets told: it is read on to its end, whichever frames a family takes.
         """
         taken = 0
 
         def broken() -> MediaError:
-            return MediaError(f"the video is broken: of {len(indices)} sampled frames {taken} can be decoded")
+            kind = FramesMiscounted if self.is_counted else MediaError
+            decoded = min(taken, len(indices))
+            return kind(f"the video is broken: of {len(indices)} sampled frames {decoded} can be decoded")
 
         scaler = VideoReformatter()  # one for all frames: to set it up takes longer than to scale a small frame
+        wanted = self._up_to_end(indices)
         with reading(broken):
-            for frame in self._sought(indices):
-                yield self._upright(frame, scaler)
+            for frame in self._found(wanted):
+                if taken < len(indices):
+                    yield self._upright(frame, scaler)
                 taken += 1
-            if taken == len(indices):
-                return
-            if self.keyframes is not None and self.keyframes.spare(indices):  # only what seeking takes was counted
-                self.work.add_video((indices[-1] + 1) * self.height * self.width)
-            with open_container(self.data, CONTAINERS, self.max_pixels) as container:
-                stream = _stream_to_decode(container, self.max_pixels)
-                for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
-                    while taken < len(indices) and index == indices[taken]:
-                        yield self._upright(frame, scaler)
-                        taken += 1
-                    if taken == len(indices):
-                        return
-        raise broken()
+        if taken < len(wanted):
+            raise broken()
+
+    def _found(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
+        """Yield the frames of `indices` up to the first that is not there. Raise what PyAV raises; FramesMiscounted."""
+        taken = 0
+        for frame in self._sought(indices):
+            yield frame
+            taken += 1
+        if taken == len(indices):
+            return
+        if self.keyframes is not None and self.keyframes.spare(indices):  # only what seeking takes was counted
+            self.work.add_video((indices[-1] + 1) * self.height * self.width)
+        with open_container(self.data, CONTAINERS, self.max_pixels) as container:
+            stream = _stream_to_decode(container, self.max_pixels)
+            for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
+                if index == self.num_frames:
+                    raise FramesMiscounted(f"the video has more frames than its packets told, which are {index}")
+                while taken < len(indices) and index == indices[taken]:
+                    yield frame
+                    taken += 1
+                is_last = self.is_counted and index + 1 == self.num_frames
+                if taken == len(indices) and not is_last:
+                    return
+
+    def _num_decoded(self, indices: Sequence[int]) -> int:
+        return indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
+
+    def _up_to_end(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return `indices` and the last frame, unless reading on to it takes longer than to read as far as they are."""
+        wanted = [*indices, self.num_frames - 1]
+        before = self._num_decoded(indices)
+        further = self._num_decoded(wanted) - before
+        num_pixels = further * self.height * self.width
+        left = self.work.caps.max_request_video_pixels - self.work.video_pixels
+        if not self.is_counted or further > max(before, _FEW_FRAMES) or num_pixels > left:
+            return indices
+        self.work.add_video(num_pixels)
+        return wanted
 
     def _sought(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
         """Frames of `indices` up to the first that seeking does not find; none where it would spare nothing."""
@@ -230,10 +268,10 @@ def _is_cut(stream: VideoStream, container: str, num_packets: int, data: bytes) 
     return num_packets < sum(entry.size > 0 for entry in islice(stream.index_entries, stream.frames))
 
 
-def _decoded(data: bytes, max_pixels: int, max_frames: int) -> tuple[int, NDArray[np.int64] | None]:
+def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArray[np.int64] | None]:
     """Decode all frames; return their number, and their times unless some are not known or go back. MediaError."""
     with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
-        found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), max_frames)
+        found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
     known = [time for time in found if time is not None]
     times = np.array(known, np.int64)
     return len(found), times if len(known) == len(found) and (np.diff(times) > 0).all() else None

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, ParamSpec, Self, get_args
 
 import torch
 from transformers.utils import get_json_schema
 
 from mindie_mm import faults
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import ContextLengthExceeded, InputError, TokenOutOfRange, UnsupportedCheckpoint, naming
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    FramesMiscounted,
+    InputError,
+    TokenOutOfRange,
+    UnsupportedCheckpoint,
+    naming,
+)
 from mindie_mm.inputs import (
     Item,
     Kind,
@@ -29,6 +36,7 @@ from mindie_mm.inputs import (
     parse_inputs,
     parse_messages,
 )
+from mindie_mm.media.caps import decoding_to_count
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -44,6 +52,24 @@ from mindie_mm.tokenize.truncate import truncate
 from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
 
 _PLAIN = PromptOptions()
+_Args = ParamSpec("_Args")
+
+
+def _counting_anew(make: Callable[_Args, Prompt]) -> Callable[_Args, Prompt]:
+    """Have a prompt made once more where a video turned out to have other frames than its packets told.
+
+    The second time its frames are decoded to be counted, so that every family samples the same ones.
+    """
+
+    @wraps(make)
+    def made(*args: _Args.args, **kwargs: _Args.kwargs) -> Prompt:
+        try:
+            return make(*args, **kwargs)
+        except FramesMiscounted:
+            with decoding_to_count():
+                return make(*args, **kwargs)
+
+    return made
 
 
 class Tokenizer:
@@ -160,6 +186,7 @@ class Tokenizer:
         items = media_of(parse_inputs(media)) if media else []
         return torch.from_numpy(self.prompt_from_ids(ids, items, _path_file(items, shm_name_save_path)).ids)
 
+    @_counting_anew
     def prompt_from_items(
         self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
     ) -> Prompt:
@@ -172,6 +199,7 @@ class Tokenizer:
         ids = self._encode(self._text.render_items(pieces), planned)
         return self._prompt(ids, planned, path_file, options)
 
+    @_counting_anew
     def prompt_from_messages(
         self,
         messages: Sequence[Message],
@@ -211,6 +239,7 @@ class Tokenizer:
             raise InputError("there are variables of a chat template, and the prompt goes through none")
         return self.prompt_from_items(items, path_file, options)
 
+    @_counting_anew
     def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
         """The prompt of ids with one placeholder for each of `media`, none where the family inserts them.
 

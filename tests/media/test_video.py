@@ -290,9 +290,11 @@ def test_frames_above_the_limit_are_not_scaled(times, said):
     videos = (encode_video(pixels, container="webm", codec="libvpx") for pixels in frames)
     with under(MediaCaps(max_video_pixels=9408)):
         video = EncodedVideo.open(remux(*videos, container="webm"))
-    assert len(list(video.decode([0, 2]))) == 2
-    with pytest.raises((LimitExceeded, MediaError), match=said):
-        list(video.decode([0, 5]))
+    if times == 1:
+        assert len(list(video.decode([0, 2]))) == 2
+    for indices in ([0, 5], [0, 2])[:times]:  # FFmpeg does not decode what is far above, and the end is looked at
+        with pytest.raises((LimitExceeded, MediaError), match=said):
+            list(video.decode(indices))
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts", "asf"])

@@ -13,7 +13,9 @@ from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy, deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers.video_utils import VideoMetadata
 
 from mindie_mm.config import EngineConfig, MediaCaps
 from mindie_mm.device import kind_of
@@ -41,6 +44,7 @@ from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, media
 from mindie_mm.ipc import Failure
 from mindie_mm.media.caps import under
 from mindie_mm.media.source import read_source
+from mindie_mm.media.video import EncodedVideo
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Plan, Processor
@@ -56,6 +60,7 @@ from tests.sound_samples import encode_sound
 from tests.warm import running_service
 
 Items = Sequence[Mapping[str, Any]]
+CASES = Path(__file__).parents[1] / "cases" / "media"
 NUM_TOKENS = 16
 
 
@@ -626,6 +631,63 @@ class FamilyContract:
         for name, bound in bounds.items():
             with pytest.raises(InputError, match=rf"\(video\): {name} is given; {family_named(self.name).__name__} "):
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
+
+    def test_frames_taken_of_a_video_of_any_length_are_the_references(self, reference, processor, monkeypatch):
+        """And they are frames of the video, where the reference takes one that is behind the last."""
+        if "video" not in family_named(self.name).kinds:
+            return
+        video = EncodedVideo.open(encode_video(moving_frames(3, 48, 32)))
+        monkeypatch.setattr(EncodedVideo, "open", classmethod(lambda cls, _: video))
+        theirs, chosen, num_compared = reference.processor.video_processor, np.random.default_rng(0), 0
+        cases = [(230, 30.0, {}), (17, 10.0, {"num_frames": 14}), (87, 25.0, {"num_frames": 22})]
+        for total in range(1, 401):
+            count, rate = int(chosen.integers(1, total + 1)), float(chosen.choice([0.5, 10, 23.976, 30, 60]))
+            cases.append(
+                (total, rate, ({}, {"num_frames": count}, {"fps": float(chosen.choice([1, 2, 4]))})[total % 3])
+            )
+        for total, rate, options in cases:
+            video, case = replace(video, num_frames=total, fps=rate), (total, rate, options)
+            with under(MediaCaps()), suppress(InputError):
+                plan = processor.plan(Media("video", b"", MediaOptions(**options)), b"", {"video": 1})
+                taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
+                assert taken == sorted(taken), case
+                assert 0 <= taken[0] <= taken[-1] < total, case
+                if "num_frames" in options:  # rounded to pairs
+                    assert abs(len(taken) - options["num_frames"]) <= 1, case
+                elif not options and not theirs.do_sample_frames:
+                    continue
+                with suppress(ValueError, TypeError, ZeroDivisionError):  # of more frames than there are, or none
+                    expected = theirs.sample_frames(VideoMetadata(total, rate, duration=total / rate), **options)
+                    within = [index for index in expected.tolist() if index < total]
+                    if "num_frames" in options and len(within) < len(taken):
+                        continue  # the reference asks for no more than a rate comes to
+                    assert taken == within, case
+                    num_compared += 1
+        assert num_compared > 100
+
+    def test_frames_handed_in_are_taken_of_any_length(self, processor):
+        if "video" not in family_named(self.name).kinds:
+            return
+        for total, count in ((17, 14), (43, 22), (61, 18), (17, 2)):
+            frames = moving_frames(total, 48, 32)
+            for data in (frames, tuple(frames)):
+                with suppress(LimitExceeded):  # small checkpoints take few frames
+                    plan = processor.plan(Media("video", data, MediaOptions(num_frames=count)), data, {"video": 1})
+                    taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
+                    assert len(taken) == count
+                    assert taken[-1] < total
+
+    def test_a_damaged_tail_decides_nothing(self, processor, tokenizer, path_file):
+        """The file is sampled as if its last frames were not there, whether they are taken or not."""
+        if "video" not in family_named(self.name).kinds:
+            return
+        data, whole = (CASES / "last_byte_missing.mp4").read_bytes(), encode_video(moving_frames(47, 48, 32), fps=25)
+        for options in ({}, {"num_frames": 2}, {"num_frames": 4}):
+            plan = processor.plan(Media("video", data, MediaOptions(**options)), data, {"video": 1})
+            taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
+            expected = processor.plan(Media("video", whole, MediaOptions(**options)), whole, {"video": 1})
+            assert taken == literal_eval(re.search(r"\[.*?\]", expected.settings)[0])
+            assert len(tokenizer.tokenize([{"video": data, **options}, {"text": "Hm?"}], path_file))
 
     def test_what_a_request_takes_to_decode_is_counted_as_it_is_planned(self, processor):
         image, clip = encoded(photograph(size=(300, 200))), encode_video(moving_frames(20), fps=10)

@@ -1,0 +1,40 @@
+"""Which frames are taken of a video."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mindie_mm.media.frames import evenly, stepped
+
+
+@pytest.mark.parametrize("first_of_step", [0, 0.5])
+def test_as_many_frames_as_asked_for_at_the_places_of_a_range(first_of_step):
+    """Of every length; a range of floats has one more than asked for, behind the last frame, at some of them."""
+    num_longer = 0
+    for total in range(1, 401):
+        for count in {*range(1, total + 1, 1 + total // 40), total}:
+            first = first_of_step * total / count
+            found = stepped(total, count, first)
+            whole = torch.arange(first, total, total / count).int().tolist()
+            assert len(found) == count
+            assert found == sorted(found) == whole[:count]
+            assert found[-1] < total
+            assert whole[count:] in ([], [total])
+            num_longer += len(whole) > count
+    assert (num_longer > 0) == (first_of_step == 0)
+
+
+@pytest.mark.parametrize(("total", "count"), [(230, 14), (17, 14), (262_144, 768), (262_143, 767), (1, 1)])
+def test_steps_are_even(total, count):
+    for found in (stepped(total, count), evenly(total, count)):
+        assert len({*found}) == count
+        assert (found[0], found[-1] < total) == (0, True)
+        gaps = {late - early for early, late in pairwise(found)}
+        assert gaps <= {total // count, total // count + 1}
+
+
+def test_a_first_of_more_than_a_step_leaves_out_the_last():
+    assert stepped(10, 5, 3) == [3, 5, 7, 9]
