@@ -15,6 +15,8 @@ from PIL import Image
 
 PHOTOGRAPHS = ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg")
 """Those that lie inside scikit-image's wheel."""
+PIXEL_FORMATS = {"mjpeg": "yuvj420p", "gif": "rgb8", "qtrle": "rgb24", "cinepak": "rgb24"}
+"""What encoders take that do not take yuv420p."""
 
 
 def photograph(name: str = "coffee.png", size: tuple[int, int] | None = None) -> Image.Image:
@@ -57,7 +59,7 @@ def encode_video(
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=fps, options=options or {})
         stream.width, stream.height = frames.shape[2], frames.shape[1]
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.pix_fmt = PIXEL_FORMATS.get(codec, "yuv420p")
         for place, pixels in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             if moments is not None:

@@ -28,8 +28,9 @@ _READ = frozenset(
 """Outermost boxes in which FFmpeg's demuxer finds tables of samples, whatever the standard says; not media data."""
 _UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
 """A matrix of no change, as far as it can turn."""
-_MATROSKA_ROLLS = (b"\x76\x75\x84", b"\x76\x75\x88")
-"""The identifier and size of ProjectionPoseRoll; by chance elsewhere, too, which costs no more than a look."""
+_MATROSKA_POSES = tuple(name + size for name in (b"\x76\x73", b"\x76\x75") for size in (b"\x84", b"\x88"))
+"""Identifiers and sizes of ProjectionPoseYaw, which mirrors, and of ProjectionPoseRoll, which turns; by chance
+elsewhere, too, which costs no more than a look."""
 _MATROSKA_HEAD = 2**16
 """Bytes in which a track's entry is looked for."""
 Span = tuple[int, int]
@@ -57,8 +58,9 @@ def check_tables(data: bytes) -> None:
 
 
 def may_be_turned(data: bytes) -> bool:
-    """Whether a container has what turns its frames: an MP4's matrix that changes something, or Matroska's roll."""
-    if any(roll in data[:_MATROSKA_HEAD] for roll in _MATROSKA_ROLLS):
+    """Return whether a container turns or mirrors its frames: an MP4's matrix may, and a pose of Matroska's."""
+    head = data[:_MATROSKA_HEAD]
+    if any(pose in head for pose in _MATROSKA_POSES):
         return True
     spans = _read_spans(data)
     for kind, place_of_matrix in ((b"tkhd", (40, 52)), (b"mvhd", (36, 48))):

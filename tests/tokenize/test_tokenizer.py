@@ -13,8 +13,18 @@ from PIL import Image
 
 import mindie_mm
 from mindie_mm.config import MediaCaps
-from mindie_mm.errors import ArenaFull, ContextLengthExceeded, InputError, LimitExceeded, MediaError, TokenOutOfRange
+from mindie_mm.errors import (
+    ArenaFull,
+    ContextLengthExceeded,
+    FramesMiscounted,
+    InputError,
+    LimitExceeded,
+    MediaError,
+    TokenOutOfRange,
+)
 from mindie_mm.inputs import parse_inputs, parse_messages
+from mindie_mm.media.caps import decoding_to_count
+from mindie_mm.media.video import EncodedVideo
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
@@ -223,6 +233,29 @@ def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, 
         tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}, bad])
     assert arena.num_blocks == 0
     assert release(spool / "shm_name.txt") == 0
+
+
+def test_a_video_of_other_frames_than_its_packets_tell_is_planned_anew(tokenizer, arena, spool):
+    """Nothing in the container says that the tail is damaged. Which frames are taken is not decided by it."""
+    whole = encode_video(moving_frames(40), fps=10, container="mpegts")
+
+    def miscounted(data: bytes) -> bool:
+        try:
+            return not list(EncodedVideo.open(data).decode([0]))
+        except FramesMiscounted:
+            return True
+
+    data = next(filter(miscounted, (whole[:-size] + bytes(size) for size in range(50, 1500, 50))))
+    image = {"image": str(spool / "image" / "0.jpg")}
+    for options in ({}, {"num_frames": 2}, {"num_frames": 36}):
+        ids = tokenizer.tokenize([image, {"video": data, **options}])
+        assert arena.num_blocks == 2
+        release(spool / "shm_name.txt")
+        with decoding_to_count():
+            assert 36 <= EncodedVideo.open(data).num_frames < 40
+            counted = tokenizer.tokenize([image, {"video": data, **options}])
+        release(spool / "shm_name.txt")
+        assert len(ids) == len(counted)
 
 
 def test_ids_of_any_type_of_integers(tokenizer):
