@@ -55,6 +55,19 @@ def caps() -> MediaCaps:
     return work().caps
 
 
+def check_pixels(width: int, height: int) -> None:
+    """Raise LimitExceeded where an image of this size has more pixels than the limit."""
+    max_pixels = caps().max_image_pixels
+    if width * height > max_pixels:
+        raise LimitExceeded(f"the image has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
+
+
+def add_picture(width: int, height: int) -> None:
+    """Count an image that will be decoded. LimitExceeded where it, or the request's pictures, have too many pixels."""
+    check_pixels(width, height)
+    work().add_picture(width * height)
+
+
 @contextmanager
 def under(these: MediaCaps) -> Iterator[None]:
     """Has media opened inside under `these`, as those of one request.

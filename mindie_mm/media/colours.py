@@ -95,14 +95,14 @@ def _on_background(image: Image.Image, background: Colour) -> Image.Image:
 def _shallow(image: Image.Image, significant_bits: int | None) -> Image.Image:
     """`image`, of a deep mode, in 8 bits of grey, and with alpha where one value is transparent."""
     deep = np.asarray(image)
-    grey = Image.fromarray(_scaled_floats(deep) if deep.dtype.kind == "f" else _scaled(deep, significant_bits))
+    grey = Image.fromarray(scaled_floats(deep) if deep.dtype.kind == "f" else scaled_integers(deep, significant_bits))
     if isinstance(value := image.info.get("transparency"), int):
         grey.putalpha(Image.fromarray(np.where(deep == value, 0, 255).astype(np.uint8)))
     return grey
 
 
-def _scaled(deep: NDArray[np.integer[Any]], significant_bits: int | None) -> NDArray[np.uint8]:
-    """Whole numbers as uint8: of `significant_bits`, or of the fewest bits from 8 on that hold all of them.
+def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None) -> NDArray[np.uint8]:
+    """Return whole numbers as uint8: of `significant_bits`, or of the fewest bits from 8 on that hold all of them.
 
     Writers of 10, 12 or 14 bits mostly put them into 16 as they are. Values up to 255 stay as they are, as in Pillow.
     """
@@ -119,8 +119,8 @@ def _scaled(deep: NDArray[np.integer[Any]], significant_bits: int | None) -> NDA
     return scaled.astype(np.uint8)
 
 
-def _scaled_floats(deep: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """Floats as uint8: those of 0 to 1 are shares of white, those up to 255 stay, others fill the range.
+def scaled_floats(deep: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+    """Return floats as uint8: those of 0 to 1 are shares of white, those up to 255 stay, others fill the range.
 
     What is no number is black.
     """

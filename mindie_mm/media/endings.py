@@ -15,6 +15,10 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "GIF": ".gif",
         "BMP": ".bmp",
         "TIFF": ".tif .tiff",
+        "AVIF": ".avif .avifs",
+        "JPEG2000": ".jp2 .j2k .jpc .jpf .jpx .j2c",
+        "ICO": ".ico",
+        "PPM": ".ppm .pgm .pbm .pnm .pfm",
     },
     "video": {
         "mov": ".mp4 .m4v .mov .qt .3gp .3g2 .f4v",

@@ -17,7 +17,9 @@ from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.config import MAX_IMAGE_PIXELS, Colour
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.caps import caps, work
+from mindie_mm.media.anymap import ANYMAP_START, Anymap
+from mindie_mm.media.boxes import check_boxes
+from mindie_mm.media.caps import add_picture, caps, check_pixels
 from mindie_mm.media.colours import (
     mend_transparency,
     orientation_of,
@@ -25,13 +27,16 @@ from mindie_mm.media.colours import (
     significant_bits_of,
     states_orientation_in_tiff,
 )
+from mindie_mm.media.icons import ICON_START, picture_of_icon
 from mindie_mm.media.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 
 # Each strip of a TIFF may be a JPEG; libtiff, which asks when it decodes one, would let 100 scans pass.
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are decoded, told by content."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
+"""Formats that are decoded, told by content. Of others that Pillow reads some have decoders in Python, which take
+minutes for some megabytes, and some nothing to be told by."""
+_FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
@@ -62,17 +67,17 @@ class EncodedImage:
     def open(cls, data: bytes) -> EncodedImage:
         """Reads the header of `data`. MediaError for what is no image, LimitExceeded."""
         try:
-            check_parts(data)
-            file = Image.open(io.BytesIO(data), formats=FORMATS)
+            if data.startswith(ICON_START):
+                data = picture_of_icon(data)
+            file = _open_file(data)
             width, height = file.size
-            _check_pixels(width, height)
-            work().add_picture(width * height)  # before the orientation is asked for, which may decode
+            add_picture(width, height)  # before the orientation is asked for, which may decode
             if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
-        except Image.DecompressionBombError:
-            raise LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise _beyond_pillows_limit() from None
         except (LimitExceeded, MemoryError):
             raise
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
@@ -133,18 +138,40 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data) -> PlainJpeg | EncodedImage | DecodedImage:
-    """Height and width of `data` now, its pixels when asked for. MediaError, LimitExceeded."""
+def open_image(data: Data) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
+    """Tell the height and width of `data` now, and its pixels when asked for. MediaError, LimitExceeded."""
     assert not isinstance(data, tuple), "frames are a video's"
     if not isinstance(data, bytes):
-        _check_pixels(data.shape[1], data.shape[0])
+        check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)
+    if ANYMAP_START.match(data):
+        return Anymap.open(data)
     if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data)
-    _check_pixels(size[1], size[0])
-    work().add_picture(size[0] * size[1])
+    add_picture(size[1], size[0])
     check_scans(data, size[1], size[0], up_to_end=True)
     return PlainJpeg(*size, data)
+
+
+def _open_file(data: bytes) -> Image.Image:
+    """What Pillow knows by the header, after what it may make a decoder do was checked. Raises anything."""
+    check_parts(data)
+    codestream = check_boxes(data)
+    file = Image.open(io.BytesIO(data), formats=_FORMATS_OF_PILLOW)
+    if codestream not in {None, file.size}:
+        raise ValueError("its box and its codestream state different sizes")
+    return file
+
+
+def _beyond_pillows_limit() -> LimitExceeded:
+    """Pillow warns at its limit, and raises at twice it. A program that uses this one may have set another."""
+    limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    if limit == MAX_IMAGE_PIXELS:
+        return LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels, the limit")
+    return LimitExceeded(
+        f"the image has more pixels than Pillow takes in this process, where PIL.Image.MAX_IMAGE_PIXELS is "
+        f"{Image.MAX_IMAGE_PIXELS}"
+    )
 
 
 def _has_exif(file: Image.Image, data: bytes) -> bool:
@@ -180,9 +207,3 @@ def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     except (ValueError, KeyError):  # it has no name for the subsampling 4:4:1
         return None
     return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None
-
-
-def _check_pixels(width: int, height: int) -> None:
-    max_pixels = caps().max_image_pixels
-    if width * height > max_pixels:
-        raise LimitExceeded(f"the image has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")

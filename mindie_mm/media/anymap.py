@@ -1,0 +1,120 @@
+"""Portable anymaps (PBM, PGM, PPM, and PFM of one channel), which Pillow decodes in Python, a sample at a time.
+
+Source: netpbm.sourceforge.net/doc/pbm.html and its neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.errors import MediaError
+from mindie_mm.media.caps import add_picture
+from mindie_mm.media.colours import scaled_floats, scaled_integers
+
+ANYMAP_START = re.compile(rb"P[1-6f][\s#]")
+_MAX_HEAD = 2**16
+"""Most bytes of a header, comments included."""
+_GAP = rb"(?:\s|#[^\r\n]*+[\r\n])++"
+_NUMBER = _GAP + rb"([0-9]{1,10})"
+_HEADS = (
+    re.compile(rb"P([14])" + 2 * _NUMBER + rb"\s"),
+    re.compile(rb"P([2356])" + 3 * _NUMBER + rb"\s"),
+    re.compile(rb"P(f)" + 2 * _NUMBER + _GAP + rb"([-+]?[0-9.eE+-]{1,30})\s"),
+)
+_COMMENT = re.compile(rb"#[^\r\n]*+")
+_WHITE_SPACE = b" \t\n\v\f\r"
+
+
+@dataclass(frozen=True, slots=True)
+class Anymap:
+    """A portable anymap whose header was read, and checked against the caps, but that is not decoded yet."""
+
+    height: int
+    width: int
+    kind: bytes
+    """The digit or letter behind the P."""
+    scale: bytes
+    """Largest value of a sample; the scale and order of bytes of floats; none of bits."""
+    raster: memoryview
+
+    @classmethod
+    def open(cls, data: bytes) -> Anymap:
+        """Read the header of `data`. Raises MediaError for one that cannot be read, LimitExceeded."""
+        head = data[:_MAX_HEAD]
+        found = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
+        if found is None:
+            raise MediaError(f"the {len(data)} bytes are no readable image (a portable anymap without its header)")
+        width, height = int(found[2]), int(found[3])
+        if not width or not height:
+            raise MediaError(f"the portable anymap has {width}x{height} pixels")
+        add_picture(width, height)
+        scale = found[4] if found.re.groups == 4 else b""
+        return cls(height, width, found[1], scale, memoryview(data)[found.end() :])
+
+    def decode(self) -> NDArray[np.uint8]:
+        """Return uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
+        try:
+            grey_or_rgb = self._samples()
+        except (ValueError, OverflowError):
+            raise MediaError(
+                f"the portable anymap of {self.width}x{self.height} pixels is broken or truncated"
+            ) from None
+        return np.ascontiguousarray(np.broadcast_to(grey_or_rgb, (self.height, self.width, 3)))
+
+    def _samples(self) -> NDArray[np.uint8]:
+        """uint8 [height, width, 1 or 3]. ValueError."""
+        if self.kind in b"14":
+            return self._bits()
+        if self.kind == b"f":
+            scale = float(self.scale)
+            floats = self._binary("<f4" if scale < 0 else ">f4", 1)
+            return scaled_floats(floats[::-1])  # rows go upwards
+        most = int(self.scale)
+        if not 1 <= most <= 65535:
+            raise ValueError(most)
+        channels = 3 if self.kind in b"36" else 1
+        plain = self.kind in b"23"
+        found = self._plain(channels) if plain else self._binary("u1" if most < 256 else ">u2", channels)
+        values = np.minimum(found, most)
+        if most == 255:
+            as_they_are: NDArray[np.uint8] = values.astype(np.uint8)
+            return as_they_are
+        if most == 65535:  # what writers of any depth state
+            return scaled_integers(values, None)
+        table = np.rint(np.arange(most + 1) * 255 / most).astype(np.uint8)
+        scaled: NDArray[np.uint8] = table[values]
+        return scaled
+
+    def _bits(self) -> NDArray[np.uint8]:
+        """White where a bit is 0."""
+        num_pixels = self.height * self.width
+        if self.kind == b"4":
+            row_bytes = -(-self.width // 8)
+            packed = np.frombuffer(self.raster, np.uint8, self.height * row_bytes).reshape(self.height, row_bytes)
+            bits = np.unpackbits(packed, axis=1)[:, : self.width]
+        else:
+            digits = _COMMENT.sub(b"", self.raster).translate(None, _WHITE_SPACE)
+            bits = np.frombuffer(digits, np.uint8, num_pixels) - ord("0")
+        if bits.max() > 1:
+            raise ValueError("a bit is 0 or 1")
+        white: NDArray[np.uint8] = (1 - bits.reshape(self.height, self.width, 1)) * np.uint8(255)
+        return white
+
+    def _binary(self, dtype: str, channels: int) -> NDArray[Any]:
+        shape = self.height, self.width, channels
+        return np.frombuffer(self.raster, dtype, self.height * self.width * channels).reshape(shape)
+
+    def _plain(self, channels: int) -> NDArray[Any]:
+        shape = self.height, self.width, channels
+        count = self.height * self.width * channels
+        if count > len(self.raster):  # before room is made for them
+            raise ValueError("too few samples")
+        values = np.fromstring(_COMMENT.sub(b" ", self.raster), np.int64, count, sep=" ").reshape(shape)
+        if values.min() < 0:
+            raise ValueError("a sample is below 0")
+        return values

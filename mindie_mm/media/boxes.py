@@ -1,0 +1,82 @@
+"""JPEG 2000 and AVIF: what their boxes make a decoder do is bounded before it starts."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from mindie_mm.errors import LimitExceeded
+
+MAX_BOXES = 1000
+"""Most boxes in front of a JPEG 2000's codestream, which Pillow goes over one by one."""
+MAX_JPEG2000_PIXELS = 2**26
+"""Most pixels of a JPEG 2000. OpenJPEG takes 20 bytes and 30 ns for each, however few bytes the file has."""
+MAX_TABLE_BYTES = 2**17
+"""Most bytes of the tables of an AVIF, its colour profile included. libavif looks for an item or a chunk of them from
+the first one on each time, and real tables take a few hundred bytes."""
+
+_JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
+_J2K_START = b"\xff\x4f\xff\x51"
+_SIZ = ">4xHHIIIIIIIIH"
+_MAX_COMPONENTS = 4
+_TABLES = (b"meta", b"moov")
+
+
+def check_boxes(data: bytes) -> tuple[int, int] | None:
+    """Check a JPEG 2000 or an AVIF, told by content, and return the width and height of a JPEG 2000's codestream.
+
+    Raises LimitExceeded for one that would take too much, ValueError or struct.error for a JPEG 2000 that is broken.
+    """
+    if data.startswith(_J2K_START):
+        return _check_codestream(data, 0)
+    if data.startswith(_JP2_START):
+        return _check_codestream(data, _find_codestream(data))
+    if data[4:8] == b"ftyp":
+        num_bytes = sum(stop - start for kind, start, stop in _boxes(data, 0, len(data)) if kind in _TABLES)
+        if num_bytes > MAX_TABLE_BYTES:
+            raise LimitExceeded(f"the AVIF has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}")
+    return None
+
+
+def _find_codestream(data: bytes) -> int:
+    num_boxes = 0
+    for kind, start, stop in _boxes(data, 0, len(data)):
+        if kind == b"jp2c":
+            return start
+        num_boxes += 1
+        if kind == b"jp2h":
+            num_boxes += sum(1 for _ in _boxes(data, start, stop))
+        if num_boxes > MAX_BOXES:
+            raise LimitExceeded(f"the JPEG 2000 has {num_boxes} or more boxes; the limit is {MAX_BOXES}")
+    raise ValueError("no codestream")
+
+
+def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
+    """Of ISO/IEC 15444-1, A.5.1: the size of the reference grid, less the offset of the image on it."""
+    if not data.startswith(_J2K_START, start):
+        raise ValueError("no codestream")
+    _, _, right, bottom, left, top, *_, components = struct.unpack_from(_SIZ, data, start)
+    width, height = right - left, bottom - top
+    if width * height > MAX_JPEG2000_PIXELS:
+        raise LimitExceeded(
+            f"the JPEG 2000 has {width}x{height} = {width * height} pixels; the limit of the format is "
+            f"{MAX_JPEG2000_PIXELS}"
+        )
+    if components > _MAX_COMPONENTS:
+        raise ValueError("too many components")
+    return width, height
+
+
+def _boxes(data: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
+    """Kind, start and stop of the content of each box (ISO/IEC 14496-12, 4.2); up to the first broken one."""
+    while start + 8 <= stop:
+        size, kind = struct.unpack_from(">I4s", data, start)
+        head = 8
+        if size == 1 and start + 16 <= stop:
+            (size,) = struct.unpack_from(">Q", data, start + 8)
+            head = 16
+        end = min(start + size, stop) if size else stop
+        if end < start + head:
+            return
+        yield kind, start + head, end
+        start = end

@@ -1,0 +1,53 @@
+"""Windows icons: the picture of one that Pillow takes, told by the directory, before any is decoded."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.media.segments import PNG_START
+
+ICON_START = b"\0\0\1\0"
+MAX_SIDE = 256
+"""Most pixels of a side of a bitmap in an icon; larger ones are PNGs."""
+_ENTRY = "<BBBBHHII"
+
+
+def picture_of_icon(data: bytes) -> bytes:
+    """Return the largest picture of the icon `data`: the PNG that it is, or an icon of that bitmap alone.
+
+    Pillow decodes an icon as it opens it, whatever the size of its picture. Of pictures of one size it takes that with
+    the fewest colours. Raises LimitExceeded for a bitmap of more than MAX_SIDE a side, struct.error or ValueError for
+    what is broken.
+    """
+    _, num_bytes, offset = max(_entries(data))
+    picture = data[offset:]
+    if picture.startswith(PNG_START):
+        return picture
+    width, height = _size_of_bitmap(picture)
+    if max(width, height) > MAX_SIDE:
+        raise LimitExceeded(f"the icon's bitmap has {width}x{height} pixels; the limit is {MAX_SIDE}x{MAX_SIDE}")
+    (bits,) = struct.unpack_from("<H", picture, 14 if picture[0] > 12 else 10)
+    head = ICON_START + struct.pack("<H", 1)
+    entry = struct.pack(_ENTRY, width % MAX_SIDE, height % MAX_SIDE, 0, 0, 1, bits, num_bytes, len(head) + 16)
+    return head + entry + picture[:num_bytes]
+
+
+def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """What Pillow chooses by, the bytes and the offset of each picture. ValueError for none."""
+    (num_pictures,) = struct.unpack_from("<H", data, 4)
+    for place in range(num_pictures):
+        width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)
+        depth = bits or (math.ceil(math.log2(colours)) if colours else 0) or 256
+        yield ((width or 256) * (height or 256), -depth), num_bytes, offset
+
+
+def _size_of_bitmap(bitmap: bytes) -> tuple[int, int]:
+    """Width and height, which the header states with those of the mask below."""
+    (head,) = struct.unpack_from("<I", bitmap)
+    width, height = struct.unpack_from("<HH" if head == 12 else "<ii", bitmap, 4)
+    if width <= 0 or abs(height) < 2:
+        raise ValueError("a bitmap of no size")
+    return width, abs(height) // 2
