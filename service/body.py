@@ -80,6 +80,8 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     not_served: ClassVar[NotServed] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
+    """What to give in the place of some of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,9 +89,13 @@ class Fields(BaseModel):
         if isinstance(given, bytes):  # FastAPI leaves a body of another type as it is
             raise PydanticCustomError("no_json", "the request needs the header Content-Type: application/json")
         for name in refused_fields(given, cls.not_served) if isinstance(given, dict) else ():
+            if name in cls.model_fields:
+                continue
             others = " or ".join(json.dumps(one) for one in cls.not_served[name] if one not in OFF)
             said = "{name} is not served, but for {others}" if others else "{name} is not served"
-            raise PydanticCustomError("not_served", said, {"name": name, "others": others})
+            if instead := cls.instead.get(name, ""):
+                said += "; give {instead}"
+            raise PydanticCustomError("not_served", said, {"name": name, "others": others, "instead": instead})
         return given
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -73,16 +73,20 @@ class _Chat(Form):
             async for index, delta in deltas:
                 first = not choices[index].texts
                 choices[index].add(delta)
-                so_far: Used = {"usage": usage([source.prompt], choices)} if self.body.continuous_usage else {}
                 if first:
+                    so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
                     yield {**self._chunk([_first(index)]), **spans, **so_far}
                     spans = {}  # the first chunk alone has them
                 if delta.text or delta.logprobs or delta.finish_reason:
-                    yield {**self._chunk([await self._delta(index, delta)]), **so_far}
+                    yield {**self._chunk([await self._delta(index, delta)]), **self._so_far(source.prompt, choices)}
         used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
         if used or timed:
             yield {**self._chunk([]), **used, **timed}
+
+    def _so_far(self, prompt: Prompt, choices: Sequence[Choice], num_untold: int = 0) -> Used:
+        """Return the usage up to a chunk, as `usage`, where it is asked for with each of them."""
+        return {"usage": usage([prompt], choices, num_untold)} if self.body.continuous_usage else {}
 
     def _spans(self, prompt: Prompt) -> Spanned:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}

@@ -90,11 +90,14 @@ class Timed(TypedDict):
     timings: NotRequired[StageTimings]
 
 
-def usage(prompts: Sequence[Prompt], choices: Sequence[Answer]) -> Usage:
-    """The usage of as many choices for each prompt; a prompt counts once, as its first choice found it."""
+def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int = 0) -> Usage:
+    """Return the usage of as many choices for each prompt; a prompt counts once, as its first choice found it.
+
+    `num_untold` tokens of the choices come with a later chunk, and count from then on.
+    """
     n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
-    num_generated = sum(len(choice.token_ids) for choice in choices)
+    num_generated = sum(len(choice.token_ids) for choice in choices) - num_untold
 
     def features(kind: Kind) -> int:
         return sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)

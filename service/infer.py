@@ -40,7 +40,7 @@ from service.choices import Timed
 from service.description import streamed
 from service.incoming import Form, IncomingDep
 from service.message_types import AnyItem
-from service.openai_types import NOT_SERVED
+from service.not_served import NOT_SERVED
 
 router = APIRouter()
 
@@ -54,8 +54,8 @@ class InferParameters(Settings):
     field = "parameters"
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
-        **dict.fromkeys(("grammar", "ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
-        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_n_tokens"), (None, 0)),
+        **dict.fromkeys(("ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),
         **dict.fromkeys(("logprobs", "top_logprobs"), (*OFF, 0)),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's; max_new_tokens is meant

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from mindie_mm import faults
+from mindie_mm.config import ServiceConfig
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.errors import InputError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
@@ -50,7 +51,7 @@ async def prompts(
     started = time.perf_counter()
     field = _field(requests[0])
     with blaming(field):
-        parsed = [_checked(request, service.config.max_media_items) for request in requests]
+        parsed = [_checked(request, service.config) for request in requests]
     media = [item for found, _ in parsed for item in found]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
@@ -84,10 +85,10 @@ def _field(request: TokenizeRequest) -> str | None:
     return None if request.items is None else "inputs"
 
 
-def _checked(request: TokenizeRequest, max_media_items: int) -> _Parsed:
+def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
     """`_parsed`; InputError also for what JSON can hold, and the tokenizers' messages cannot."""
     try:
-        media, with_files = _parsed(request, max_media_items)
+        media, with_files = _parsed(request, config)
         msgspec.msgpack.encode(with_files(repeat(Path())))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise InputError(
@@ -96,18 +97,18 @@ def _checked(request: TokenizeRequest, max_media_items: int) -> _Parsed:
     return media, with_files
 
 
-def _parsed(request: TokenizeRequest, max_media_items: int) -> _Parsed:
+def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
     """InputError and below."""
     replace = msgspec.structs.replace
     if request.messages is not None:
-        messages = parse_messages(request.messages)
+        messages = parse_messages(request.messages, strict=config.strict)
         return media_of_messages(messages), lambda paths: replace(
             request, messages=messages_with_paths(messages, paths)
         )
     if request.items is not None:
-        items = parse_inputs(request.items)
+        items = parse_inputs(request.items, strict=config.strict)
         return media_of(items), lambda paths: replace(request, items=with_paths(items, paths))
-    pieces = from_webui_prompt(request.text or "", max_media_items)
+    pieces = from_webui_prompt(request.text or "", config.max_media_items)
     if media := media_of(pieces):
         return media, lambda paths: replace(request, text=None, items=with_paths(pieces, paths), chat=False)
     return [], lambda _: request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import OFF, PROMPT_FIELDS, require_tools, template_variables
+from mindie_mm.inputs import OFF, require_tools, template_variables
 from service.body import (
     INT32_MAX,
     WHOLE,
@@ -32,6 +33,7 @@ from service.body import (
     must_be,
 )
 from service.message_types import AnyMessage
+from service.not_served import INSTEAD, MINDIES, NOT_SERVED
 
 MAX_CHOICES = 64
 
@@ -46,31 +48,6 @@ class StreamOptions(Fields):
     """One more chunk at the end, with the usage and no choice."""
     continuous_usage_stats: bool | None = None
     """With `include_usage`: the usage so far in every other chunk, too."""
-
-
-NOT_SERVED: NotServed = {
-    **PROMPT_FIELDS,
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
-    **dict.fromkeys(("structural_tag", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF),
-    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), OFF),
-    **dict.fromkeys(("logprob_token_ids", "prompt_logprobs", "thinking_token_budget", "audio"), OFF),
-    "repetition_detection": OFF,
-    "detokenize": (None, True),
-    "modalities": (*OFF, ["text"]),
-    "skip_special_tokens": (None, True),
-    "web_search_options": (None,),  # OpenAI searches with empty ones, too
-    # SGLang's
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim"), OFF),
-    **dict.fromkeys(("custom_logit_processor", "lora_path"), OFF),
-    # text-generation-webui's; those that only say how another one works are ignored
-    **dict.fromkeys(("preset", "grammar_string", "custom_token_bans", "ban_eos_token", "dynamic_temperature"), OFF),
-    **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), (None, 0)),
-    **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), (None, 0)),
-    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "tfs"), (None, 1)),
-}
-"""Of others' fields, those of all requests."""
-_MINDIES: NotServed = {"max_new_tokens": (None,), "do_sample": (None, True), "typical_p": (None, 1)}
-"""MindIE's parameters that OpenAI's forms do not take; MindIE ignores the last, text-generation-webui does not."""
 
 
 class _Closed(Fields, extra="forbid"):
@@ -145,6 +122,8 @@ _HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"
 class GenerationBody(Body, Settings):
     """What chat and text completions share."""
 
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = None
     """1 or `n`: no more are drawn than are answered."""
@@ -209,7 +188,7 @@ class GenerationBody(Body, Settings):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    not_served: ClassVar[NotServed] = {**NOT_SERVED, **_MINDIES, "add_special_tokens": OFF, "echo": OFF}
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES, "add_special_tokens": OFF, "echo": OFF}
 
     messages: Array[AnyMessage]
     media_spans: bool | None = None
@@ -242,10 +221,21 @@ class ChatBody(GenerationBody):
         )
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables of the chat template; InputError for tools that are none, or a tool_choice that is not served."""
-        made = template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
-        require_tools(self.tools)
-        return made
+        """Return variables of the chat template; InputError as `offered`."""
+        offered(self.tools, self.tool_choice)
+        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
+
+
+def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
+    """Raise InputError for a choice that is not served, for one among no tools, and for tools that are none."""
+    if tools is None and tool_choice == "auto":
+        raise InputError(
+            "tool_choice is 'auto' and there are no tools; leave it out, or give tools", param="tool_choice"
+        )
+    if tools is not None and not tools:
+        raise InputError("tools is an empty list; leave it out, or give one tool at least", param="tools")
+    template_variables(None, tools, tool_choice)
+    require_tools(tools)
 
 
 class CompletionBody(GenerationBody):
@@ -253,7 +243,7 @@ class CompletionBody(GenerationBody):
 
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
-        **_MINDIES,
+        **MINDIES,
         **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
         "add_special_tokens": (None, True),
     }

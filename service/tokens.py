@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import require_tools, template_variables
+from mindie_mm.inputs import template_variables
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
 from service.admitted import WholeAnswer
@@ -18,7 +18,8 @@ from service.description import answered
 from service.incoming import IncomingDep
 from service.line import prompt_of_ids, prompts
 from service.message_types import AnyItem, AnyMessage
-from service.openai_types import NOT_SERVED
+from service.not_served import NOT_SERVED
+from service.openai_types import offered
 from service.state import ServiceDep
 
 router = APIRouter()
@@ -81,7 +82,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if body.add_special_tokens not in (None, body.prompt is not None):
         said = f"add_special_tokens is {body.add_special_tokens}; it is not served"
         raise InputError(said, param="add_special_tokens")
-    require_tools(body.tools)
+    offered(body.tools, body.tool_choice)
     wanted = TokenizeRequest(
         text=body.prompt,
         messages=body.messages,

@@ -14,6 +14,7 @@ from mindie_mm.inputs import (
     messages_with_paths,
     parse_inputs,
     parse_messages,
+    unknown_keys,
     with_paths,
 )
 from mindie_mm.inputs.messages import MAX_ARGUMENT_VALUES
@@ -116,8 +117,15 @@ def test_arguments_of_a_tool_call_are_an_object():
 def test_no_parts_beside_tool_calls_are_no_content():
     message = {"role": "assistant", "content": [], "tool_calls": [{"id": "1"}]}
     assert parse_messages([message]) == parse_messages([message | {"content": None}])
-    with pytest.raises(InputError, match="at least one dict"):
-        parse_messages([{"role": "assistant", "content": []}])
+
+
+@pytest.mark.parametrize("content", [[], ()])
+def test_an_assistants_turn_without_parts_is_one_without_content(content):
+    message = {"role": "assistant", "content": content}
+    assert parse_messages([message]) == parse_messages([message | {"content": None}])
+    for role in ("user", "system", "tool"):
+        with pytest.raises(InputError, match="at least one dict"):
+            parse_messages([message | {"role": role}])
 
 
 def test_hints_for_other_servers_caches_are_passed_over():
@@ -125,6 +133,47 @@ def test_hints_for_other_servers_caches_are_passed_over():
     text, image = parse_inputs([{"text": "a"} | hints, {"image_url": {"url": "a.png", "detail": "low"}} | hints])
     assert text == Text("a")
     assert (image.source, image.options) == ("a.png", MediaOptions(detail="low"))
+
+
+FOREIGN = [
+    {"type": "text", "text": "a", "id": "msg_1", "annotations": [], "logprobs": None},
+    {"type": "image_url", "image_url": {"url": "a.png", "format": "image/png"}, "modalities": "multi-images"},
+    {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav", "transcript": "b"}},
+    {"type": "video_url", "video_url": {"url": "a.mp4"}, "name": "c", "id": 5},
+]
+
+
+def test_what_other_servers_take_is_passed_over_with_one_warning_a_key(caplog, monkeypatch):
+    monkeypatch.setattr(unknown_keys, "_told", set())
+    plain = [
+        {"text": "a"},
+        {"image": "a.png"},
+        {"input_audio": {"data": "QUJD"}},
+        {"video": "a.mp4"},
+    ]
+    for _ in range(2):
+        assert parse_inputs(FOREIGN) == parse_inputs(plain)
+        assert parse_messages([{"role": "user", "content": FOREIGN}])[0].content == tuple(parse_inputs(plain))
+    told = [record.args[0] for record in caplog.records]
+    assert told == ["id", "annotations", "modalities", "format", "transcript", "name"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+@pytest.mark.parametrize("part", FOREIGN)
+def test_if_strict_no_unknown_key_is_passed_over(part):
+    with pytest.raises(InputError, match="has the unknown key"):
+        parse_inputs([part], strict=True)
+    with pytest.raises(InputError, match=r"messages\[0\]\.content\[0\] has the unknown key"):
+        parse_messages([{"role": "user", "content": [part]}], strict=True)
+    hints = {"cache_control": {"type": "ephemeral"}, "uuid": "a"}
+    assert parse_inputs([{"text": "a"} | hints], strict=True) == [Text("a")]
+
+
+def test_warnings_of_unknown_keys_have_an_end(caplog, monkeypatch):
+    monkeypatch.setattr(unknown_keys, "_told", set())
+    parse_inputs([{"text": "a", f"key_{i}": 1, f"{'x' * 10**5}\n{i}": 1} for i in range(1000)])
+    assert len(caplog.records) == 256
+    assert max(len(record.getMessage()) for record in caplog.records) < 200
 
 
 def test_base64_spellings():
@@ -259,7 +308,18 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"type": ["image"], "image": "a"}], r"inputs\[0\].type is of type list"),
         ([{"type": "image_url", "image_url": {"uri": "a"}}], r"inputs\[0\].image_url.url is missing"),
         ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' twice"),
-        ([{"image_url": {"url": "a", "colour": "low"}}], "unknown key 'colour'"),
+        (
+            [{"image_url": {"url": "a", "max_pixel": 9}}],
+            "unknown key 'max_pixel'; did you mean 'max_pixels'.; an item of",
+        ),
+        ([{"image": "a", "maxPixels": 9}], "unknown key 'maxPixels'; did you mean 'max_pixels'"),
+        ([{"image": "a", "detial": "low"}], "unknown key 'detial'; did you mean 'detail'"),
+        ([{"video": "a", "num_frame": 9}], "unknown key 'num_frame'; did you mean 'num_frames'"),
+        ([{"text": "a", "FPS": 9}], "unknown key 'FPS'; did you mean 'fps'"),
+        ([{"audio": "a", "sample_rate": 9}], "unknown key 'sample_rate'; an item of kind audio"),
+        ([{"video": "a", "video_metadata": {"fps": 1}}], "unknown key 'video_metadata'"),
+        ([{"type": "image", "image": "a", "url": "b"}], "unknown key 'url'"),
+        ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; a text takes no options"),
     ],
 )
 def test_mistakes_are_named(inputs, message):

@@ -20,8 +20,11 @@ They are JSON inside a string, where a comma may be spelled so that whoever coun
 _BETWEEN_VALUES = ",[{"
 
 
-def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit."""
+def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Message]:
+    """Return chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit.
+
+    `strict` as in `parse_inputs`.
+    """
     require_list(messages, "messages")
     parsed: list[Message] = []
     num_frames = num_values = 0
@@ -29,23 +32,23 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         num_values += _num_argument_values(message)
         if num_values > MAX_ARGUMENT_VALUES:
             raise LimitExceeded(f"the arguments of calls hold more than {MAX_ARGUMENT_VALUES} JSON values, the limit")
-        parsed.append(_parse_message(message, f"messages[{index}]"))
+        parsed.append(_parse_message(message, f"messages[{index}]", strict=strict))
         num_frames = add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
     return parsed
 
 
-def _parse_message(message: Mapping[str, Any], where: str) -> Message:
+def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> Message:
     require_dict(message, where)
     role = message.get("role")
     if role not in ROLES:
         raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     content = message.get("content")
-    if content in ([], ()) and message.get("tool_calls"):
-        content = None
+    if role == "assistant" and isinstance(content, list | tuple) and not content:
+        content = None  # as some clients write a turn of calls alone, or one without an answer
     if isinstance(content, str):
         require_unicode(content, f"{where}.content")
     elif content is not None:
-        content = parse_parts(content, f"{where}.content")
+        content = parse_parts(content, f"{where}.content", strict=strict)
     if content is None and role != "assistant":
         raise InputError(f"{where} has no content")
     extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}

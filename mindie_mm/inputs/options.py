@@ -8,6 +8,7 @@ from typing import Any, get_args
 from mindie_mm.errors import InputError
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import Detail, Kind, MediaOptions
+from mindie_mm.inputs.unknown_keys import pass_over
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "detail"),
@@ -27,14 +28,19 @@ _MIN_FPS, _MAX_FPS = 1e-6, 1000.0
 _MAX_SAMPLING_RATE = 768_000
 
 
-def parse_options(kind: Kind, given: Mapping[str, Any], where: str) -> MediaOptions:
-    """What is `given` beside the source of an item. InputError for what its kind does not take, or its limits."""
+def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: bool) -> MediaOptions:
+    """Return what is `given` beside the source of an item, but for keys that `pass_over` passes over.
+
+    InputError for what its kind does not take, or beyond its limits.
+    """
     allowed = _OPTIONS[kind]
-    if unknown := [name for name in given if name not in allowed]:
-        known = ", ".join(allowed) + (", which is of an array of samples alone" if kind == "audio" else "")
-        raise InputError(f"{where} has the unknown key {unknown[0]!r}; an item of kind {kind}: it takes {known}")
+    known = ", ".join(allowed) + (", which is of an array of samples alone" if kind == "audio" else "")
+    unknown = [name for name in given if name not in allowed]
+    pass_over(unknown, where, f"an item of kind {kind}: it takes {known}", strict=strict)
     values: dict[str, Any] = {}
     for name, value in given.items():
+        if name not in allowed:
+            continue
         if name == "detail":
             if value not in _DETAILS:
                 raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")

@@ -10,6 +10,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
 from mindie_mm.inputs.items import KINDS, Embeddings, Item, Kind, Media, Text, media_of
 from mindie_mm.inputs.options import parse_options
+from mindie_mm.inputs.unknown_keys import pass_over
 
 _SOURCES: Mapping[str, Kind] = {
     "image": "image",
@@ -35,18 +36,21 @@ _JPEG_FRAMES = "data:video/jpeg;base64,"
 """What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
 
 
-def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """The items of a `List[Dict]`, in order. InputError names the index, the key and the limit."""
-    return list(parse_parts(inputs, "inputs"))
+def parse_inputs(inputs: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Item]:
+    """Return the items of a `List[Dict]`, in order. InputError names the index, the key and the limit.
+
+    Unknown keys are refused if `strict`, else as in `pass_over`.
+    """
+    return list(parse_parts(inputs, "inputs", strict=strict))
 
 
-def parse_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[Item, ...]:
-    """The items of a list of dicts that errors call `where`. InputError."""
+def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool = False) -> tuple[Item, ...]:
+    """Return the items of a list of dicts that errors call `where`. InputError; else as `parse_inputs`."""
     require_list(parts, where)
     items: list[Item] = []
     num_frames = 0
     for index, part in enumerate(parts):
-        items.append(_parse_part(part, f"{where}[{index}]"))
+        items.append(_parse_part(part, f"{where}[{index}]", strict=strict))
         num_frames = add_frames(num_frames, media_of(items[-1:]), where)
     return tuple(items)
 
@@ -59,7 +63,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     return num_frames
 
 
-def _parse_part(part: Mapping[str, Any], where: str) -> Item:
+def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     require_dict(part, where)
     nulls = sorted(str(key) for key, value in part.items() if value is None)
     part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
@@ -75,7 +79,7 @@ def _parse_part(part: Mapping[str, Any], where: str) -> Item:
         raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
     key = keys[0]
     if key in _TEXTS:
-        return _parse_text(part, key, where)
+        return _parse_text(part, key, where, strict=strict)
     kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
@@ -83,14 +87,13 @@ def _parse_part(part: Mapping[str, Any], where: str) -> Item:
     source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
         raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
-    return Media(kind, source, parse_options(kind, options | nested, where))
+    return Media(kind, source, parse_options(kind, options | nested, where, strict=strict))
 
 
-def _parse_text(part: Mapping[str, Any], key: str, where: str) -> Text:
+def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:
     if part.get("type", key) != key:
         raise InputError(f"{where}.type is {part['type']!r}, but the item holds {key!r}")
-    if unknown := part.keys() - {"type", key}:
-        raise InputError(f"{where} has the unknown key {min(map(str, unknown))!r}; a text takes no options")
+    pass_over((name for name in part if name not in ("type", key)), where, "a text takes no options", strict=strict)
     if not isinstance(part[key], str):
         raise InputError(f"{where}.{key} is {type_of(part[key])}; it must be a string")
     return Text(require_unicode(part[key], f"{where}.{key}"))

@@ -121,7 +121,7 @@ def test_a_stop_string(http: Any, red_square: str) -> None:
         {"temperature": 0},
         {"top_p": 1.5},
         {"max_new_tokens": True},
-        {"max_new_tokens": 2.0},
+        {"max_new_tokens": 2.5},
         {"truncate": 0},
         {"seed": 2**63},
         {"adapter_id": "lora"},

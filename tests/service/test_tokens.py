@@ -70,7 +70,7 @@ def test_another_prompt_than_a_chats_is_refused(http: Any, change: dict[str, Any
 
 def test_what_changes_no_prompt_is_taken(http: Any) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
-    off = {"tools": [], "tool_choice": "auto", "continue_final_message": False, "add_special_tokens": False}
+    off = {"tools": None, "tool_choice": "none", "continue_final_message": False, "add_special_tokens": False}
     assert tokenize(http, messages=messages, **off) == tokenize(http, messages=messages)
     assert tokenize(http, prompt="Hello!", add_special_tokens=True) == tokenize(http, prompt="Hello!")
     assert http.post("/tokenize", json={"prompt": "Hello!", "add_special_tokens": False}).status_code == 400

@@ -56,11 +56,30 @@ def test_they_reach_the_prompt(handy: RunningService, handy_http: httpx2.Client,
     assert counted["tokens"] == tokens
 
 
-@pytest.mark.parametrize("given", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": []}])
+@pytest.mark.parametrize("given", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": None, "tool_choice": "none"}])
 def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, given: Any) -> None:
     assert prompt_tokens(handy, **given) == prompt_tokens(handy)
     counted = handy_http.post("/tokenize", json={"messages": MESSAGES} | given).json()["count"]
     assert counted == prompt_tokens(handy)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto' and there are no tools"),
+        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto' and there are no tools"),
+        ({"tools": []}, "tools", "tools is an empty list"),
+        ({"tools": [], "tool_choice": "auto"}, "tools", "tools is an empty list"),
+        ({"tools": [], "tool_choice": "none"}, "tools", "tools is an empty list"),
+    ],
+)
+def test_a_choice_among_no_tools_is_refused(
+    handy_http: httpx2.Client, path: str, given: Any, param: str, said: str
+) -> None:
+    answer = handy_http.post(path, json={"messages": MESSAGES} | given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], said in error["message"]) == (400, param, True), error
 
 
 def test_the_effort_reaches_the_template(handy: RunningService, handy_http: httpx2.Client) -> None:

@@ -126,7 +126,7 @@ def test_the_usage_so_far(client: openai.OpenAI) -> None:
     wanted = {"include_usage": True, "continuous_usage_stats": True}
     completion: dict[str, Any] = {"model": "tiny", "prompt": "What colour"}
     for chunks in (
-        list(ask(client, "Hello!", **options, stream_options=wanted)),
+        chat := list(ask(client, "Hello!", **options, stream_options=wanted)),
         list(client.completions.create(**completion, **options, stream_options=wanted)),  # type: ignore[call-overload]
     ):
         tokens = [chunk.usage.completion_tokens for chunk in chunks]
@@ -134,6 +134,9 @@ def test_the_usage_so_far(client: openai.OpenAI) -> None:
         assert tokens[0] < tokens[-1]
         assert chunks[-2].usage == chunks[-1].usage
         assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+    assert chat[0].choices[0].delta.role == "assistant"
+    assert (chat[0].usage.completion_tokens, chat[0].usage.total_tokens) == (0, chat[0].usage.prompt_tokens)
+    assert chat[1].usage.completion_tokens > 0
     for without in ({"include_usage": True}, {"continuous_usage_stats": True}):
         assert [chunk.usage for chunk in ask(client, "Hello!", **options, stream_options=without)][:-1].count(None) > 1
 
