@@ -47,8 +47,6 @@ class Call:
     clock: Clock
     timed: bool
     """Whether the answer says where its time went."""
-    prompt_alone: bool = False
-    """Whether the prompt alone is asked for: the token that is generated in any case is left out of the answer."""
     _begun: set[int] = field(default_factory=set, init=False)
     """Indices of the choices that were begun: each is counted at its own end."""
 
@@ -131,7 +129,8 @@ class Call:
             if params.prompt_logprobs is not None:
                 found += self.n * num_prompt * (params.prompt_logprobs + 1)
             if params.logprobs is not None:
-                found += self.n * (params.max_tokens or max(context - num_prompt, 0)) * (params.logprobs + 1)
+                most = max(context - num_prompt, 0) if params.max_tokens is None else params.max_tokens
+                found += self.n * most * (params.logprobs + 1)
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
         if found > limit:
             raise LimitExceeded(
@@ -184,7 +183,7 @@ class Call:
                     stages = delta.timings
                     told = delta if found is None else replace(delta, prompt_logprobs=found)
                     found = None  # with the first alone
-                    yield _without_answer(told) if self.prompt_alone else told
+                    yield told
         except Exception as error:
             reason = _reason(error)
             failed.append(reason)
@@ -229,10 +228,6 @@ def _reason(error: Exception | None) -> str:
     if isinstance(cause, RequestAborted | None):
         return "abort"
     return "refused" if isinstance(cause, InputError) else "error"
-
-
-def _without_answer(delta: Delta) -> Delta:
-    return replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -14,7 +14,7 @@ from mindie_mm.engine.messages import TokenLogprob
 from mindie_mm.engine.retry import PromptSource
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.messages import TokenizeRequest
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from service.choices import Choice, Used, usage
 from service.description import streamed
 from service.incoming import Form, IncomingDep
@@ -29,7 +29,7 @@ router = APIRouter()
 @router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Continues texts or token ids; streamed on request."""
-    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, prompt_alone=body.max_tokens == 0)
+    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 
@@ -49,7 +49,8 @@ class _Completion(Form):
         if len(given) * n > MAX_CHOICES:
             said = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
             raise LimitExceeded(said, param="prompt")
-        if texts := [TokenizeRequest(text=text) for text in given if isinstance(text, str)]:
+        options = PromptOptions(add_special_tokens=self.body.add_special_tokens is not False)
+        if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:
             return self.call.prompts(texts)
         return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)])
 

@@ -42,9 +42,7 @@ class Incoming:
     id: str
     clock: Clock
 
-    def call(
-        self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1, prompt_alone: bool = False
-    ) -> Call:
+    def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
         """The request's use of the service; `prefix` stands before the answer's id. ModelNotFound, InputError."""
         self.service.check_model(model)
         try:
@@ -52,7 +50,7 @@ class Incoming:
         except InputError as error:
             error.param = settings.field or error.param
             raise
-        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), prompt_alone)
+        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings))
 
     def answered(
         self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None

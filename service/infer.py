@@ -57,6 +57,7 @@ class InferParameters(Settings):
         **dict.fromkeys(("ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),
+        "add_special_tokens": (None, True),
         **dict.fromkeys(("logprobs", "top_logprobs"), (*OFF, 0)),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's; max_new_tokens is meant
     }

@@ -245,7 +245,6 @@ class CompletionBody(GenerationBody):
         **NOT_SERVED,
         **MINDIES,
         **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
-        "add_special_tokens": (None, True),
     }
 
     prompt: Annotated[
@@ -256,6 +255,8 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     """0, with `echo`: nothing but the prompt."""
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """Put around texts what the tokenizer puts there, such as a BOS. None: true."""
     logprobs: Logprobs | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -266,11 +267,10 @@ class CompletionBody(GenerationBody):
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
     def sampling_params(self) -> SamplingParams:
-        """As `Settings.sampling_params`; of 0 tokens one is drawn, to be left out."""
         if self.max_tokens == 0 and not self.echo:
             raise InputError("max_tokens is 0, which needs echo to be true", param="max_tokens")
         return self.params(
-            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1),
+            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
 

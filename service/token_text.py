@@ -82,12 +82,17 @@ class TokenTexts:
     """The vocabulary's tokens as text, each made when it is first asked for: an answer may name a million."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self.text = cache(partial(token_text, tokenizer))
         """`token_text`."""
         self.name = cache(partial(_name, tokenizer))
         """The text, or, where it is no whole character, the bytes in OpenAI's form."""
         self.entry = cache(partial(_text_and_bytes, tokenizer))
         """JSON of the text, and that of the list of bytes."""
+
+    def piece(self, token_id: int) -> str:
+        """Return the vocabulary's own string, such as `Ġred` or `<0xE6>`; none for ids that only pad it."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
 
 class TextOffsets:

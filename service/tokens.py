@@ -39,7 +39,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     """None: true."""
     add_special_tokens: bool | None = None
-    """None, or what vLLM's default is: true for a prompt, false for a chat."""
+    """Put around a prompt what the tokenizer puts there, such as a BOS. None: true; of a chat, false alone."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Array[dict[str, Any]] | None = None
     """As in a chat completion, and so are `tool_choice` and `reasoning_effort`."""
@@ -62,6 +62,7 @@ class TokenizeAnswer(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: NotRequired[list[str]]
+    """As they stand in the vocabulary."""
 
 
 class DetokenizeAnswer(TypedDict):
@@ -79,7 +80,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
         raise InputError(f"chat_template is {body.chat_template}, which needs inputs", param="chat_template")
-    if body.add_special_tokens not in (None, body.prompt is not None):
+    if body.add_special_tokens and body.prompt is None:
         said = f"add_special_tokens is {body.add_special_tokens}; it is not served"
         raise InputError(said, param="add_special_tokens")
     offered(body.tools, body.tool_choice)
@@ -92,7 +93,11 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         chat_template_kwargs=template_variables(
             body.chat_template_kwargs, body.tools, body.tool_choice, body.reasoning_effort
         ),
-        options=PromptOptions(service.worker.engine.info.max_model_len, cache_salt=body.cache_salt or ""),
+        options=PromptOptions(
+            service.worker.engine.info.max_model_len,
+            cache_salt=body.cache_salt or "",
+            add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
+        ),
     )
 
     async def answer() -> TokenizeAnswer:
@@ -104,7 +109,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
             "tokens": ids,
         }
         if body.return_token_strs:
-            found["token_strs"] = [*map(service.tokens.text, ids)]
+            found["token_strs"] = [*map(service.tokens.piece, ids)]
         return found
 
     return WholeAnswer(answer, service.admission)

@@ -201,13 +201,14 @@ class BaseEngine(ABC):
             sequence.first_token_s = time.monotonic()
         sequence.append(token)
         faults.point("first-token" if first else "mid-decode")
-        reason, stop_token_id = self._finished(sequence, token)
+        alone = sequence.params.max_tokens == 0  # the prompt is asked for; its last token draws one that nobody gets
+        reason, stop_token_id = ("length", None) if alone else self._finished(sequence, token)
         if reason is not None:
             self._forget(sequence)
         return Progress(
             request_id=sequence.request_id,
-            token_ids=[token],
-            logprobs=logprobs,
+            token_ids=[] if alone else [token],
+            logprobs=None if alone else logprobs,
             cached_tokens=sequence.num_cached if first else None,
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,

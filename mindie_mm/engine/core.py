@@ -65,10 +65,8 @@ class Engine(BaseEngine):
         params = message.params.check(self._model.spec.vocab_size)
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
-        if left_tokens < max(params.max_tokens or 1, 1) or len(ids) == 0:
-            said = (
-                f"{len(ids)} prompt tokens and {params.max_tokens or 1} to generate do not fit; a prompt has at least 1"
-            )
+        if left_tokens < params.least_room or len(ids) == 0:
+            said = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
             raise ContextLengthExceeded.of(left_tokens + len(ids), said)
         items = self._read(self._model, ids)
         sequence = Sequence(

@@ -84,7 +84,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int] = []
-    """Tokens drawn by this step."""
+    """Tokens of output that this step drew; none where a prompt alone is asked for."""
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None

@@ -24,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling settings of one request; checked by `check`, which every way into the engine calls."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; None: what the context still holds."""
+    """Most tokens to generate; None: what the context still holds. 0: none, to score a prompt, which may fill it."""
     min_tokens: int = 0
     """No end-of-sequence and no stop before this many tokens."""
     temperature: float = 1.0
@@ -62,6 +62,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests with the same one share what is kept: preprocessed media, a tower's features, the KV cache."""
     json_schema: str | None = None
     """A JSON schema, as JSON: the output fits it, unless `max_tokens` ends it first (grammar.py)."""
+
+    @property
+    def least_room(self) -> int:
+        """Tokens that the context has to hold behind a prompt."""
+        return 1 if self.max_tokens is None else self.max_tokens
 
     @property
     def greedy(self) -> bool:
@@ -116,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 _INT32 = 2**31 - 1
 _RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, _INT32),
+    ("max_tokens", 0, _INT32),
     ("min_tokens", 0, _INT32),
     ("temperature", 0, 100),
     ("top_p", 0, 1),

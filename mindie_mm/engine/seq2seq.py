@@ -124,7 +124,7 @@ class Seq2SeqEngine(BaseEngine):
                 "tokens of a prompt"
             )
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
-        most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), params.max_tokens or 1
+        most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), max(params.least_room, 1)
         if not 0 < len(ids) <= self._max_len or wanted > most:
             raise ContextLengthExceeded.of(
                 self._max_len,
@@ -140,7 +140,7 @@ class Seq2SeqEngine(BaseEngine):
             items=items,
             prompt_positions=Positions(torch.arange(len(ids)).unsqueeze(0)),
             groups=None,
-            max_tokens=most if params.max_tokens is None else params.max_tokens,
+            max_tokens=most if params.max_tokens is None else wanted,
             generator=generator_of(params),
             asked_s=message.asked_s,
             num_cached=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -27,7 +27,7 @@ from mindie_mm.shm import request_directory
 from mindie_mm.tasks import task_group
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.pool import TokenizerPool
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage import TokenizerStage
 
 Part = TypeVar("Part", TokenizerStage, AsyncEngine)
@@ -171,18 +171,23 @@ class Worker:
     def limited(
         self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
     ) -> TokenizeRequest:
-        """`request` with the tokens that the context leaves a prompt beside what `params` ask for, and with their salt.
+        """Return `request` with the tokens that the context leaves a prompt beside what `params` ask for, and its salt.
 
         With `truncate_to` a longer prompt is cut to so many tokens. ContextLengthExceeded.
         """
-        info, wanted = self.engine.info, params.max_tokens or 1
+        info, wanted = self.engine.info, params.least_room
         left_tokens = info.max_model_len - wanted
         if info.max_output_len is not None:
             left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
         if left_tokens < 1:
             raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
         truncate = self.config.truncate or truncate_to is not None
-        options = PromptOptions(min(left_tokens, truncate_to or left_tokens), truncate, params.cache_salt)
+        options = replace(
+            request.options,
+            max_prompt_tokens=min(left_tokens, truncate_to or left_tokens),
+            truncate=truncate,
+            cache_salt=params.cache_salt,
+        )
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:

@@ -68,7 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """What bounds a prompt, and who shares what is kept of it."""
+    """What bounds a prompt, what stands around it, and who shares what is kept of it."""
 
     max_prompt_tokens: int = 0
     """Most tokens of it, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
@@ -76,6 +76,8 @@ class PromptOptions:
     """Rather than refuse a longer one, drop its oldest text and whole media items."""
     cache_salt: str = ""
     """Media of prompts with another salt have other digests: no cache finds the one by the other."""
+    add_special_tokens: bool = True
+    """Put around a text without media and template what the tokenizer, or the family, puts there, such as a BOS."""
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:

@@ -197,6 +197,11 @@ class TextEncoder:
             return self._encoded(rendered)
         return self._remembered(rendered.text, tuple(rendered.items))
 
+    def bare_ids(self, rendered: Rendered) -> Sequence[int]:
+        """Ids without what the tokenizer puts around a text."""
+        ids, ahead = self.encode(rendered).ids, len(self._prefix)
+        return ids[ahead : len(ids) - len(self._suffix)] if [*ids[:ahead]] == self._prefix else ids
+
     def _spelled_in(self, text: str) -> list[tuple[int, int]]:
         """Where control tokens are spelled, [start, stop) each."""
         return [match.span() for match in self._control.finditer(text)]

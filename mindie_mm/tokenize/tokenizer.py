@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ParamSpec, Self, get_args
 
+import numpy as np
 import torch
 from transformers.utils import get_json_schema
 
@@ -196,8 +197,10 @@ class Tokenizer:
         planned = self._plan(media_of(items))
         spelled = self._spell(planned)
         pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
-        ids = self._encode(self._text.render_items(pieces), planned)
-        return self._prompt(ids, planned, path_file, options)
+        rendered = self._text.render_items(pieces)
+        if not (options.add_special_tokens or planned):
+            return self._bounded(Prompt(np.array(self._text.bare_ids(rendered), np.int64)), options)
+        return self._prompt(self._encode(rendered, planned), planned, path_file, options)
 
     @_counting_anew
     def prompt_from_messages(
@@ -293,14 +296,19 @@ class Tokenizer:
             reaches = zip(planned, encoded.items, strict=True)
             items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
             prompt = expand(ids, items, tokens, opening)
-        if 0 < options.max_prompt_tokens < len(prompt):
-            if not options.truncate:
-                raise ContextLengthExceeded(
-                    f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
-                )
-            prompt = truncate(prompt, options.max_prompt_tokens)
+        prompt = self._bounded(prompt, options)
         kept = planned[len(planned) - len(prompt.spans) :]
         return put_words(prompt, self._preprocess(kept, path_file, options.cache_salt))
+
+    def _bounded(self, prompt: Prompt, options: PromptOptions) -> Prompt:
+        """Return the prompt within its limit. ContextLengthExceeded."""
+        if not 0 < options.max_prompt_tokens < len(prompt):
+            return prompt
+        if not options.truncate:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
+            )
+        return truncate(prompt, options.max_prompt_tokens)
 
     def _preprocess(self, planned: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
         """The words of each item, now in shared memory; on any failure nothing of them stays there."""

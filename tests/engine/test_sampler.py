@@ -262,7 +262,7 @@ def test_logprobs_are_of_the_raw_distribution():
         ({"top_p": 0}, "top_p is 0, it must be above 0"),
         ({"repetition_penalty": 0}, r"repetition_penalty is 0, it must be in \[0.01, 100\]"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
         ({"logprobs": 21}, "logprobs is 21"),
         ({"stop": ("",)}, "stop string 0 of 1 is empty"),

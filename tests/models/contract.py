@@ -503,6 +503,12 @@ class FamilyContract:
             expected, found = tokenized[name].numpy(), ids.numpy()
             assert plain_ids(found, model.read(found)).tolist() == plain_ids(expected, model.read(expected)).tolist()
 
+    def test_a_text_may_go_without_what_the_tokenizer_puts_around_it(self, path, tokenizer):
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        for text in ("hello  world", " a", ""):
+            prompt = tokenizer.prompt_from_items([Text(text)], None, PromptOptions(add_special_tokens=False))
+            assert prompt.ids.tolist() == encode(text, add_special_tokens=False)["input_ids"]
+
     def test_ids_whose_placeholders_are_not_the_medias_are_refused(self, path, reference, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for items in self.prompts.values():

@@ -246,6 +246,38 @@ def test_a_text_is_scored_and_nothing_generated(client: openai.OpenAI, prompt: A
     assert texts == [choice.text for choice in scored.choices]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_fills_the_context_is_scored(client: openai.OpenAI, http: Any, stream: bool) -> None:
+    limit = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    prompt = [5 + stream, *[64] * (limit - 1)]
+    answer = complete(client, prompt, max_tokens=0, echo=True, logprobs=1, n=2, stream=stream)
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:  # type: ignore[attr-defined]
+            found[choice.index] += choice.logprobs.token_logprobs
+    assert [len(logprobs) for logprobs in found.values()] == [limit] * 2
+    assert all(logprob <= 0 for logprob in found[0][1:])
+    scored = complete(client, prompt, max_tokens=0, echo=True)
+    assert (scored.usage.completion_tokens, scored.usage.total_tokens) == (0, limit)  # type: ignore[union-attr]
+    assert scored.choices[0].finish_reason == "length"
+    for longer, tokens in ((prompt, 1), ([*prompt, 64], 0)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(client, longer, max_tokens=tokens, echo=True)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_text_that_fills_the_context_is_scored(client: openai.OpenAI, http: Any) -> None:
+    limit = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    (word,) = ids_of(http, "a")
+    text = "a" * (limit // 2)
+    while (count := len(ids_of(http, text))) < limit:
+        text += "a" * (limit - count)
+    assert (word, count) == (ids_of(http, "a")[0], limit)
+    scored = complete(client, text, max_tokens=0, echo=True, logprobs=0)
+    assert scored.usage is not None
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, limit)
+
+
 def test_no_tokens_and_no_echo_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which needs echo to be true"):
         complete(client, "What colour", max_tokens=0, logprobs=1)

@@ -146,7 +146,6 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         (CHAT, {"max_new_tokens": 3}, "not served"),
         ("/v1/completions", {"do_sample": False}, "not served, but for true"),
         ("/v1/completions", {"dry_multiplier": 0.8}, "not served"),
-        ("/v1/completions", {"add_special_tokens": False}, "not served, but for true"),
         ("/v1/completions", {"prompt_embeds": "AAAA"}, "not served"),
         ("/v1/completions", {"suffix": "x"}, "not served"),
         ("/v1/completions", {"tools": [{"type": "function"}]}, "not served"),

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from tests.service.conftest import TINY
 from tools.serving import RunningService
 
 
@@ -73,7 +75,16 @@ def test_what_changes_no_prompt_is_taken(http: Any) -> None:
     off = {"tools": None, "tool_choice": "none", "continue_final_message": False, "add_special_tokens": False}
     assert tokenize(http, messages=messages, **off) == tokenize(http, messages=messages)
     assert tokenize(http, prompt="Hello!", add_special_tokens=True) == tokenize(http, prompt="Hello!")
-    assert http.post("/tokenize", json={"prompt": "Hello!", "add_special_tokens": False}).status_code == 400
+    assert tokenize(http, prompt="Hello!", add_special_tokens=False) == tokenize(http, prompt="Hello!"), "it adds none"
+
+
+def test_token_strings_are_the_vocabularys_own(http: Any) -> None:
+    """As convert_ids_to_tokens gives them: also for a part of a character, and a blank."""
+    vocabulary = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    found = tokenize(http, prompt="red square 日本 🎉", return_token_strs=True)
+    assert found["token_strs"] == [vocabulary.id_to_token(token) for token in found["tokens"]]
+    assert not any("\ufffd" in piece for piece in found["token_strs"])
+    assert any("Ġ" in piece for piece in found["token_strs"])
 
 
 def test_inputs(http: Any, media_dir: Path) -> None:
