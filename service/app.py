@@ -31,6 +31,7 @@ from service.media import MediaPolicy
 from service.metrics import Metrics
 from service.openai_answers import ChatCompletionChunk, Completion
 from service.reclaim import reclaiming
+from service.spending import SpoolProbe
 from service.state import Service
 from service.token_text import TokenTexts
 from service.tracing import Tracer
@@ -61,6 +62,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 model_name=model_name,
                 spool=spool,
                 media=MediaPolicy(config),
+                spool_probe=SpoolProbe(spool),
                 admission=admission,
                 metrics=metrics,
                 tokens=TokenTexts(worker.tokenizer),

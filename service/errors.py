@@ -28,6 +28,7 @@ TABLE: Mapping[type[BaseException], int] = {
     errors.ModelNotFound: 404,
     errors.WorldError: 500,
     errors.ArenaFull: 503,
+    errors.SharedMemoryError: 503,
     errors.SpoolFull: 503,
     errors.ProcessDied: 503,
     errors.ServiceStopping: 503,
@@ -83,8 +84,13 @@ def status_of(error: BaseException) -> int:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text."""
+    """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text.
+
+    So does one of shared memory or the spool: it names files of this machine.
+    """
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
+    if isinstance(error, errors.SharedMemoryError):
+        message = "shared memory, or the spool, cannot be used; the service's log says why"
     param = error.param if isinstance(error, errors.InputError) else None
     body = error_body(message, status_of(error), param)
     if isinstance(error, errors.ContextLengthExceeded):
@@ -110,9 +116,10 @@ def install(app: FastAPI) -> None:
 def error_response(error: Exception) -> Response:
     """The answer that tells `error`, whatever it is."""
     status = status_of(error)
-    if status == 500:
+    if status == 500 or isinstance(error, errors.SharedMemoryError):
         # A message of another's may quote what the client sent.
-        _log.error("request failed: %s: %s", type(error).__name__, error_object(error)["error"]["message"])
+        said = error if isinstance(error, errors.MindieMMError) else "internal error"
+        _log.error("request failed: %s: %s", type(error).__name__, said)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(error_object(error), status_code=status, headers=headers)
 

@@ -99,7 +99,7 @@ class SharedMemory(TypedDict):
 @router.get("/ping", responses=answered(Health))  # vLLM's
 async def health(service: ServiceDep) -> Response:
     """200 if a request would be answered, else 503 and the reason; and how far each arena is faulted in."""
-    service.check_healthy()
+    await service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
     found: Health = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from mindie_mm import faults
 from mindie_mm.config import ServiceConfig
 from mindie_mm.engine.retry import PromptSource
-from mindie_mm.errors import InputError, TokenOutOfRange, blaming
+from mindie_mm.errors import InputError, SharedMemoryError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
     Media,
     Paths,
@@ -27,7 +28,7 @@ from mindie_mm.inputs import (
     parse_messages,
     with_paths,
 )
-from mindie_mm.shm import request_directory
+from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tasks import gather
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
@@ -35,6 +36,8 @@ from service import tracing
 from service.choices import Clock
 from service.spending import room_to_spool
 from service.state import Service
+
+_log = logging.getLogger(__name__)
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
 """The media of a request, and what makes it one whose media are files."""
@@ -58,7 +61,7 @@ async def prompts(
         paths: Iterator[Paths] = iter(())
         if media:
             with room_to_spool(), blaming(field):
-                directory = stack.enter_context(request_directory(service.spool))
+                directory = stack.enter_context(_directory(service.spool))
                 stack.callback(service.media.remove, directory.path)
                 paths = iter(await service.media.spool(media, directory.path))
             changes["path_file"] = str(directory.path_file)
@@ -76,6 +79,20 @@ async def prompts(
         if media:
             _when_all_settle(sources, lambda: service.media.remove(directory.path))
         yield sources
+
+
+@contextmanager
+def _directory(spool: Path) -> Iterator[RequestDirectory]:
+    """As `request_directory`; one that cannot be removed is left to the next reclaim, and fails no request."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(request_directory(spool))
+        try:
+            yield directory
+        finally:
+            try:
+                stack.close()
+            except SharedMemoryError as error:
+                _log.error("%s; it is left to the next reclaim", error)
 
 
 def _field(request: TokenizeRequest) -> str | None:

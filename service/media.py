@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mindie_mm.config import ServiceConfig
-from mindie_mm.errors import LimitExceeded, MediaError, naming
+from mindie_mm.errors import LimitExceeded, MediaError, WorldError, naming, os_errors_as
 from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch import fetch
 from mindie_mm.media.threads import Threads
@@ -202,9 +202,15 @@ class MediaPolicy:
                 raise refused
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
-            copy.write(file.read(_PIECE_BYTES), status.st_size)
-            while piece := file.read(_PIECE_BYTES):  # to its end: it may grow while it is read
+            copy.write(_piece_of(file), status.st_size)
+            while piece := _piece_of(file):  # to its end: it may grow while it is read
                 copy.write(piece, status.st_size)
+
+
+def _piece_of(file: FileIO) -> bytes:
+    """The next bytes of a file that a client named; WorldError where its file system fails, which isn't the spool's."""
+    with os_errors_as(WorldError, "the file cannot be read"):
+        return file.read(_PIECE_BYTES)
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

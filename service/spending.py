@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from mindie_mm.errors import LimitExceeded, SharedMemoryError, SpoolFull
+from mindie_mm.media.threads import Threads
+from mindie_mm.shm import make_spool
 
 _log = logging.getLogger(__name__)
 
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors by which a process or the system has no more files."""
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+PROBE_S = 5.0
+"""Longest that the spool's file system may take for a file, before it counts as one that takes none."""
+_PROBE_BYTES = 4096
 
 
 class Spending:
@@ -64,12 +71,38 @@ class ItemSpending:
 
 @contextmanager
 def room_to_spool() -> Iterator[None]:
-    """SpoolFull in the place of an error by which the system has no more room, or no more files."""
+    """SpoolFull in the place of an error by which the system takes no files there, for whatever reason.
+
+    It says no path, which clients need not know; the log does.
+    """
     try:
         yield
     except (OSError, SharedMemoryError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError) or cause.errno not in _NO_ROOM | NO_FILES:
-            raise
-        _log.warning("the spool takes no more: %s", cause.strerror)
-        raise SpoolFull(f"the spool takes no more: {cause.strerror}") from error
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        _log.warning("the spool takes no more: %s", error)
+        raise SpoolFull(f"the spool takes no more: {reason or 'its folder cannot be used'}") from error
+
+
+class SpoolProbe:
+    """Whether the spool takes files, asked by writing one."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+        self._threads = Threads("spool-probe")
+        self._writing: asyncio.Future[None] | None = None
+
+    async def check(self) -> None:
+        """SpoolFull, with the reason, unless a file can be written. One is at a time, whoever asks."""
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._threads.run(self._write))
+        done, _ = await asyncio.wait([self._writing], timeout=PROBE_S)
+        if not done:
+            raise SpoolFull(f"the spool takes no more: its file system has not answered for {PROBE_S:g} s")
+        with room_to_spool():
+            self._writing.result()
+
+    def _write(self) -> None:
+        make_spool(self._spool)  # as each request does
+        with tempfile.TemporaryFile(dir=self._spool, buffering=0) as file:
+            file.write(bytes(_PROBE_BYTES))

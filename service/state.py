@@ -14,6 +14,7 @@ from mindie_mm.errors import ModelNotFound, ServiceStopping
 from service.admission import Admission
 from service.media import MediaPolicy
 from service.metrics import Metrics
+from service.spending import SpoolProbe
 from service.token_text import TokenTexts
 
 
@@ -30,14 +31,17 @@ class Service:
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
+    spool_probe: SpoolProbe
+    """Asks whether the spool takes files."""
     created: int
     """When it started, Unix time."""
 
-    def check_healthy(self) -> None:
-        """ServiceStopping or ProcessDied unless a request would be answered."""
+    async def check_healthy(self) -> None:
+        """ServiceStopping, ProcessDied or SpoolFull unless a request would be answered."""
         if self.admission.stopping:
             raise ServiceStopping("the service is stopping")
         self.worker.check()
+        await self.spool_probe.check()
 
     def check_model(self, name: str | None) -> None:
         """ModelNotFound unless `name` is the served model's, or none."""

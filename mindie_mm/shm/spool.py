@@ -190,6 +190,9 @@ def _remove(path: Path) -> bool:
         path.rename(hidden)
     except FileNotFoundError:
         return False
+    except OSError:  # the file system is read-only, or broken: the memory is freed all the same
+        release(path / PATH_FILE_NAME)
+        raise
     faults.point("hidden")
     try:
         release(hidden / PATH_FILE_NAME)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import socket
+import subprocess
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,16 @@ import pybase64
 import pytest
 
 from mindie_mm.config import ServiceConfig
-from mindie_mm.errors import InputError, SharedMemoryError, SpoolFull
+from mindie_mm.errors import InputError, SharedMemoryError, SpoolFull, StaleReference, os_errors_as
 from mindie_mm.inputs import Media
-from mindie_mm.shm import request_directory
+from mindie_mm.shm import Arena, ArraySpec, attach, collect, request_directory
+from service import spending
+from service.line import _directory
 from service.media import MediaPolicy
-from service.spending import room_to_spool
+from service.spending import SpoolProbe, room_to_spool
 from tests.service.conftest import SETTINGS, TINY
+from tests.warm import running_service
 from tools.demo import picture
-from tools.serving import running_service
 
 KiB = 2**10
 
@@ -59,7 +65,9 @@ async def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     (tmp_path / "image/1.bin").symlink_to("/dev/full")
     with pytest.raises(SpoolFull, match="the spool takes no more: No space left on device"), room_to_spool():
         await MediaPolicy(ServiceConfig()).spool([of_size(9)], tmp_path)
-    assert [record.getMessage() for record in caplog.records] == ["the spool takes no more: No space left on device"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the spool takes no more: [Errno 28] No space left on device"
+    ]
 
 
 async def test_no_more_descriptors(tmp_path: Path) -> None:
@@ -77,9 +85,103 @@ async def test_no_more_descriptors(tmp_path: Path) -> None:
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EDQUOT, errno.ENOSPC, errno.EACCES, errno.ESTALE])
+def test_whatever_keeps_files_out_of_the_spool_is_said_without_its_path(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wrapped in (False, True):
+        wrapping = os_errors_as(SharedMemoryError, "/the/spool") if wrapped else nullcontext()
+        with pytest.raises(SpoolFull) as raised, room_to_spool(), wrapping:
+            raise OSError(number, os.strerror(number), "/the/spool/x")
+        assert str(raised.value) == f"the spool takes no more: {os.strerror(number)}"
+    assert all("/the/spool" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SharedMemoryError), room_to_spool(), request_directory(tmp_path / "file"):
+    with pytest.raises(SpoolFull, match="File exists"), room_to_spool(), request_directory(tmp_path / "file"):
         pass
+    with pytest.raises(SpoolFull, match="File exists"):
+        await SpoolProbe(tmp_path / "file").check()
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(SpoolFull, match="its folder cannot be used"):
+        await SpoolProbe(tmp_path / "link").check()
+    await SpoolProbe(tmp_path / "new").check()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+async def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for it, however many ask."""
+    answer, asked = threading.Event(), []
+    monkeypatch.setattr(spending, "PROBE_S", 0.01)
+    monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))
+    probe = SpoolProbe(tmp_path)
+    for _ in range(3):
+        with pytest.raises(SpoolFull, match="its file system has not answered for"):
+            await probe.check()
+    answer.set()
+    monkeypatch.setattr(spending, "PROBE_S", 30)
+    await probe.check()
+    assert asked == [tmp_path]
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is a file system of its own."""
+    folder = tmp_path / "mounted"
+    folder.mkdir(mode=0o700)
+    mount = ("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(folder))
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may mount nothing")
+    yield folder
+    subprocess.run(("umount", "--lazy", str(folder)), check=True)
+
+
+def test_a_file_system_that_becomes_read_only(mounted: Path, tmp_path: Path, red_square: str) -> None:
+    content = [{"type": "image_url", "image_url": red_square}]
+    asking = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    text = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
+
+    def remount(how: str) -> None:
+        subprocess.run(("mount", "-o", f"remount,{how}", str(mounted)), check=True)
+
+    def ask(body: dict[str, Any]) -> Any:
+        return http.post("/v1/chat/completions", json=body)
+
+    with (
+        running_service(SETTINGS | {"spool": mounted}, tmp_path / "log", TINY) as running,
+        httpx2.Client(base_url=running.url, timeout=60) as http,
+    ):
+        assert ask(asking).status_code == http.get("/health").status_code == 200
+        remount("ro")
+        for answer in (ask(asking), http.get("/health")):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            error = answer.json()["error"]
+            assert error["message"] == "the spool takes no more: Read-only file system"
+            assert error["type"] == "ServiceUnavailableError"
+        assert ask(text).status_code == 200
+        remount("rw")
+        assert ask(asking).status_code == http.get("/health").status_code == 200
+    assert str(mounted) in (tmp_path / "log").read_text()
+
+
+def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its memory is freed; the folder is left to the next reclaim."""
+    with Arena.create(2**16) as arena:
+        with _directory(tmp_path / "spool") as directory:
+            bind = ("mount", "--bind", str(directory.path), str(directory.path))  # which makes it busy
+            if subprocess.run(bind, capture_output=True, check=False).returncode:
+                pytest.skip("this user may mount nothing")
+            with arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=directory.path_file) as block:
+                ref = block.publish()
+        assert "it is left to the next reclaim" in caplog.text
+        with pytest.raises(StaleReference), attach(ref) as view:
+            view.verify()
+        subprocess.run(("umount", str(directory.path)), check=True)
+        assert [one.cause for one in collect([tmp_path / "spool"]).reclaimed] == ["request_dead"]
 
 
 def test_the_service_says_come_again(tmp_path: Path) -> None:
