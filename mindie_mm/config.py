@@ -24,7 +24,8 @@ MAX_IMAGE_PIXELS = 178_956_970
 """Most pixels of an image that Pillow opens."""
 MAX_SOURCE_BYTES = 512 * MiB
 """Most bytes of one encoded medium."""
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}|\*))?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
 _Byte = Annotated[int, Meta(ge=0, le=255)]
 Colour = tuple[_Byte, _Byte, _Byte]
 """Red, green and blue."""
@@ -177,8 +178,8 @@ class ServiceConfig:
     """API key that requests must send as `Authorization: Bearer KEY`. Repeat the option for several keys. /health and
     /metrics need no key. Default: no request needs one."""
     cors_origin: tuple[str, ...] = ()
-    """Origin whose web pages may call the service, such as https://example.org, or * for all. Repeat the option for
-    several origins."""
+    """Origin whose web pages may call the service, such as https://example.org, http://localhost:* for any port, or *
+    for all. Repeat the option for several origins."""
     web_page: bool = True
     """Serve a web page at / for questions and for watching the service."""
     served_model_name: str | None = None
@@ -261,12 +262,16 @@ class ServiceConfig:
 
 
 def _require_origin(origin: str) -> None:
-    """Raise InputError unless `origin` is * or an origin as browsers write it."""
-    if not _ORIGIN.fullmatch(origin):
+    """Raise InputError unless `origin` is * or an origin as browsers write it, perhaps with * as its port."""
+    parts = _ORIGIN.fullmatch(origin)
+    port = parts[3] if parts is not None else None
+    if origin != "*" and (parts is None or (port not in (None, "*") and int(port or 0) > 65535)):
         raise InputError(
-            f"cors_origin is {origin!r}, it must be * or such as https://example.org, in small letters, a port behind "
-            "it where there is one, no slash"
+            f"cors_origin is {origin!r}, it must be * or such as https://example.org, in small letters, in ASCII "
+            "(xn--), a port behind it where there is one, or :* for any, no slash"
         )
+    if parts is not None and port is not None and port == _DEFAULT_PORTS.get(parts[1]):
+        raise InputError(f"cors_origin is {origin!r}: browsers leave out :{port}, the port of {parts[1]}; so must it")
 
 
 def _require_url(name: str, url: str) -> None:

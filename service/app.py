@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,7 @@ from service.state import Service
 from service.token_text import TokenTexts
 from service.tracing import Tracer
 
+_ANY_PORT = ":*"
 _CACHED = "models--"
 _EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 
@@ -87,7 +89,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(config.cors_origin),
+            allow_origins=[origin for origin in config.cors_origin if not origin.endswith(_ANY_PORT)],
+            allow_origin_regex=_any_port(config.cors_origin),
+            allow_private_network=True,  # the operator has named the page
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
@@ -100,6 +104,12 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         app.include_router(page.router)
     describe(app, _EVENTS, keys=bool(config.api_key))
     return app
+
+
+def _any_port(origins: Sequence[str]) -> str | None:
+    """The expression of those `origins` that take any port, the scheme's own included, which browsers leave out."""
+    names = [re.escape(origin.removesuffix(_ANY_PORT)) for origin in origins if origin.endswith(_ANY_PORT)]
+    return rf"(?:{'|'.join(names)})(?::\d+)?" if names else None
 
 
 def require_places(config: ServiceConfig) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import resource
+import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -36,6 +40,13 @@ MAX_DROPPED_BYTES = 2**26
 CHUNK_BYTES = 1024
 """What each chunk counts for beside its bytes."""
 
+MOST_RESERVED_DESCRIPTORS = 64
+"""Descriptors that connections leave to files and processes, or an eighth of them all where that is less."""
+TELL_AGAIN_S = 60.0
+"""How long the log is silent about descriptors once it has told that there are no more."""
+
+_log = logging.getLogger(__name__)
+
 _TOO_MANY_BYTES = (431, f"the request's head is longer than the limit of {MAX_HEAD_BYTES} bytes")
 
 
@@ -57,6 +68,7 @@ class Connection(HttpToolsProtocol):
     before it wait for their answers, it ends behind the last of these instead. A wish to upgrade is ignored (RFC 9110,
     7.8). An answer of unknown length to a client of HTTP/1.0 has no chunks: it ends with the connection.
     Of a body that is answered before it is whole little more is read, and not for long; then the connection ends.
+    Near the limit of open files a new connection is refused with 503, and the log says which limit to raise.
     What comes while a request waits for the answer to an earlier one is read, though not parsed: reading alone tells
     that the client leaves.
     """
@@ -81,6 +93,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
+        # The lowest free number is taken: all below it are in use. Where none is left, libuv resets what comes.
+        descriptor = transport.get_extra_info("socket").fileno()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptor >= limit - min(MOST_RESERVED_DESCRIPTORS, limit // 8):
+            _tell_of_descriptors(descriptor, limit)
+            self._refuse(503, f"the service has too many connections: its limit of open files is {limit}")
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self._in_answered_body:
@@ -299,6 +317,24 @@ class Connection(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+
+_told_of_descriptors_s = -math.inf
+
+
+def _tell_of_descriptors(descriptor: int, limit: int) -> None:
+    """Log that there are no more, once in TELL_AGAIN_S."""
+    global _told_of_descriptors_s  # noqa: PLW0603 - the limit is the process's, and so is its log
+    now = time.monotonic()
+    if now - _told_of_descriptors_s < TELL_AGAIN_S:
+        return
+    _told_of_descriptors_s = now
+    _log.error(
+        "%d of at most %d descriptors (open files) are in use: further connections are refused with 503, or reset. "
+        "Raise the limit by `ulimit -n`, systemd's LimitNOFILE=, or Docker's --ulimit nofile=",
+        descriptor,
+        limit,
+    )
 
 
 def _send_no_chunks(cycle: RequestResponseCycle) -> None:

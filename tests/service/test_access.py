@@ -14,13 +14,14 @@ from tools.serving import RunningService
 
 KEYS = ("first-key", "second key with spaces")
 ORIGIN = "https://example.org"
+ORIGINS = (ORIGIN, "http://localhost:*", "https://[::1]:*")
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("guarded")
-    more = {"spool": folder / "spool", "cors_origin": ORIGIN}
-    environment = {"MINDIE_MM_API_KEY": ",".join(KEYS)}
+    more = {"spool": folder / "spool"}
+    environment = {"MINDIE_MM_API_KEY": ",".join(KEYS), "MINDIE_MM_CORS_ORIGIN": ",".join(ORIGINS)}
     with running_service(settings | more, folder / "log", environment=environment) as running:
         yield running
         assert running.stop() == 0
@@ -99,6 +100,31 @@ def test_a_page_of_the_origin_may_ask(bare: httpx2.Client) -> None:
     assert answer.headers["access-control-allow-origin"] == ORIGIN
     answer = bare.get("/v1/models", headers={"Origin": ORIGIN, "Authorization": "Bearer first-key"})
     assert answer.headers["access-control-allow-origin"] == ORIGIN
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+
+
+@pytest.mark.parametrize(
+    "origin", [ORIGIN, "http://localhost", "http://localhost:3000", "https://[::1]:8443", "https://[::1]"]
+)
+def test_a_page_may_ask_from_any_port_and_a_private_network_where_that_is_said(
+    bare: httpx2.Client, origin: str
+) -> None:
+    answer = bare.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": origin})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == origin
+    assert answer.headers["access-control-allow-private-network"] == "true"
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://localhost:3000", "http://localhost:1.evil.example", "http://localhostx", "https://example.org:1"],
+)
+def test_a_page_that_is_like_one_may_not(bare: httpx2.Client, origin: str) -> None:
+    answer = bare.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": origin})
+    assert answer.status_code == 400
+    assert "access-control-allow-origin" not in answer.headers
 
 
 def test_a_page_of_another_origin_may_not(bare: httpx2.Client) -> None:

@@ -57,12 +57,19 @@ def test_a_port_that_is_none(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["example.org", "https://example.org/", "https://example.org/page", "https://Example.org", "", "https://"]
+    "origin",
+    [
+        *("example.org", "https://example.org/", "https://example.org/page", "https://Example.org", "", "https://"),
+        *("https://*.example.org", "http://localhost:30*", "http://*", "http://*:*", "https://b\xfccher.example"),
+        *("http://localhost:80", "https://example.org:443", "http://localhost:", "http://localhost:123456", "null"),
+    ],
 )
 def test_an_origin_that_no_browser_sends(origin: str) -> None:
     with pytest.raises(InputError, match="cors_origin is '"):
         ServiceConfig(cors_origin=("https://example.org", origin))
-    ServiceConfig(cors_origin=("*", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc"))
+    ServiceConfig(
+        cors_origin=("*", "http://localhost:3000", "http://[::1]:*", "chrome-extension://abc", "https://a:80")
+    )
 
 
 def test_a_misspelt_variable_is_in_the_log(tmp_path: Path) -> None:

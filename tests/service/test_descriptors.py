@@ -1,0 +1,48 @@
+"""A service whose limit of open files is reached says so, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from tests.watching import wait_until
+from tools.serving import RunningService
+
+IDLE = 80
+
+
+def is_refused(connection: socket.socket) -> bool:
+    """Whether it was told so; those for which there is no descriptor at all are reset."""
+    with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        return connection.recv(12, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"HTTP/1.1 503"
+    return False
+
+
+def test_more_connections_than_descriptors(service: RunningService, http: Any) -> None:
+    pid = service.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    limit = len(list(Path(f"/proc/{pid}/fd").iterdir())) + IDLE // 2
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
+    address = http.base_url.host, http.base_url.port
+    try:
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(socket.create_connection(address)) for _ in range(IDLE)]
+            wait_until(lambda: any(map(is_refused, idle)))
+            said = [
+                line for line in service.log.read_text().splitlines() if "descriptors (open files) are in use" in line
+            ]
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(said) == 1
+    assert f" of at most {limit} descriptors" in said[0]
+    assert "LimitNOFILE=" in said[0]
+
+    def answers() -> bool:
+        return httpx2.get(f"{service.url}/health").status_code == 200
+
+    wait_until(answers)
