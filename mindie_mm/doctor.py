@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import resource
@@ -24,8 +23,8 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.weights import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.layout import SHM_DIRECTORY
-from mindie_mm.shm.life import NO_LOCKS
 from mindie_mm.shm.space import ShmSpace
+from mindie_mm.shm.spool import require_locks
 from mindie_mm.sources import Configuration, misspelt_variables
 from mindie_mm.tokenize import Tokenizer
 
@@ -158,13 +157,12 @@ def _spool(config: ServiceConfig) -> Finding:
     try:
         require_spool(spool)
         folder = next(one for one in (spool, *spool.parents) if os.path.lexists(one))
-        with tempfile.TemporaryFile(dir=folder) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+        require_locks(folder)
     except MindieMMError as error:
         return Finding("spool", "error", str(error), advice)
     except OSError as error:
-        what = "locked" if error.errno in NO_LOCKS else "written"
-        return Finding("spool", "error", f"{spool} cannot be {what}: {error.strerror}", advice)
+        return Finding("spool", "error", f"{spool} cannot be written: {error.strerror}", advice)
     return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'made'}")
 
 

@@ -21,6 +21,7 @@ from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.media.fetch_url import encoded_domain
 from mindie_mm.nn.checkpoint import EMBEDDED
 from mindie_mm.shm import arenas_of, make_spool, require_spool
+from mindie_mm.shm.spool import require_locks
 from service import chat, completions, errors, generate, health, infer, models, page, tokens
 from service.access import Access, OwnHost, is_loopback
 from service.admission import Admission
@@ -126,6 +127,7 @@ def require_places(config: ServiceConfig) -> None:
     require_spool(spool)
     with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):
         tempfile.TemporaryDirectory(dir=spool).cleanup()
+        require_locks(spool)
     require_media_dir(config)
     for domain in config.allowed_media_domains:
         encoded_domain(domain)

@@ -49,7 +49,7 @@ def is_stream(given: str) -> bool:
         return True
     try:
         return stat.S_ISFIFO(Path(given).stat().st_mode)
-    except OSError:  # what cannot be looked at is no pipe, and no error here
+    except (OSError, ValueError):  # what cannot be looked at is no pipe, and no error here
         return False
 
 

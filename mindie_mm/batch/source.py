@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -254,16 +253,15 @@ def _cell(scalar: Any) -> Any:
 class Tar(Source):
     """WebDataset: files of one name up to its first dot are one row, and lie one behind another."""
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        return row_starts(self.path)
+    _starts: Sequence[int] = ()
+    """Where its rows begin, and the last one stops, once that was looked for."""
 
     def check(self) -> None:
         with _reading(self.path):
-            assert self._starts
+            self._starts = row_starts(self.path)
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        starts = self._starts
+        starts = self._starts or row_starts(self.path)
         for first in range(0, len(starts) - 1, num_rows):
             stop = min(first + num_rows, len(starts) - 1)
             yield stop - first, starts[first], starts[stop]

@@ -15,13 +15,14 @@ import os
 import struct
 import sys
 import zlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from uuid import UUID
 
-from mindie_mm.errors import SegmentMissing, SharedMemoryError, os_errors_as
+from mindie_mm.errors import SegmentMissing, SharedMemoryError
 from mindie_mm.shm.words import MAX_BLOCK
 
 assert sys.byteorder == "little", "the words in an arena are read in place"
@@ -95,9 +96,13 @@ def require_own(status: os.stat_result) -> None:
         raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
 
 
-def needing_proc() -> AbstractContextManager[None]:
-    """SharedMemoryError where /proc cannot be read, as in a chroot."""
-    return os_errors_as(SharedMemoryError, "shared memory needs /proc (mount -t proc proc /proc), which cannot be read")
+@contextmanager
+def needing_proc() -> Iterator[None]:
+    """SharedMemoryError where there is no /proc, as in a chroot."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SharedMemoryError("shared memory needs /proc, which is not mounted: mount -t proc proc /proc") from error
 
 
 @dataclass(frozen=True, slots=True)

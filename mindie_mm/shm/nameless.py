@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from mindie_mm.errors import SharedMemoryError
+from mindie_mm.errors import SharedMemoryError, os_errors_as
 from mindie_mm.shm.layout import SHM_DIRECTORY, needing_proc
 from mindie_mm.shm.space import ShmSpace
 
@@ -44,7 +44,7 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
 
 def reopened(descriptor: int) -> int:
     """Another open file description of the same file: a mapping keeps its own, and a lock on it, alive in each fork."""
-    with needing_proc():
+    with os_errors_as(SharedMemoryError, f"a file of {SHM_DIRECTORY} cannot be opened again"), needing_proc():
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 

@@ -7,9 +7,11 @@ that its request holds locked, or its request is dead.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -110,6 +112,24 @@ def require_spool(root: Path) -> None:
             raise InputError(f"{path_file.parent} is no request directory (mode 1700): {root} is no spool")
 
 
+def require_locks(folder: Path) -> None:
+    """SharedMemoryError for a folder whose file system has no locks; OSError if it cannot be written."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise _no_locks(folder, error) from error
+
+
+def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"spool {folder}: its file system has no locks (flock: {error.strerror}), which tell whether a request lives: "
+        "mount it with them (Lustre: -o flock), or name another folder with --spool"
+    )
+
+
 def _is_marked(directory: Path) -> bool:
     """Whether `request_directory` made it. False if it has gone meanwhile."""
     with suppress(FileNotFoundError):
@@ -162,10 +182,7 @@ def _make(path: Path) -> LifeLock:
         if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
             raise InputError(f"request directory {path} exists") from error
         if error.errno in NO_LOCKS:
-            raise SharedMemoryError(
-                f"spool {path.parent}: its file system has no locks (flock: {error.strerror}), which tell whether a "
-                "request lives: mount it with them (Lustre: -o flock), or name another folder with --spool"
-            ) from error
+            raise _no_locks(path.parent, error) from error
         raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
     return lock
 

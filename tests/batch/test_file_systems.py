@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from mindie_mm import doctor
 from mindie_mm.batch import Dataset
 from mindie_mm.cli.answer_file import Origin, continued
+from mindie_mm.config import ServiceConfig
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import SharedMemoryError, StorageError
 from mindie_mm.shm import Arena, DiskArena, request_directory
 from mindie_mm.shm.disk_writer import sync_folder
+from service.app import require_places
 from tests.batch.conftest import made, run, settings, written
 
 NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
@@ -100,6 +103,10 @@ def test_a_spool_and_an_arena_need_locks(tmp_path: Path, monkeypatch: pytest.Mon
         request_directory(tmp_path / "spool"),
     ):
         pass
+    with pytest.raises(SharedMemoryError, match="its file system has no locks"):
+        require_places(ServiceConfig(spool=tmp_path / "spool"))
     assert [*(tmp_path / "spool").iterdir()] == []
+    finding = doctor._spool(ServiceConfig(spool=tmp_path / "spool"))
+    assert (finding.status, "its file system has no locks" in finding.found) == ("error", True)
     with pytest.raises(SharedMemoryError, match="no file of /dev/shm can be locked: Function not implemented"):
         Arena.create(4096)
