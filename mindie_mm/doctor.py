@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mindie_mm.config import GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
-from mindie_mm.device import KINDS, default_num_threads, open_device
+from mindie_mm.device import KINDS, SLOW_DTYPE, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
@@ -41,6 +41,7 @@ def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Fi
         yield Finding("settings", "warning", said, "`mindie-mm serve --help` lists all of them; unset what is none")
     yield _libraries()
     yield from _devices(config.engine.device, config.engine.tensor_parallel, root)
+    yield from _dtype(config)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
@@ -96,6 +97,18 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
         advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"
         return Finding("device", "warning", found, advice), chosen
     return Finding("device", "ok", found), chosen
+
+
+def _dtype(config: WorkerConfig) -> Iterator[Finding]:
+    """Say so where the device does not multiply the dtype that is asked for; `auto` is one that each device does."""
+    dtype = getattr(torch, config.engine.dtype, None)
+    try:
+        device = open_device(config.engine.device)
+    except MindieMMError:  # which is said of the device
+        return
+    if isinstance(dtype, torch.dtype) and not device.multiplies(dtype):
+        said = SLOW_DTYPE.format(dtype=config.engine.dtype, device=device.name)
+        yield Finding("dtype", "warning", said, "--dtype float32")
 
 
 def _checkpoint(config: WorkerConfig) -> Finding:

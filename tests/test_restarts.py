@@ -1,6 +1,10 @@
+import asyncio
 import time
 
-from mindie_mm.restarts import Restarts, Starter
+import pytest
+
+from mindie_mm.errors import DeviceError, UnsupportedCheckpoint
+from mindie_mm.restarts import RESTART_WAIT_S, Restarts, Starter
 
 
 async def test_a_start_that_fails_is_repeated(caplog):
@@ -36,3 +40,29 @@ async def test_pauses_grow_until_a_process_proves_of_use():
     await starter.again(start)
     assert starter.pause_s == 0.01
     assert starter.restarts == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "least", "most"), [(DeviceError("absent"), 9, 10), (UnsupportedCheckpoint("gone"), 0, 0)]
+)
+async def test_requests_wait_from_the_first_failed_try_on_and_not_at_all_without_hope(error, least, most):
+    failed, mended = asyncio.Event(), asyncio.Event()
+
+    async def start() -> str:
+        if mended.is_set():
+            return "up"
+        failed.set()
+        raise error
+
+    starter = Starter("the thing", first_pause_s=0.01, last_pause_s=0.01)
+    assert starter.patience_s() == RESTART_WAIT_S, "it may be back at any time"
+    again = asyncio.create_task(starter.again(start))
+    await failed.wait()
+    assert least <= starter.patience_s(10) <= most
+    starter._failing_since_s = time.monotonic() - 11
+    failed.clear()
+    await failed.wait()
+    assert starter.patience_s(10) == 0, "it has failed for longer than anybody waits"
+    mended.set()
+    assert await again == "up"
+    assert starter.patience_s() == RESTART_WAIT_S

@@ -18,6 +18,10 @@ KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
 """Every kind, the one that auto prefers first."""
 
 
+SLOW_DTYPE = "the {device} has no instructions for {dtype}, and takes several times as long as for float32"
+"""What is said of a dtype that the device does not multiply."""
+
+
 def open_device(name: str = "auto") -> Device:
     """The device `name`; auto is the first of the accelerators that is there, else the CPU.
 
@@ -38,6 +42,14 @@ def kind_of(device: torch.device) -> type[Device]:
     return next(kind for kind in KINDS if kind.name == device.type)
 
 
+def slow_dtype(module: torch.nn.Module) -> str | None:
+    """Return what is to be said where weights of `module` are in a dtype that their device has no instructions for."""
+    for kind, dtype in {(kind_of(weight.device), weight.dtype) for weight in module.parameters()}:
+        if not kind().multiplies(dtype):
+            return SLOW_DTYPE.format(dtype=str(dtype).removeprefix("torch."), device=kind.name)
+    return None
+
+
 def kernels_of(device: torch.device) -> Kernels:
     """The fused operators of `device`."""
     return kind_of(device).kernels
@@ -52,6 +64,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 __all__ = [
     "KINDS",
+    "SLOW_DTYPE",
     "Device",
     "Kernels",
     "Rows",
@@ -62,6 +75,7 @@ __all__ = [
     "kind_of",
     "open_device",
     "require_alive",
+    "slow_dtype",
     "upload",
     "zeros",
 ]

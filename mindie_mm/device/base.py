@@ -50,6 +50,10 @@ class Device(ABC):
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """The dtype that `auto` means for a checkpoint stored as `checkpoint_dtype`."""
 
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether it has instructions for products in `dtype`; else it takes several times as long as in float32."""
+        return True
+
     @abstractmethod
     def free_bytes(self) -> int:
         """Memory that a model and its cache may still take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -31,6 +32,18 @@ class CPU(Device):
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         # bfloat16 is slower than float32 on most hosts, and less exact on all
         return torch.float32
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        if dtype not in (torch.bfloat16, torch.float16):
+            return True
+        if not torch.backends.mkldnn.is_available():
+            return False
+        on_x86 = platform.machine() == "x86_64"
+        if dtype == torch.float16:
+            return not on_x86 or torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001 - it has no other name
+        # With AVX-512 alone oneDNN takes bfloat16, too, and multiplies in float32.
+        has = not on_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+        return has and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()

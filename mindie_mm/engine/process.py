@@ -12,6 +12,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from mindie_mm import faults
+from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
@@ -135,6 +136,8 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
         ),
         LOADING_PATIENCE,
     )
+    if ranks.number == 0 and (said := slow_dtype(model.module)):
+        _log.warning("%s: --dtype float32, or 32 bits of that part, is faster", said)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):

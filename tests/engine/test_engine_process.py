@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import aclosing, nullcontext
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,11 +17,13 @@ from mindie_mm.errors import (
     ContextLengthExceeded,
     CorruptReference,
     InputError,
+    NoProcess,
     ProcessDied,
     StaleReference,
     TokenOutOfRange,
     UnsupportedCheckpoint,
 )
+from mindie_mm.restarts import RESTART_WAIT_S
 from mindie_mm.shm import arenas_of, free, release
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.conftest import STEP_TIMEOUT_S
@@ -136,6 +139,25 @@ async def test_what_runs_keeps_the_pages_of_a_removed_arena_until_it_ends(engine
     *_, last = [progress async for progress in stream]
     assert (last.finish_reason, last.error) == ("length", None)
     assert removed_arenas([engine.pid]) == set()
+
+
+async def test_no_request_waits_for_an_engine_that_cannot_be_started_again(engine, tmp_path, monkeypatch):
+    """Its checkpoint is gone: those who wait hear of it at once, and so do those who come later, until it is back."""
+    start = engine._start
+    monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))
+    os.kill(engine.pid, signal.SIGKILL)
+    while not why_down(engine):  # noqa: ASYNC110 - no event says so
+        await asyncio.sleep(0)
+    async with asyncio.timeout(0.9 * RESTART_WAIT_S):
+        for request_id in ("waits", "comes later"):
+            with pytest.raises(
+                NoProcess, match=f"the engine did not start: {tmp_path}/gone is no checkpoint directory"
+            ):
+                await tokens(engine, request_id)
+        monkeypatch.setattr(engine, "_start", start)
+        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - nor this
+            await asyncio.sleep(0.01)
+    assert len(await tokens(engine, "once it is back")) == 16
 
 
 async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint, device):

@@ -1,12 +1,14 @@
 """The line in plain scripts."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,6 +21,7 @@ from mindie_mm.config import EngineConfig, WorkerConfig
 from mindie_mm.engine import worker as worker_module
 from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, WorldError
+from mindie_mm.shm import arenas_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -27,7 +30,10 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 @pytest.fixture(scope="module")
 def llm(random_checkpoint):
-    with LLM(random_checkpoint) as llm:
+    """By a relative path, of a script that has moved on."""
+    with contextlib.chdir(random_checkpoint.parent):
+        llm = LLM(random_checkpoint.name)
+    with llm:
         yield llm
 
 
@@ -136,11 +142,50 @@ def test_a_prompt_that_is_too_long_is_refused_or_by_option_truncated(random_chec
         assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
 
 
-def test_an_arena_too_small_for_all_at_once_is_waited_for(random_checkpoint):
-    images = [Image.new("RGB", (200, 200), (i, i, i)) for i in range(12)]
+def test_an_arena_is_waited_for_where_it_is_small_and_made_anew_where_it_is_removed(random_checkpoint, monkeypatch):
+    inputs = [[{"image": Image.new("RGB", (200, 200), (i, i, i))}, {"text": "What?"}] for i in range(12)]
     with LLM(random_checkpoint, WorkerConfig(arena_bytes=300_000)) as llm:
-        outputs = llm.generate([[{"image": image}, {"text": "What?"}] for image in images], GREEDY)
-    assert all(output.finish_reason == "length" for output in outputs)
+        first = llm.generate(inputs, GREEDY)
+        assert all(output.finish_reason == "length" for output in first)
+        remove_arenas()
+        assert llm.generate(inputs, GREEDY)[-1].token_ids == first[-1].token_ids
+
+        own, left = llm._worker.tokenizer_stage.tokenize, iter([True])
+
+        async def tokenize(request):
+            prompt = await own(request)
+            if next(left, False):
+                remove_arenas()
+            return prompt
+
+        monkeypatch.setattr(llm._worker.tokenizer_stage, "tokenize", tokenize)
+        assert llm.generate(inputs[:1], GREEDY)[0].token_ids == first[0].token_ids, "before the engine has seen it"
+
+
+def remove_arenas():
+    """As systemd-logind does when the user logs out (RemoveIPC)."""
+    for arena in arenas_of([os.getpid()]):
+        Path(arena.file).unlink()
+
+
+def test_media_and_schemas_are_found_from_where_the_script_was(llm, picture, tmp_path, monkeypatch):
+    own = llm._answer
+
+    async def answer(request, params):
+        os.chdir("/")
+        return await own(request, params)
+
+    picture.save(tmp_path / "a.png")
+    monkeypatch.setattr(llm, "_answer", answer)
+    monkeypatch.chdir(tmp_path)
+    (named,) = llm.generate([[{"image": "a.png"}, {"text": "What?"}]], GREEDY)
+    monkeypatch.chdir(tmp_path)
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
+    chat = llm.chat([{"role": "user", "content": parts}], GREEDY)
+    (given,) = llm.generate([[{"image": picture}, {"text": "What?"}]], GREEDY)
+    assert named.token_ids == chat.token_ids == given.token_ids
+    constrained = SamplingParams(max_tokens=20, json_schema='{"type": "boolean"}')
+    assert llm.generate(["Yes?"], constrained)[0].text in ("true", "false")
 
 
 def test_an_engine_that_dies_between_two_calls_is_started_again(llm, picture):

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -123,6 +124,13 @@ async def test_what_the_engine_has_to_compile_again_is_tried_again(
     await check.check(first)  # it was asked for in between
     await check.check(second)  # since it, others were, as many as stay compiled
     assert tried == [first, second, *others, second]
+
+
+async def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    check = SchemaCheck(tmp_path / "gone", None)
+    with pytest.raises(ProcessDied, match=f"JSON schemas did not start: {tmp_path}/gone is no checkpoint directory"):
+        await check.check("{}")
+    await check.close()
 
 
 def test_a_step_comes_between_two_that_are_compiled() -> None:

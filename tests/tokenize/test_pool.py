@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -15,11 +16,13 @@ from mindie_mm.errors import (
     ContextLengthExceeded,
     InputError,
     MediaError,
+    NoProcess,
     ProcessDied,
     SharedMemoryError,
     UnsupportedCheckpoint,
 )
 from mindie_mm.inputs import parse_inputs
+from mindie_mm.restarts import RESTART_WAIT_S
 from mindie_mm.shm import Ref, attach, release, survey
 from mindie_mm.tokenize import Tokenizer, TokenizeRequest, TokenizerPool
 from mindie_mm.tokenize.prompt import PromptOptions
@@ -145,6 +148,30 @@ async def test_a_dead_process_fails_its_requests_and_comes_back(pool, request_pa
     prompt = await pool.tokenize(TokenizeRequest(text="hello"))
     assert len(prompt) > 0
     assert not set(before) & set(pool.pids)
+
+
+async def test_no_request_waits_for_processes_that_cannot_be_started_again(pool, tmp_path, monkeypatch):
+    """Their checkpoint is gone: those who wait hear of it at once, and so do those who come later."""
+    await all_up(pool)
+    gone = msgspec.json.decode(pool._setup) | {"model": str(tmp_path / "gone")}
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_setup", msgspec.json.encode(gone).decode())
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        while pool.pids:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        async with asyncio.timeout(0.9 * RESTART_WAIT_S):
+            for text in ("waits", "comes later"):
+                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                    await pool.tokenize(TokenizeRequest(text=text))
+    await all_up(pool)
+    assert len(await pool.tokenize(TokenizeRequest(text="once they are back"))) > 0
+
+
+async def all_up(pool: TokenizerPool) -> None:
+    async with asyncio.timeout(RESTART_WAIT_S):
+        while len(pool.pids) < 2:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0.01)
 
 
 @contextmanager

@@ -1,0 +1,55 @@
+"""What is said where weights are in a dtype that the processor has no instructions for.
+
+What a processor has is oneDNN's to say, which is told to pass over instructions when it is loaded.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mindie_mm.device import open_device, slow_dtype
+
+SCRIPT = """
+import json, sys
+from mindie_mm.device import slow_dtype
+from mindie_mm.doctor import _dtype
+from mindie_mm.engine.messages import Start
+from mindie_mm.engine.process import _load
+from mindie_mm.engine.ranks import ALONE
+from mindie_mm.config import EngineConfig, WorkerConfig
+import logging
+logging.basicConfig(format="%(message)s", stream=sys.stdout, level="WARNING")
+engine = EngineConfig(device="cpu", dtype="bfloat16", measure_s=0)
+print([f"{one.status} {one.found}; {one.advice}" for one in _dtype(WorkerConfig(engine=engine))])
+print(list(_dtype(WorkerConfig(engine=EngineConfig(device="cpu")))))
+_load(Start(None, engine), ALONE)
+"""
+
+
+def test_it_is_said_at_the_start_of_an_engine_and_by_doctor():
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-c", SCRIPT]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said = "the cpu has no instructions for bfloat16, and takes several times as long as for float32"
+    assert ended.stdout.splitlines() == [
+        f"['warning {said}; --dtype float32']",
+        "[]",
+        f"{said}: --dtype float32, or 32 bits of that part, is faster",
+    ]
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported(), reason="no such processor"
+)
+def test_nothing_is_said_where_there_are_instructions():
+    assert slow_dtype(torch.nn.Linear(2, 2, dtype=torch.bfloat16)) is None
+
+
+def test_nothing_is_said_of_32_bits():
+    module = torch.nn.Linear(2, 2)
+    assert slow_dtype(module) is None
+    assert open_device("cpu").multiplies(torch.float32)
