@@ -81,17 +81,18 @@ keep_python_path()
 
 
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts `module.main(channel, lifeline, *arguments)` in a process, and returns it with our end of the channel.
+    """Start `module.main(channel, lifeline, *arguments)` in a process, and return it with our end of the channel.
 
-    Where this process has no standard stream, the worker has /dev/null, not whatever got the descriptor's number.
+    A standard stream that this process lacks is /dev/null in the worker.
     """
-    standard_streams.open_missing()  # else the channel may get one of these numbers, and what a library prints
+    interpreter = _interpreter()
+    standard_streams.open_missing()  # else the channel may get one of these numbers, and receive what libraries print
     ours, theirs = socket.socketpair()
     _sockets.update((ours, theirs))
     with theirs:
         log_settings = msgspec.json.encode(logs.current()).decode()
         command = [
-            sys.executable,
+            interpreter,
             "-P",
             "-m",
             "mindie_mm.child",
@@ -108,6 +109,16 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
             raise
     faults.point("spawned")
     return process, ours
+
+
+def _interpreter() -> str:
+    """Return the path of this process's Python. ProcessDied where it is not known."""
+    if not sys.executable:
+        raise ProcessDied(
+            f"no worker process can be started: sys.executable is {sys.executable!r}, as in a program that embeds "
+            "Python; set it to the path of this environment's python"
+        )
+    return sys.executable
 
 
 async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -168,7 +179,7 @@ class Child:
     @classmethod
     async def start(cls, module: str, *arguments: str) -> Self:
         """Starts `module` as `spawn` does. ProcessDied if that cannot be done."""
-        with os_errors_as(ProcessDied, f"{module} cannot be started"):
+        with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable, {sys.executable}"):
             process, sock = spawn(module, *arguments)
         try:
             return cls(process, await open_channel(sock))
@@ -193,7 +204,9 @@ class Child:
             reply: T | Failure = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure)
         except EOFError:
             await self.end()
-            raise ProcessDied(f"{what} exited with {self.status} before it was ready") from None
+            # In a program that embeds Python, sys.executable may be that program.
+            by = "" if (self.status or 0) < 0 else f"; it was started with sys.executable, {sys.executable}"
+            raise ProcessDied(f"{what} exited with {self.status} before it was ready{by}") from None
         if isinstance(reply, Failure):
             raise reply.exception()
         return reply

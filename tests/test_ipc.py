@@ -20,6 +20,8 @@ from mindie_mm.ipc import Channel, Child, ChildChannel, Failure, open_channel
 from tests.starting_worker import Begun
 from tools.random_checkpoint import write_checkpoint
 
+BY = f"it was started with sys.executable, {sys.executable}"
+
 
 async def connected() -> tuple[Channel, ChildChannel]:
     ours, theirs = socket.socketpair()
@@ -106,7 +108,8 @@ async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_h
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("fails", ArenaFull("no room")), ("ends", ProcessDied("it exited with 3 before it was ready"))]
+    ("how", "error"),
+    [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with 3 before it was ready; {BY}"))],
 )
 async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: MindieMMError) -> None:
     child = await Child.start("tests.starting_worker", "begins")
@@ -118,11 +121,31 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
     await child.end()
 
 
+@pytest.mark.parametrize(
+    ("executable", "said"),
+    [
+        (None, "no worker process can be started: sys.executable is None, as in a program that embeds Python"),
+        ("", "no worker process can be started: sys.executable is ''"),
+        ("/no/python", "with sys.executable, /no/python: No such file or directory"),
+        ("/dev/null", "with sys.executable, /dev/null: Permission denied"),
+        ("/bin/false", "it exited with 1 before it was ready; it was started with sys.executable, /bin/false"),
+    ],
+)
+async def test_a_python_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, executable: str, said: str) -> None:
+    """A program that embeds Python has no path of it, or its own."""
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(ProcessDied, match=said):
+        await (await Child.start("tests.starting_worker", "ends")).ready(Begun, "it")
+
+
 async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        with pytest.raises(ProcessDied, match=r"^tests\.starting_worker cannot be started: Too many open files$"):
+        with pytest.raises(
+            ProcessDied,
+            match=r"^tests\.starting_worker cannot be started with sys.executable, .*: Too many open files$",
+        ):
             await Child.start("tests.starting_worker", "begins")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

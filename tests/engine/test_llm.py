@@ -16,11 +16,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from mindie_mm import LLM, SamplingParams
+from mindie_mm import LLM, SamplingParams, Tokenizer
 from mindie_mm.config import EngineConfig, WorkerConfig
 from mindie_mm.engine import worker as worker_module
 from mindie_mm.engine.worker import Worker
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, WorldError
+from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, ProcessDied, WorldError
 from mindie_mm.shm import arenas_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -288,6 +288,14 @@ async def test_a_start_that_fails_in_the_end_leaves_no_process(random_checkpoint
     with pytest.raises(OSError, match="Too many open files"):
         await Worker.start(WorkerConfig(model=random_checkpoint), in_process=True)
     assert psutil.Process().children() == children
+
+
+def test_a_program_that_embeds_python_is_told_what_it_lacks(random_checkpoint, monkeypatch):
+    monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(ProcessDied, match=r"no worker process can be started: sys.executable is None"):
+        LLM(random_checkpoint)
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        assert len(tokenizer.tokenize([{"text": "Hello"}])) > 0, "it starts none"
 
 
 SCRIPT = """
