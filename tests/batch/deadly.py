@@ -18,9 +18,10 @@ from tests.media_samples import encoded, photograph
 class Deadly:
     """A picture that is a pipe: whoever reads it waits, and is killed so many times; after that it gets a picture."""
 
-    def __init__(self, path: Path, deaths: int) -> None:
+    def __init__(self, path: Path, deaths: int, spawned: list[int] | None = None) -> None:
+        """Of the workers `spawned`, whose pids are added as they start; else of this process's children."""
         os.mkfifo(path)
-        self._path, self._deaths = path, deaths
+        self._path, self._deaths, self._spawned = path, deaths, spawned
         self.alone: list[bool] = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -47,14 +48,18 @@ class Deadly:
             return False
         return True
 
-    @staticmethod
-    def _workers() -> list[int]:
+    def _workers(self) -> list[int]:
         found = []
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "mindie_mm.batch.process" in child.cmdline():
+                if child.status() != psutil.STATUS_ZOMBIE and self._is_worker(child):
                     found.append(child.pid)
         return found
+
+    def _is_worker(self, child: psutil.Process) -> bool:
+        if self._spawned is None:
+            return "mindie_mm.batch.process" in child.cmdline()
+        return child.pid in self._spawned
 
     def _reads(self, pid: int) -> bool:
         try:
@@ -63,5 +68,5 @@ class Deadly:
             return False
 
     def join(self) -> None:
-        self._thread.join(60)
+        self._thread.join(300)
         assert not self._thread.is_alive()

@@ -29,6 +29,7 @@ from mindie_mm.errors import InputError, ProcessDied, StorageError
 from mindie_mm.nn.splice import ITEM, MediaShape, read_media
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from tests import warm
 from tests.batch.conftest import CLI, content, made, run, settings, tokenize, written
 from tests.batch.deadly import Deadly
 from tests.media_samples import encoded, photograph
@@ -227,7 +228,8 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
         2,
         "--json-progress",
     ]
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with (tmp_path / "said").open("w") as said:
+        process = warm.Popen(list(map(str, command)), stdout=said, stderr=said)
     table = tmp_path / "run/shard-000000014.arena.partial"
     workers: list[psutil.Process] = []
     while process.poll() is None and not (table.exists() or table.with_suffix("").exists()):
@@ -235,7 +237,6 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
     workers = psutil.Process(process.pid).children() if process.poll() is None else []
     process.kill()
     process.wait()
-    process.stderr.close()
     psutil.wait_procs(workers, timeout=120)
     assert not any(worker.is_running() for worker in workers), "they end with their parent"
     assert not (tmp_path / "run/manifest.json").exists()
@@ -321,7 +322,9 @@ def test_an_interrupt_ends_it_though_a_worker_waits_for_a_file(tmp_path):
     os.mkfifo(fifo)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n{"inputs": [{"image": "never.jpg"}]}\n')
-    process = subprocess.Popen([CLI, "tokenize", rows, "--output", tmp_path / "run"], stderr=subprocess.DEVNULL)
+    with (tmp_path / "said").open("w") as said:
+        command = [CLI, "tokenize", str(rows), "--output", str(tmp_path / "run")]
+        process = warm.Popen(command, stdout=said, stderr=said)
     try:
         with fifo.open("wb"):  # opens when the worker has begun to read it
             process.send_signal(signal.SIGINT)
@@ -374,11 +377,11 @@ def test_workers_that_are_killed_while_they_start_leave_their_rows_to_another(tm
     starting = Starting(2)
     manifest = run(settings(path), tmp_path / "run", num_workers=2)
     assert (manifest.num_rows, manifest.num_errors) == (22, 0)
-    starting.join(60)
+    starting.join(300)
     starting = Starting(2)
     with pytest.raises(ProcessDied, match="a worker ended with signal 9 before it was ready"):
         run(settings(path), tmp_path / "again", num_workers=1)
-    starting.join(60)
+    starting.join(300)
 
 
 def test_a_row_whose_file_has_come_is_done_once_its_table_is_removed(media, tmp_path):
@@ -401,12 +404,19 @@ def test_a_row_whose_file_has_come_is_done_once_its_table_is_removed(media, tmp_
 
 
 def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copy has no room for its command line
+    spawned, spawn = [], ipc.spawn
+
+    def noted(module, *arguments):
+        process, ours = spawn(module, *arguments)
+        spawned.append(process.pid)
+        return process, ours
+
+    monkeypatch.setattr(ipc, "spawn", noted)
     fifos = {deaths: media / f"deadly-{deaths}.jpg" for deaths in (1, 2)}
     for row, deaths in ((2, 1), (12, 2)):
         rows.insert(row, {"id": f"killed {deaths}", "inputs": [{"image": fifos[deaths].name}]})
     path = written(media / "deadly.jsonl", rows)
-    deadly = {deaths: Deadly(fifo, deaths) for deaths, fifo in fifos.items()}
+    deadly = {deaths: Deadly(fifo, deaths, spawned) for deaths, fifo in fifos.items()}
     manifest = run(settings(path), tmp_path / "run", num_workers=2)
     for deaths, fifo in fifos.items():
         deadly[deaths].join()

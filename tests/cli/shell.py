@@ -8,7 +8,7 @@ from pathlib import Path
 from tests import warm
 
 BIN = Path(sys.executable).parent / "mindie-mm"
-TIMEOUT_S = 110
+TIMEOUT_S = 300
 
 
 def run(*arguments, status=0, **environment):

@@ -25,7 +25,7 @@ def test_models_lists_every_file_of_the_package():
     files = {path.stem for path in Path(mindie_mm.models.__file__).parent.glob("*.py")} - {"__init__"}
     listed = json.loads(run("models", "--json"))
     assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
-    said = run("models")
+    said = run_warm("models")
     for family in listed:
         assert family["model_types"]
         assert set(family["kinds"]) <= {"image", "video", "audio"}
@@ -48,7 +48,7 @@ def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
     picture = tmp_path / "picture.png"
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
     asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 3)
-    answer = json.loads(run(*asked, "--json"))
+    answer = json.loads(run_warm(*asked, "--json"))
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["timings"]["tower_s"] > 0
     assert list(tmp_path.iterdir()) == [picture]
