@@ -103,7 +103,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaCaps:
-    """How media items are decoded, and how large they may be.
+    """Decoding of media items, and limits on them.
 
     Limits are checked from an item's header before decoding, and while it is decoded.
     """

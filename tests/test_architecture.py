@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "faults", "environment", "interrupts", "standard_streams", "tasks", "cgroup"},
-    {"paths"},
+    {"errors", "faults", "interrupts", "standard_streams", "tasks", "cgroup", "msgspec_errors"},
+    {"environment", "paths"},
     {"limits"},
     {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},

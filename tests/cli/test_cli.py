@@ -107,7 +107,12 @@ def test_serve_help_shows_each_setting_with_its_default():
     said = " ".join(run_warm("serve", "--help").split())
     for default in ("268435456, 256 MiB", "4294967296, 4 GiB", "on", "off", "0.5 on the CPU, else 0.9", "127.0.0.1"):
         assert f"[default: {default}]" in said
-    headings = ("Options", "Settings of the HTTP service", "Limits on media items", "Settings of the worker")
+    headings = (
+        "Options",
+        "Settings of the HTTP service",
+        "Decoding of media items, and limits on them",
+        "Settings of the worker",
+    )
     places = [said.index(f" {heading}: ") for heading in (*headings, "Settings of the engine process")]
     assert places == sorted(places)
     assert "None" not in said
