@@ -94,7 +94,7 @@ def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
             at += width + int.from_bytes(data[at : at + width])
         return
     # A look at the beginning is enough, for slices follow what is short; a whole packet would be copied to be searched.
-    head = bytes(data[:1024])
+    head = bytes(data[:4096])
     place = -1
     for _ in range(_MAX_UNITS):
         place = head.find(_START_CODE, place + 1)
