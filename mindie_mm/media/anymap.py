@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.errors import MediaError
+from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.caps import add_picture
 from mindie_mm.media.colours import scaled_floats, scaled_integers
 
 ANYMAP_START = re.compile(rb"P[1-6f][\s#]")
+MAX_COMMENTS = 1000
+"""Most comments between samples that are text."""
 _MAX_HEAD = 2**16
 """Most bytes of a header, comments included."""
 _GAP = rb"(?:\s|#[^\r\n]*+[\r\n])++"
@@ -28,6 +30,8 @@ _HEADS = (
 )
 _COMMENT = re.compile(rb"#[^\r\n]*+")
 _WHITE_SPACE = b" \t\n\v\f\r"
+_BLANKS = bytes.maketrans(_WHITE_SPACE, b" " * len(_WHITE_SPACE))
+_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Anymap:
         width, height = int(found[2]), int(found[3])
         if not width or not height:
             raise MediaError(f"the portable anymap has {width}x{height} pixels")
+        if found[1] in b"123" and (num_comments := data.count(b"#", found.end())) > MAX_COMMENTS:
+            raise LimitExceeded(f"the portable anymap has {num_comments} comments; the limit is {MAX_COMMENTS}")
         add_picture(width, height)
         scale = found[4] if found.re.groups == 4 else b""
         return cls(height, width, found[1], scale, memoryview(data)[found.end() :])
@@ -112,9 +118,15 @@ class Anymap:
     def _plain(self, channels: int) -> NDArray[Any]:
         shape = self.height, self.width, channels
         count = self.height * self.width * channels
-        if count > len(self.raster):  # before room is made for them
+        text = _COMMENT.sub(b" ", self.raster).translate(_BLANKS)
+        if 2 * count - 1 > len(text) or text.translate(None, b" 0123456789"):
+            raise ValueError("too few samples, or what is no number")
+        values, num_found, start = np.empty(count, np.int64), 0, 0
+        while num_found < count and start < len(text):
+            stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(text)  # lists of all would take 40 bytes for each
+            piece = list(map(int, text[start:stop].split()))[: count - num_found]
+            values[num_found : num_found + len(piece)] = piece
+            num_found, start = num_found + len(piece), stop
+        if num_found < count:
             raise ValueError("too few samples")
-        values = np.fromstring(_COMMENT.sub(b" ", self.raster), np.int64, count, sep=" ").reshape(shape)
-        if values.min() < 0:
-            raise ValueError("a sample is below 0")
-        return values
+        return values.reshape(shape)

@@ -129,6 +129,59 @@ def refined(width: int, height: int, num_scans: int) -> bytes:
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * num_scans + data[-2:]
 
 
+def avif_of_size(width: int, height: int) -> bytes:
+    """A sound AVIF whose box of the size says another one."""
+    data = encoded(small(), "AVIF")
+    at = data.index(b"ispe") + 8
+    return data[:at] + struct.pack(">II", width, height) + data[at + 8 :]
+
+
+def avif_with(more: bytes) -> bytes:
+    """A sound AVIF with more boxes at the start of its tables."""
+    data = encoded(small(), "AVIF")
+    at = data.index(b"meta")
+    (size,) = struct.unpack_from(">I", data, at - 4)
+    return data[: at - 4] + struct.pack(">I", size + len(more)) + data[at : at + 8] + more + data[at + 8 :]
+
+
+def jpeg_2000_of_size(
+    width: int,
+    height: int,
+    *,
+    jp2: bool = True,
+    in_box: bool = True,
+    in_codestream: bool = True,
+    components: int = 3,
+) -> bytes:
+    """A sound JPEG 2000 whose header says another size, or number of components."""
+    data = bytearray(encoded(small(), "JPEG2000", no_jp2=not jp2))
+    if jp2 and in_box:
+        struct.pack_into(">II", data, data.index(b"ihdr") + 4, height, width)
+    start = data.index(b"\xff\x4f\xff\x51")
+    if in_codestream:
+        struct.pack_into(">II", data, start + 8, width, height)
+    struct.pack_into(">H", data, start + 40, components)
+    return bytes(data)
+
+
+def jp2_with(boxes: bytes, inner: bytes = b"") -> bytes:
+    """A sound JP2 with boxes in front of its header, and in it."""
+    data = encoded(small(), "JPEG2000")
+    at = data.index(b"jp2h") - 4
+    (size,) = struct.unpack_from(">I", data, at)
+    header = struct.pack(">I", size + len(inner)) + b"jp2h" + inner + data[at + 8 : at + size]
+    return data[:at] + boxes + header + data[at + size :]
+
+
+def icon(*pictures: tuple[int, int, bytes]) -> bytes:
+    """An icon of pictures, each with the width and the height that its entry says; 0 is 256."""
+    head, body, start = struct.pack("<HHH", 0, 1, len(pictures)), b"", 6 + 16 * len(pictures)
+    for width, height, picture in pictures:
+        head += struct.pack("<BBBBHHII", width, height, 0, 0, 1, 32, len(picture), start + len(body))
+        body += picture
+    return head + body
+
+
 def behind_start(data: bytes, more: bytes) -> bytes:
     """A JPEG with more segments behind its start."""
     return data[:2] + more + data[2:]
@@ -231,8 +284,50 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "bmp runs 30000x30000": lambda: bmp(30_000, 30_000, 8, 1, b"\xff\0" * 1000),
     "jpeg 65535x65535": lambda: jpeg_of_size(65_535, 65_535),
     "jpeg 20000x10000": lambda: jpeg_of_size(20_000, 10_000),
+    "avif 16000x16000": lambda: avif_of_size(16_000, 16_000),
+    "icon of a png 50000x50000": lambda: icon((0, 0, png(50_000, 50_000))),
+    "icon that calls its png small": lambda: icon((16, 16, png(50_000, 50_000))),
+    "pixmap 50000x50000": lambda: b"P6 50000 50000 255\n",
+    "bitmap of the largest size": lambda: b"P4 9999999999 9999999999\n",
+    "plain pixmap 50000x50000": lambda: b"P3 50000 50000 255\n1 2 3",
 }
 """What a header, or a count in it, gives away."""
+
+OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "jpeg 2000 of 60000x60000": (
+        lambda: jpeg_2000_of_size(60_000, 60_000, jp2=False),
+        "the limit of the format is 67108864",
+    ),
+    "jp2 of 60000x60000": (lambda: jpeg_2000_of_size(60_000, 60_000), "the limit of the format is 67108864"),
+    "jp2 of 8193x8192": (lambda: jpeg_2000_of_size(8193, 8192), "the limit of the format is 67108864"),
+    "jp2 whose codestream is larger than its box": (
+        lambda: jpeg_2000_of_size(8000, 8000, in_box=False),
+        "no readable image",
+    ),
+    "jp2 whose box is larger than its codestream": (
+        lambda: jpeg_2000_of_size(13_000, 13_000, in_codestream=False),
+        "no readable image",
+    ),
+    "jp2 of 16384 components": (lambda: jpeg_2000_of_size(64, 48, components=16_384), "no readable image"),
+    "jp2 of boxes": (lambda: jp2_with(b"\0\0\0\x08free" * 500_000), "boxes; the limit is 1000"),
+    "jp2 of boxes in its header": (lambda: jp2_with(b"", b"\0\0\0\x08free" * 500_000), "boxes; the limit is 1000"),
+    "avif of items": (
+        lambda: avif_with(b"\0\0\0\x15infe\2\0\0\0\0\1\0\0av01\0" * 500_000),
+        "bytes of tables; the limit is 131072",
+    ),
+    "avif of 30000x30000": (lambda: avif_of_size(30_000, 30_000), "no readable image"),
+    "icon of a bitmap 30000x30000": (
+        lambda: icon((0, 0, struct.pack("<IiiHHIIiiII", 40, 30_000, 60_000, 1, 1, 0, 0, 0, 0, 0, 0))),
+        "the icon's bitmap has 30000x30000 pixels; the limit is 256x256",
+    ),
+    "icon of 65535 pictures": (lambda: icon(*[(16, 16, b"")] * 65_535), "no readable image"),
+    "pixmap of a comment": (lambda: b"P6 #" + b"a" * 2_000_000, "a portable anymap without its header"),
+    "pixmap of comments": (lambda: b"P6 " + b"#\n" * 1_000_000, "a portable anymap without its header"),
+    "pixmap of spaces": (lambda: b"P6" + b" " * 2_000_000, "a portable anymap without its header"),
+    "plain pixmap of comments": (lambda: b"P3 2000 2000 255 " + b"#\n" * 1_000_000, "comments; the limit is 1000"),
+    "plain pixmap of too few samples": (lambda: b"P3 9000 9000 255 1 2 3", "broken or truncated"),
+}
+"""What a format has limits of its own for, and what is said."""
 
 SCANS: dict[str, Callable[[], bytes]] = {
     "jpeg of a thousand scans": lambda: jpeg_scans(1000),
@@ -324,10 +419,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
 """What no decoder can read, or should."""
 
 OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
-    **{
-        name: saved(name)
-        for name in ("ICO", "ICNS", "PPM", "PCX", "TGA", "DDS", "JPEG2000", "AVIF", "PDF", "EPS", "SGI", "SPIDER")
-    },
+    **{name: saved(name) for name in ("ICNS", "PCX", "TGA", "DDS", "PDF", "EPS", "SGI", "SPIDER", "QOI")},
     "svg": lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
     "svg with an entity": lambda: (
         b'<!DOCTYPE svg [<!ENTITY x SYSTEM "file:///etc/passwd">]><svg xmlns="http://www.w3.org/2000/svg">&x;</svg>'
@@ -358,6 +450,10 @@ def _spanning(*, orientation: int) -> bytes:
 
 
 HARMLESS: dict[str, Callable[[], bytes]] = {
+    "an avif of 4 frames": lambda: encoded(small(), "AVIF", save_all=True, append_images=[small().rotate(1)] * 3),
+    "a jp2": lambda: encoded(small(), "JPEG2000"),
+    "an icon": lambda: encoded(small(), "ICO"),
+    "a pixmap": lambda: encoded(small(), "PPM"),
     "a jpeg that is a zip too": lambda: encoded(small()) + zipped(),
     "a png that is html too": lambda: within_png(chunk(b"tEXt", b"x\0<script>alert(1)</script>")),
     "a gif of 20 frames": lambda: encoded(small(), "GIF", save_all=True, append_images=[small().rotate(1)] * 19),

@@ -36,6 +36,11 @@ def test_many_pictures_that_are_each_within_their_cap(attacked: Attacked) -> Non
     assert message.endswith("; the limit is 1073741824")
 
 
+@pytest.mark.parametrize(("make", "said"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())
+def test_what_a_format_has_limits_of_its_own_for(attacked: Attacked, make: Make, said: str) -> None:
+    assert "media item 0 (image)" in attacked.refused(with_bytes("image", make()), said)
+
+
 @named(pictures.SCANS)
 def test_scans_are_counted_before_the_first(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the JPEG of ")
@@ -49,7 +54,9 @@ def test_parts_are_counted_before_a_decoder_sees_them(attacked: Attacked, make: 
 
 @named(pictures.PACKED)
 def test_what_unpacks_beside_the_pixels(attacked: Attacked, make: Make) -> None:
-    attacked.refused(with_bytes("image", make()), "bytes are no readable image (JPEG, PNG, WEBP, GIF, BMP, TIFF)")
+    attacked.refused(
+        with_bytes("image", make()), "bytes are no readable image (JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, "
+    )
 
 
 @named(pictures.BROKEN)
