@@ -17,10 +17,18 @@ from mindie_mm.tokenize.prompt import Prompt
 from service.choices import Choice, Used, media_spans, usage
 from service.description import streamed
 from service.incoming import Form, IncomingDep
-from service.openai_answers import ChatChoice, ChatChunkChoice, ChatCompletion, ChatCompletionChunk, Spanned
+from service.openai_answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    Spanned,
+)
 from service.openai_types import ChatBody
 from service.sse import DONE
 from service.token_text import chat_logprobs
+from service.told_logprobs import ToldLogprobs
 
 router = APIRouter()
 
@@ -65,6 +73,7 @@ class _Chat(Form):
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
         choices = [Choice(index=index) for index in range(self.call.n)]
+        told = [self._told() for _ in choices]
         async with (
             self.call.prompts([self.request()]) as (source,),
             aclosing(self.call.deltas([source])) as deltas,
@@ -77,8 +86,9 @@ class _Chat(Form):
                     so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
                     yield {**self._chunk([_first(index)]), **spans, **so_far}
                     spans = {}  # the first chunk alone has them
-                if delta.text or delta.logprobs or delta.finish_reason:
-                    yield {**self._chunk([await self._delta(index, delta)]), **self._so_far(source.prompt, choices)}
+                chunk = await self._delta(index, delta, told[index])
+                if delta.text or chunk["logprobs"] or delta.finish_reason:
+                    yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices)}
         used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
         if used or timed:
@@ -104,19 +114,29 @@ class _Chat(Form):
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": await chat_logprobs(self.call.service.tokens, choice.logprobs) if self.body.logprobs else None,
+            "logprobs": await self._logprobs(choice, self._told()) if self.body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
-    async def _delta(self, index: int, delta: Delta) -> ChatChunkChoice:
+    async def _delta(self, index: int, delta: Delta, told: ToldLogprobs) -> ChatChunkChoice:
         return {
             "index": index,
             "delta": {"content": delta.text},
-            "logprobs": await chat_logprobs(self.call.service.tokens, delta.logprobs) if delta.logprobs else None,
+            "logprobs": await self._logprobs(delta, told) if self.body.logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+
+    def _told(self) -> ToldLogprobs:
+        return ToldLogprobs(self.call.service.worker.tokenizer, self.call.params.stop)
+
+    async def _logprobs(self, part: Delta | Choice, told: ToldLogprobs) -> ChatLogprobs | None:
+        """Return those of the tokens that are told with a choice, or with its next part; None where a part has none."""
+        found = await told.push(part)
+        if not found.logprobs and isinstance(part, Delta):
+            return None
+        return await chat_logprobs(self.call.service.tokens, found.logprobs, found.cut)
 
 
 def _first(index: int) -> ChatChunkChoice:

@@ -22,6 +22,7 @@ from service.openai_answers import Completion, CompletionChoice, CompletionLogpr
 from service.openai_types import MAX_CHOICES, CompletionBody
 from service.sse import DONE
 from service.token_text import TextOffsets, completion_logprobs
+from service.told_logprobs import ToldLogprobs
 
 router = APIRouter()
 
@@ -31,6 +32,14 @@ async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Continues texts or token ids; streamed on request."""
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """How far a choice's log-probabilities are written."""
+
+    offsets: TextOffsets
+    told: ToldLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +78,16 @@ class _Completion(Form):
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
-            offsets = [TextOffsets(self.call.service.worker.tokenizer) for _ in choices]
+            written = [self._written() for _ in choices]
             async with aclosing(self.call.deltas(sources)) as deltas:
                 async for index, delta in deltas:
                     part = Choice(index=index)
                     part.add(delta)
                     first = not choices[index].texts
-                    chunk = await self._choice(part, prompts[index // self.call.n] if first else None, offsets[index])
+                    chunk = await self._choice(part, prompts[index // self.call.n] if first else None, written[index])
                     choices[index].add(delta)
-                    if chunk["text"] or delta.logprobs or delta.finish_reason:
+                    logprobs = chunk["logprobs"]
+                    if chunk["text"] or (logprobs and logprobs["text_offset"]) or delta.finish_reason:
                         so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
                         yield {**self._part([chunk]), **so_far}
         used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}
@@ -94,19 +104,23 @@ class _Completion(Form):
             "choices": choices,
         }
 
-    async def _choice(
-        self, choice: Choice, prompt: Prompt | None, offsets: TextOffsets | None = None
-    ) -> CompletionChoice:
-        """A choice, or the next part of one with its `offsets`; `prompt` is echoed if that was asked for."""
+    def _written(self) -> _Written:
+        tokenizer = self.call.service.worker.tokenizer
+        return _Written(TextOffsets(tokenizer), ToldLogprobs(tokenizer, self.call.params.stop))
+
+    async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
+        """Return a choice, or the next part of one; `prompt` is echoed if that was asked for."""
         tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs: CompletionLogprobs | None = None
         if self.body.logprobs is not None:
-            offsets = offsets or TextOffsets(tokenizer)
+            written = written or self._written()
+            told = await written.told.push(choice)
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
-            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *choice.logprobs)]
-            starts = await offsets.echoed(echoed) + await offsets.answered([p.token_id for p in choice.logprobs])
-            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts)
+            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *told.logprobs)]
+            starts = await written.offsets.echoed(echoed)
+            starts += await written.offsets.answered([p.token_id for p in told.logprobs])
+            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts, told.cut)
         return {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,

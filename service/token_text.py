@@ -90,6 +90,19 @@ class TokenTexts:
         self.entry = cache(partial(_text_and_bytes, tokenizer))
         """JSON of the text, and that of the list of bytes."""
 
+    def cut_name(self, token_id: int, num_bytes: int) -> str:
+        """Return the same of a token's first bytes."""
+        own = token_bytes(self._tokenizer, token_id)[:num_bytes]
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return _spelled(own)
+
+    def cut_entry(self, token_id: int, num_bytes: int | None) -> tuple[Raw, Raw]:
+        """Return the same of a token's first bytes."""
+        own = token_bytes(self._tokenizer, token_id)[:num_bytes]
+        return _encoded(own.decode(errors="replace"), own)
+
     def piece(self, token_id: int) -> str:
         """Return the vocabulary's own string, such as `Ġred` or `<0xE6>`; none for ids that only pad it."""
         return self._tokenizer.id_to_token(token_id) or ""
@@ -135,24 +148,40 @@ async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]
         yield items[start : start + step]
 
 
-async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """The `logprobs` object of a chat choice."""
+async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], cut: int | None = None) -> ChatLogprobs:
+    """Return the `logprobs` object of a chat choice; of the last token's bytes the first `cut` alone, unless None."""
+    last = logprobs[-1] if logprobs and cut is not None else None
 
     def entry(token_id: int, logprob: float) -> ChatToken:
         text, its_bytes = texts.entry(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": its_bytes}
 
     def position(one: TokenLogprob) -> ChatPosition:
-        return {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
+        found: ChatPosition = {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
+        if one is last:
+            found["token"], found["bytes"] = texts.cut_entry(one.token_id, cut)
+        return found
 
     return {"content": await _json_list(logprobs, position, _weight(logprobs))}
 
 
 async def completion_logprobs(
-    texts: TokenTexts, positions: Sequence[tuple[int, TokenLogprob | None]], text_offsets: list[int]
+    texts: TokenTexts,
+    positions: Sequence[tuple[int, TokenLogprob | None]],
+    text_offsets: list[int],
+    cut: int | None = None,
 ) -> CompletionLogprobs:
-    """The `logprobs` object of a text choice, from its token ids; the first token of an echoed prompt has none."""
+    """Return the `logprobs` object of a text choice, from its token ids; `cut` as in `chat_logprobs`.
+
+    The first token of an echoed prompt has none.
+    """
     found = [logprob for _, logprob in positions]
+    last = len(positions) - 1
+
+    def name(at: int) -> str:
+        token, _ = positions[at]
+        return texts.name(token) if cut is None or at < last else texts.cut_name(token, cut)
+
     weight = _weight([logprob for logprob in found[-1:] if logprob])
 
     def by_text(one: TokenLogprob | None) -> dict[str, float] | None:
@@ -161,7 +190,7 @@ async def completion_logprobs(
         return {texts.name(token): _finite(logprob) for token, logprob in found} or None
 
     return {
-        "tokens": await _json_list(positions, lambda position: texts.name(position[0]), 1),
+        "tokens": await _json_list(range(len(positions)), name, 1),
         "token_logprobs": await _json_list(found, lambda one: one and _finite(one.logprob), 1),
         "top_logprobs": await _json_list(found, by_text, weight),
         "text_offset": text_offsets,
@@ -184,12 +213,19 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
     text = token_text(tokenizer, token_id)
     if "\ufffd" not in text:
         return text
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes(tokenizer, token_id))
+    return _spelled(token_bytes(tokenizer, token_id))
+
+
+def _spelled(own: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def _text_and_bytes(tokenizer: Tokenizer, token_id: int) -> tuple[Raw, Raw]:
-    encode = msgspec.json.encode
-    return Raw(encode(token_text(tokenizer, token_id))), Raw(encode([*token_bytes(tokenizer, token_id)]))
+    return _encoded(token_text(tokenizer, token_id), token_bytes(tokenizer, token_id))
+
+
+def _encoded(text: str, own: bytes) -> tuple[Raw, Raw]:
+    return Raw(msgspec.json.encode(text)), Raw(msgspec.json.encode([*own]))
 
 
 def _finite(logprob: float) -> float:

@@ -40,7 +40,7 @@ from mindie_mm.errors import (
     TokenOutOfRange,
     UnsupportedCheckpoint,
 )
-from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, media_of, parse_inputs
+from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, Text, media_of, parse_inputs
 from mindie_mm.ipc import Failure
 from mindie_mm.media.caps import under
 from mindie_mm.media.source import read_source

@@ -190,6 +190,53 @@ def test_the_bytes_of_logprobs_are_the_text(client: openai.OpenAI) -> None:
     assert spelled.decode() == text(answer) + "<|im_end|>"
 
 
+def spelled(logprobs: Any) -> str:
+    return b"".join(bytes(position.bytes or []) for position in logprobs.content or []).decode()
+
+
+ANSWER = CHAT_ANSWERS["hello"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ANSWER[5:9],
+        ANSWER[-3:],
+        ANSWER[1],
+        ANSWER[:2],
+        ANSWER,
+        "nowhere",
+        ANSWER[4:5] + "x",
+    ],
+)
+def test_logprobs_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, stop: str, stream: bool) -> None:
+    """Also within a token. What may begin a stop string is held back with its text, and comes with it."""
+    answer: Any = ask(client, "Hello!", logprobs=True, top_logprobs=1, max_tokens=64, stop=[stop], stream=stream)
+    parts = [part.choices[0] for part in answer] if stream else answer.choices
+    texts = [(part.delta if stream else part.message).content for part in parts]
+    found = [spelled(part.logprobs) if part.logprobs else "" for part in parts]
+    kept = ANSWER.partition(stop)[0]
+    assert "".join(texts) == kept
+    assert "".join(found) == (kept if stop in ANSWER else f"{kept}<|im_end|>")
+    assert parts[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("本", '"日'), ("🎉", '"日本 '), ("日", '"'), (" ", '"日本')])
+def test_logprobs_of_parts_of_characters_that_a_stop_string_cuts(client: openai.OpenAI, stop: str, kept: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 🎉"]}}}
+    settings: dict[str, Any] = {"logprobs": True, "response_format": form, "stop": stop}
+    answer = ask(client, "Hello!", **settings)
+    assert (text(answer), spelled(answer.choices[0].logprobs)) == (kept, kept)
+    chunks: Any = ask(client, "Hello!", stream=True, **settings)
+    bytes_ = b"".join(
+        bytes(position.bytes or [])
+        for chunk in chunks
+        for position in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    )
+    assert bytes_.decode() == kept
+
+
 def test_logprobs_of_a_stream(client: openai.OpenAI, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     whole = ask(client, content, logprobs=True, top_logprobs=2).choices[0].logprobs

@@ -103,6 +103,27 @@ def test_offsets_lie_in_the_text_and_a_stream_has_the_same(client: openai.OpenAI
             assert stop - start <= 1
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 3, 6])
+def test_tokens_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, at: int, echo: bool) -> None:
+    prompt, settings = (
+        "What colour",
+        {"max_tokens": 16, "logprobs": 1, "echo": echo, "extra_body": {"ignore_eos": True}},
+    )
+    plain = complete(client, prompt, **settings | {"echo": False}).choices[0].text
+    stop = plain[at : at + 3]
+    kept = (prompt if echo else "") + plain.partition(stop)[0]
+    whole = complete(client, prompt, stop=stop, **settings).choices[0]
+    parts = [chunk.choices[0] for chunk in complete(client, prompt, stop=stop, stream=True, **settings)]  # type: ignore[misc, attr-defined]
+    assert (whole.text, whole.stop_reason) == (kept, stop)  # type: ignore[attr-defined]
+    assert whole.logprobs is not None
+    tokens = whole.logprobs.tokens or []
+    assert "".join(tokens) == kept
+    assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == tokens
+    lengths = {len(found or []) for found in (tokens, whole.logprobs.text_offset, whole.logprobs.token_logprobs)}
+    assert lengths == {len(tokens)}
+
+
 def test_a_form_of_the_answer(client: openai.OpenAI, http: Any) -> None:
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

@@ -11,8 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mindie_mm.engine.detokenizer import Detokenizer
 from mindie_mm.engine.messages import TokenLogprob
+from mindie_mm.engine.worker import Delta
 from mindie_mm.tokenize.prompt import Prompt
 from service.token_text import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_text, token_bytes
+from service.told_logprobs import ToldLogprobs
 from tests.processor_time import processor_time_below
 from tests.service.conftest import TINY
 
@@ -132,6 +134,50 @@ async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_leve
     assert found["top_logprobs"][0] is None
     assert len(found["top_logprobs"][9]) == 20
     assert await completion_logprobs(texts, [], []) == await completion_logprobs(TokenTexts(byte_level), [], [])
+
+
+async def told(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
+    """The text that a Detokenizer tells, and the bytes of the tokens that are told with it."""
+    detokenizer, found, text, spelled = Detokenizer(tokenizer, stop), ToldLogprobs(tokenizer, stop), "", b""
+    for start in range(0, len(ids), at_once):
+        some = ids[start : start + at_once]
+        piece = detokenizer.push(some)
+        ended = detokenizer.stopped_by is not None or start + at_once >= len(ids)
+        piece += detokenizer.flush() if ended else ""
+        text += piece
+        logprobs = [TokenLogprob(token, -1.0, []) for token in some]
+        part = await found.push(Delta(piece, some, logprobs, finish_reason="stop" if ended else None))
+        own = [token_bytes(tokenizer, one.token_id) for one in part.logprobs]
+        if part.cut is not None:
+            own[-1] = own[-1][: part.cut]
+        spelled += b"".join(own)
+        begun = spelled.decode(errors="ignore")
+        assert text.startswith(begun) or f" {text}".startswith(begun), "none is told before its text"
+        if ended:
+            break
+    return text, spelled
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+@pytest.mark.parametrize("stop", ["red", "ed", "r", "日", "本 r", " ", "nowhere", "d日x"])
+async def test_bytes_of_tokens_end_with_the_text(
+    byte_level: Tokenizer, byte_fallback: Tokenizer, stop: str, at_once: int
+) -> None:
+    ids = byte_level.encode("a red日本 red.", add_special_tokens=False).ids
+    text, spelled = await told(byte_level, ids, (stop, "zz"), at_once)
+    assert text == "a red日本 red.".partition(stop)[0] == spelled.decode()
+    pieces = [257, *(1 + byte for byte in "日本".encode()), 257]
+    text, spelled = await told(byte_fallback, pieces, (stop, "zz"), at_once)
+    assert text == "red日本 red".partition(stop)[0]
+    assert spelled.decode() == (f" {text}" if text else ""), "the first token's own bytes have a blank"
+
+
+async def test_special_tokens_are_told_up_to_the_cut(byte_level: Tokenizer) -> None:
+    end, red = byte_level.token_to_id("<|im_end|>"), byte_level.encode("red", add_special_tokens=False).ids
+    found = ToldLogprobs(byte_level, ("red", "x"))
+    ids = [*byte_level.encode("a ", add_special_tokens=False).ids, end, *red, end]
+    part = await found.push(Delta("a ", ids, [TokenLogprob(i, -1.0, []) for i in ids], finish_reason="stop"))
+    assert [one.token_id for one in part.logprobs] == ids[: ids.index(end) + 1]
 
 
 def test_a_prompt_s_text_leaves_base64_out_in_linear_time(byte_level: Tokenizer) -> None:
