@@ -5,7 +5,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-npu test-npu-all test-cuda gcc lint format serve bench clean python3-venv browser
+.PHONY: install demo test test-all test-npu test-npu-all test-cuda gcc lint format serve bench clean python3-venv browser proxies
 
 install: .venv/installed
 
@@ -46,15 +46,21 @@ browser:
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium; } \
 	  || echo 'no Chromium: the tests of the web page will be skipped'
 
+# For tests/service/test_proxies.py, which is skipped where there are none.
+proxies:
+	@{ command -v nginx && command -v haproxy; } >/dev/null \
+	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends nginx-light haproxy; } \
+	  || echo 'no nginx, or no HAProxy: the tests of their configurations will be skipped'
+
 demo: install
 	$(BIN)/python -m tools.demo
 
-test: install browser
+test: install browser proxies
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # With those that take longest: kills on a Ray cluster, schemathesis over the whole interface, restarts with their pauses, a slice
 # of the soak.
-test-all: install browser
+test-all: install browser proxies
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
 
 # On the simulated NPU: the simulator's own tests, what is fused and what is not, families of each kind, an engine. Minutes.

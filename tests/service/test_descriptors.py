@@ -23,6 +23,11 @@ def is_refused(connection: socket.socket) -> bool:
     return False
 
 
+def told(service: RunningService) -> list[str]:
+    """Lines of the log about it."""
+    return [line for line in service.log.read_text().splitlines() if "descriptors (open files) are in use" in line]
+
+
 def test_more_connections_than_descriptors(service: RunningService, http: Any) -> None:
     pid = service.process.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -33,14 +38,12 @@ def test_more_connections_than_descriptors(service: RunningService, http: Any) -
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(socket.create_connection(address)) for _ in range(IDLE)]
             wait_until(lambda: any(map(is_refused, idle)))
-            said = [
-                line for line in service.log.read_text().splitlines() if "descriptors (open files) are in use" in line
-            ]
+            wait_until(lambda: told(service))
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(said) == 1
-    assert f" of at most {limit} descriptors" in said[0]
-    assert "LimitNOFILE=" in said[0]
+    (line,) = told(service)
+    assert f" of at most {limit} descriptors" in line
+    assert "LimitNOFILE=" in line
 
     def answers() -> bool:
         return httpx2.get(f"{service.url}/health").status_code == 200

@@ -179,7 +179,8 @@ def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_s
     if response.status == 200:
         assert text.endswith("data: [DONE]\n\n")
         why = "RequestTimeout: the request took longer than the limit of 2 s"
-        assert f"the answer broke off: {why} [{id_of(response)}]" in hasty.log.read_text()
+        told = f"the answer broke off: {why} [{id_of(response)}]"
+        wait_until(lambda: told in hasty.log.read_text())
         line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, broken off: RequestTimeout \[{id_of(response)}\]")
         wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has it
     assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
