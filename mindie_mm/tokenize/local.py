@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from mindie_mm.config import WorkerConfig
+from mindie_mm.environment import default_spool
 from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tasks import WorkThread
@@ -40,7 +41,7 @@ class LocalTokenizer:
         read = partial(Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media)
         thread = WorkThread("mindie_mm-tokenizer")
         try:
-            await thread.run(collect)  # no service runs here that would do it in time
+            await thread.run(partial(collect, [default_spool()]))  # no service runs here that would do it in time
             wire.open()
             return cls(await thread.run(read), thread)
         except BaseException:

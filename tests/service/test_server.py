@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
-from mindie_mm.shm import collect
+from mindie_mm.shm import collect, request_directory
 from service.app import checkpoint_name
 from service.server import _bound, _Server
 from tests.warm import running_service
@@ -353,8 +353,12 @@ def test_a_killed_service_is_cleaned_up_by_the_next(
         killed.process.kill()
         killed.process.wait()
     (left,) = spool.iterdir()
-    with running_service(settings | {"spool": spool}, tmp_path / "log2") as service:
+    with (
+        request_directory(spool) as living,
+        running_service(settings | {"spool": spool}, tmp_path / "log2") as service,
+    ):
         assert not left.exists()
+        assert living.path_file.exists(), "a service that lives may have the same spool"
         assert service.shm()["blocks"] == 0
         collect()
         assert wait_until_gone(arenas) == []
