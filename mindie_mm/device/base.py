@@ -64,7 +64,10 @@ class Device(ABC):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        """Registers memory of the host with the driver, which then reads it by itself; False where it does not."""
+        """Register memory of the host with the driver, which then reads it by itself; False where it does not.
+
+        Raises nothing: without it the same bytes go another way.
+        """
         return False
 
     @classmethod

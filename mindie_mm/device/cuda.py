@@ -44,8 +44,9 @@ class CUDA(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
-            return True
+        with suppress(RuntimeError):  # which a runtime that cannot be asked raises
+            if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
+                return True
         with suppress(RuntimeError):  # the driver keeps the error for the next kernel: let it be this one
             torch.zeros(1, device=torch.device("cuda"))
         return False

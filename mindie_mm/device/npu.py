@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import platform
 import re
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.npu_kernels import NPUKernels
 from mindie_mm.errors import DeviceError
+
+_log = logging.getLogger(__name__)
 
 _HOST_TO_DEVICE = 1
 _REGISTER = (0x1000_0000 | 0x2, 0x2)
@@ -65,7 +68,11 @@ class NPU(Device):
         runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it, and torch the other
         if runtime is None or not hasattr(torch.Stream, "native_handle") or not registers(platform.release()):
             return False
-        return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
+        try:
+            return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
+        except RuntimeError as error:  # this CANN has no aclrtHostRegisterV2
+            _log.warning("CANN registers no memory of the host: %s", str(error).partition("\n")[0])
+            return False
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:

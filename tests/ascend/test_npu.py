@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mindie_mm.device.npu import registers
+from tests.ascend.environment import environment
 from tests.ascend.processes import call
 
 
@@ -132,6 +134,37 @@ def refused() -> list[bool]:
 
 def test_memory_is_not_registered_on_a_kernel_that_does_not_take_it():
     assert call(refused) == [True, False]
+
+
+def test_media_are_copied_where_cann_cannot_register(tmp_path):
+    """A CANN from before aclrtHostRegisterV2, under the torch_npu of a later one."""
+    variables = environment()
+    older = Path(shutil.copytree(variables["LD_LIBRARY_PATH"], tmp_path / "cann", symlinks=True))
+    library = older / "libhccl.so"
+    library.write_bytes(library.read_bytes().replace(b"aclrtHostRegisterV2", b"aclrtHostRegisterV0"))
+    variables |= {"ASCEND_HOME_PATH": str(older), "LD_LIBRARY_PATH": str(older)}
+    code = "import torch_npu\nfrom tests.ascend.test_npu import pinned\nprint(pinned())"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines()[-1] == "False"
+    assert "CANN registers no memory of the host" in answer.stderr
+    assert call(pinned)
+
+
+def pinned() -> bool:
+    import mmap
+
+    import torch
+
+    from mindie_mm.device import open_device
+
+    device = open_device("npu")
+    pages = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
+    taken = device.pin(pages.data_ptr(), pages.nbytes)
+    assert torch.arange(4, device="npu").add(1).tolist() == [1, 2, 3, 4]
+    return taken
 
 
 def reading() -> str:

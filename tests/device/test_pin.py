@@ -4,11 +4,14 @@ On the CPU nothing is registered; the refusal of a true driver is met where `--d
 """
 
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mindie_mm.device import kind_of, open_device
+from mindie_mm.device import kind_of, npu, open_device
+from mindie_mm.device.cuda import CUDA
+from mindie_mm.device.npu import NPU
 
 
 @pytest.fixture
@@ -44,3 +47,24 @@ def test_registered_memory_is_read(kind, pages):
         assert torch.equal(target.cpu(), pages)
     finally:
         kind.unpin(pages.data_ptr())
+
+
+def lacking(*_, **__):
+    """What torch_npu says where CANN has no such function, and torch where its runtime cannot be asked."""
+    raise RuntimeError("Failed to find function aclrtHostRegisterV2\n[ERROR] ...")
+
+
+@pytest.mark.skipif(not hasattr(torch.Stream, "native_handle"), reason="torch lacks what copies from there take")
+@pytest.mark.parametrize("lacks", [{"npuHostRegister": lacking}, None], ids=["the function", "the runtime"])
+def test_an_npu_whose_cann_cannot_register_refuses(pages, monkeypatch, caplog, lacks):
+    runtime = lacking if lacks is None else lambda: SimpleNamespace(**lacks)
+    monkeypatch.setattr(npu, "_npu", lambda: SimpleNamespace(npurt=runtime))
+    monkeypatch.setattr(npu, "registers", lambda _: True)
+    assert NPU.pin(pages.data_ptr(), pages.nbytes) is False
+    assert caplog.messages == ["CANN registers no memory of the host: Failed to find function aclrtHostRegisterV2"]
+
+
+def test_a_gpu_whose_runtime_cannot_be_asked_refuses(pages, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lacking)
+    monkeypatch.setattr(torch, "zeros", lacking)
+    assert CUDA.pin(pages.data_ptr(), pages.nbytes) is False
