@@ -155,7 +155,7 @@ def test_no_resume_wants_an_empty_folder(lines, tmp_path):
     before = content(tmp_path / "run")
     command = ["tokenize", str(lines), "--output", str(tmp_path / "run"), "--limit", "1", "--no-resume"]
     shown = CliRunner().invoke(main, command)
-    assert (shown.exit_code, "is not empty, and --no-resume was given" in shown.stderr) == (2, True)
+    assert (shown.exit_code, "is not empty; --no-resume needs an empty folder" in shown.stderr) == (2, True)
     assert content(tmp_path / "run") == before
 
 

@@ -21,7 +21,7 @@ CASES = [
     (("ask", "What?"), "rich.console"),
     (("generate", "--tokenized", "run", "--output", "answers"), "pyarrow"),
     (("inspect", "run"), "numpy"),
-    (("models",), "mindie_mm.models.blip_2"),
+    (("models",), "mindie_mm.models"),
     (("doctor",), "torch.types"),
     (("shm", "list"), "mindie_mm.shm.words"),
     (("--help",), "mindie_mm.cli.settings"),

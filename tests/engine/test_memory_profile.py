@@ -184,11 +184,11 @@ def test_the_log_says_what_there_is(small_pictures, caplog):
     caplog.set_level("INFO")
     room(small_pictures, kv_cache_bytes=5 * MiB)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text
-    assert "the KV cache takes 5 MiB, by kv_cache_bytes" in caplog.text
+    assert "the KV cache 5 MiB (kv_cache_bytes)" in caplog.text
     caplog.clear()
     room(small_pictures, max_num_seqs=1)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text
-    assert "of a share of 0.5" in caplog.text
+    assert "that memory_share 0.5 leaves" in caplog.text
 
 
 def test_too_little_memory_is_told_with_figures_and_settings(small_pictures):
