@@ -21,6 +21,12 @@ Make = Callable[[], bytes]
 RATE = 16_000
 
 
+def gif_of_frames(width: int, height: int, count: int) -> bytes:
+    """A GIF of that canvas, with frames of a pixel each."""
+    head, frame = GIF[:19], b"!\xf9\4" + bytes(5) + GIF[19:-1]
+    return head[:6] + struct.pack("<HH", width, height) + head[10:] + frame * count + b";"
+
+
 def box(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", 8 + len(data)) + kind + data
 
@@ -353,7 +359,12 @@ NAMING: dict[str, Make] = {
 }
 """What makes a media library open files and addresses of the client's choice."""
 
+GIF = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"
+"""A GIF of one pixel."""
+
 VIDEO_BOMBS: dict[str, Make] = {
+    "gif of 65535x65535": lambda: GIF.replace(b"GIF89a\1\0\1\0", b"GIF89a\xff\xff\xff\xff"),
+    "gif of many small frames": lambda: gif_of_frames(1, 1, 270_000),
     "mpeg4 8000x6000 in truth": lambda: large_video(8000, 6000),
     "mp4 of 2**32 samples of a byte": lambda: mp4_of_samples(1, 2**32 - 1),
     "mp4 of 5 * 10**7 samples of a byte": lambda: mp4_of_samples(1, 5 * 10**7),
@@ -403,7 +414,9 @@ BROKEN_VIDEOS: dict[str, Make] = {
     "transport stream of nothing": lambda: (b"\x47\x1f\xff\x10" + bytes(184)) * 50,
     "asf of its head alone": lambda: b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c" + b"\xff" * 50,
     "jpeg2000 in a mov": lambda: video("mov", "jpeg2000"),
-    "gif": lambda: b"GIF89a\1\0\1\0\x80\0\0\0\0\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;",
+    "gif of its head alone": lambda: GIF[:19],
+    "ivf of its head alone": lambda: video("ivf", "libvpx")[:32],
+    "ogg of theora that is none": lambda: b"OggS\0\2" + bytes(20) + b"\1\x2a\x80theora\3\2\1" + b"\xff" * 32,
     "sound alone": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac"),
     "noise": lambda: np.random.default_rng(0).bytes(20_000),
 }

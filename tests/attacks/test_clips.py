@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mindie_mm.media.video import CONTAINERS
 from tests.attacks import clips
 from tests.attacks.clips import Make
 from tests.attacks.conftest import CHAT, Attacked, asking, with_bytes
 
-NO_VIDEO = "bytes are no readable video (mov, matroska, avi, asf, mpegts, flv, mpeg)"
+NO_VIDEO = f"bytes are no readable video ({', '.join(CONTAINERS)})"
 
 
 def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
