@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,10 +77,24 @@ class Planner:
                 data = read_source(media)
                 plan = processor.plan(media, data, counts)
             self._wire.check(plan, kind)
-        if (background := self._caps.rgba_background_color) != MediaCaps().rgba_background_color:
-            plan = replace(plan, settings=f"{plan.settings}, on {tuple(background)}")
+        plan = self._under_caps(plan)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         return PlannedItem(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
+
+    def _under_caps(self, plan: Plan) -> Plan:
+        """`plan`, whose preprocessing is under the caps, too: frames handed in are opened anew for it.
+
+        Another background than the usual one makes other arrays of pictures, which are named by their settings.
+        """
+        counted = replace(self._caps, max_request_pixels=sys.maxsize)  # all of them were, as they were planned
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            with under(counted):
+                plan.write(arrays)
+
+        background = tuple(self._caps.rgba_background_color)
+        is_usual = background == MediaCaps().rgba_background_color
+        return replace(plan, write=write, settings=plan.settings if is_usual else f"{plan.settings}, on {background}")
 
     def _check_options(self, options: MediaOptions) -> None:
         for name in ("min_pixels", "max_pixels"):

@@ -87,6 +87,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         **PICTURES,
         "an image that is shrunk": [{"image": picture(112, 107)}, {"text": "What is it?"}],
         "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
+        "a line, of which nothing is left on any canvas": [{"image": picture(1, 1100)}, {"text": "Where?"}],
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"text": "then"}],
         "mixed, two images": [{"image": picture(9, 9)}, {"video": clip(1, 28, 28)}, {"image": picture(33, 40)}],

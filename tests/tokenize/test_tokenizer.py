@@ -381,6 +381,26 @@ def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
         tokenizer.tokenize([image])
 
 
+def test_transparent_pixels_show_the_background_of_the_settings(checkpoint_path, arena, tmp_path):
+    """In a file, a picture handed in and a frame; and no cache takes the one for the other."""
+    clear = Image.new("RGBA", (56, 56))
+    files = [encoded(clear, name) for name in ("PNG", "WEBP", "AVIF")]
+    items = [*({"image": source} for source in (*files, clear)), {"video": [files[0], clear] * 2}]
+    names = ("pixel_values",) * 4 + ("pixel_values_videos",)
+    digests = []
+    for colour in ((255, 255, 255), (255, 0, 0)):
+        caps, path_file = MediaCaps(rgba_background_color=colour), tmp_path / "shm_name.txt"
+        with Tokenizer.from_pretrained(checkpoint_path, arena=arena, caps=caps) as tokenizer:
+            ids = tokenizer.tokenize(items, path_file)
+            words = ids[ids < 0].tolist()
+            for place, name in enumerate(names):
+                with attach(Ref.from_words(*words[2 * place : 2 * place + 2])) as view:
+                    assert (view[name].reshape(-1, 3) == colour).all(), (name, place)
+                    digests.append(view.digest)
+        release(path_file)
+    assert not {*digests[:5]} & {*digests[5:]}
+
+
 def test_what_a_request_takes_to_decode_is_counted_by_request(checkpoint_path, arena, tmp_path):
     picture, path_file = encoded(photograph(size=(300, 200))), tmp_path / "shm_name.txt"
     caps = MediaCaps(max_request_pixels=120_000)
