@@ -69,11 +69,15 @@ def mend_transparency(image: Image.Image) -> None:
     raw_mode = tiles[0][3] if image.format == "PNG" and tiles else None
     if not isinstance(raw_mode, str) or (found := _PNG_DEPTH.fullmatch(raw_mode)) is None:
         return
-    most = 2 ** int(found[1]) - 1
+    depth = int(found[1])
+
+    def in_eight_bits(value: int) -> int:
+        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # Pillow keeps the upper byte
+
     if isinstance(colour, int):
-        image.info["transparency"] = colour * 255 // most
+        image.info["transparency"] = in_eight_bits(colour)
     elif isinstance(colour, tuple):
-        image.info["transparency"] = tuple(value * 255 // most for value in colour)
+        image.info["transparency"] = tuple(map(in_eight_bits, colour))
 
 
 def significant_bits_of(png: bytes) -> int | None:

@@ -115,8 +115,8 @@ def test_the_transparent_grey_of_a_png_is_in_its_own_depth(depth, level):
 
 
 def test_the_transparent_colour_of_a_png_of_16_bits():
-    rows = b"\0" + struct.pack(">6H", 1000, 2000, 3000, 0, 0, 0)
-    name = chunk(b"tRNS", struct.pack(">3H", 1000, 2000, 3000))
+    rows = b"\0" + struct.pack(">6H", 1000, 40_000, 65_000, 0, 0, 0)
+    name = chunk(b"tRNS", struct.pack(">3H", 1000, 40_000, 65_000))
     found = decoded(png(2, 1, name, depth=16, colours=2, pixels=zlib.compress(rows)), GREEN)
     assert found.reshape(-1, 3).tolist() == [[*GREEN], [0, 0, 0]]
 
