@@ -60,7 +60,7 @@ class _Closed(Fields, extra="forbid"):
             return given
         told = {field.alias or name for name, field in cls.model_fields.items()}
         told |= {*islice((name for name, one in given.items() if one is not None and name not in told), 1)}
-        return {name: given[name] for name in told if given.get(name) is not None}
+        return {name: one for name, one in given.items() if name in told and one is not None}
 
 
 class NamedSchema(_Closed):

@@ -136,7 +136,7 @@ def _open(data: bytes, formats: Sequence[str], max_pixels: int, began: float) ->
     options = {
         "format_whitelist": ",".join(formats),
         "protocol_whitelist": "none",
-        "codec_whitelist": ",".join(CODECS),
+        "codec_whitelist": ",".join(sorted(CODECS)),
         "max_streams": str(MAX_STREAMS),
         "max_probe_packets": str(_PROBE_PACKETS),
         "max_pixels": str(coded_pixels(max_pixels)),

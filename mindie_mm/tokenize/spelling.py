@@ -127,7 +127,7 @@ def _pattern(control: Sequence[str], beginnings: Collection[str]) -> re.Pattern[
     The latter, with any blanks behind it that a template may strip, would become a token if the template put the
     right text behind it.
     """
-    ends = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
+    ends = "|".join(map(re.escape, sorted(sorted(beginnings), key=len, reverse=True)))
     tokens = "|".join(map(re.escape, control))
-    first = "".join({re.escape(token[0]) for token in control})
+    first = "".join(sorted({re.escape(token[0]) for token in control}))
     return re.compile(rf"(?=(?:{tokens})|(?:{ends or '(?!)'})\s*\Z)[{first}]")

@@ -86,7 +86,7 @@ class TextEncoder:
         self._control = _one_of(frozenset(self._control_ids))
         # A marker stands for an item also where it is no token: a caller's text must not make one.
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
-        self._spelled = sorted(self._control_ids.keys() | markers, key=len, reverse=True)
+        self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
         self._spelling = ControlSpelling(self._spelled)
         self._sources = template_sources(checkpoint, tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
@@ -282,7 +282,7 @@ class TextEncoder:
 
 @lru_cache
 def _one_of(names: frozenset[str]) -> re.Pattern[str]:
-    longest_first = sorted(names, key=len, reverse=True)
+    longest_first = sorted(sorted(names), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 

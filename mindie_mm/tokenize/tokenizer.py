@@ -106,7 +106,7 @@ class Tokenizer:
         self._markers = frozenset(self._marker_of.values())
         if wire == "mindie":
             layouts = self._processor.mindie_layouts
-            if missing := ", ".join(set(family.kinds) - layouts.keys()):
+            if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
                 raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
             wire = MindIEWire(layouts)
         self._wire = NativeWire() if wire == "native" else wire

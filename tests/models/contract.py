@@ -503,6 +503,12 @@ class FamilyContract:
             expected, found = tokenized[name].numpy(), ids.numpy()
             assert plain_ids(found, model.read(found)).tolist() == plain_ids(expected, model.read(expected)).tolist()
 
+    def test_media_without_a_layout_on_mindies_wire_are_told_in_order(self, path, processor):
+        missing = [kind for kind in family_named(self.name).kinds if kind not in processor.mindie_layouts]
+        if missing:
+            with pytest.raises(UnsupportedCheckpoint, match=f"has no MindIE layout of {', '.join(missing)}$"):
+                Tokenizer.from_pretrained(path, wire="mindie")
+
     def test_a_text_may_go_without_what_the_tokenizer_puts_around_it(self, path, tokenizer):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for text in ("hello  world", " a", ""):

@@ -35,17 +35,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talk(
     request: pytest.FixtureRequest, settings: dict[str, object], folder: Path, red_square: str
 ) -> tuple[bool, str, str, RunningService]:
-    """Whether prompts are logged, what was logged in a service's life, and the picture that was sent."""
+    """Whether prompts are logged, what was logged in a service's life, and the picture that was sent.
+
+    The one that logs prompts is strict, too.
+    """
     log = folder / f"log-{request.param}"
     given = settings | {"log_format": "json", "log_level": "debug", "spool": folder / "spool", "api_key": KEY}
-    with running_service(given | {"log_prompts": request.param}, log) as service:
+    with running_service(given | {"log_prompts": request.param, "strict": request.param}, log) as service:
         with httpx2.Client(base_url=service.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as http:
-            converse(http, red_square)
+            converse(http, red_square, strict=request.param)
         assert service.stop() == 0
     return request.param, log.read_text(), red_square, service
 
 
-def converse(http: Any, picture: str) -> None:
+def converse(http: Any, picture: str, *, strict: bool) -> None:
     """Requests that go well, and such that go wrong at every station."""
     chat = "/v1/chat/completions"
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
@@ -69,8 +72,20 @@ def converse(http: Any, picture: str) -> None:
     ):
         body = json.dumps(good | wrong).encode()
         assert http.post(chat, content=body, headers={"Content-Type": "application/json"}).status_code == 400, wrong
+    send_unknown_keys(http, strict=strict)
     assert http.post(chat, content=f'{{"{PROMPT}'.encode()).status_code == 400
     assert http.get(f"/{KEY}/{PROMPT}").status_code == 404
+
+
+def send_unknown_keys(http: Any, *, strict: bool) -> None:
+    """Of content parts and of items, several times."""
+    part = {"type": "text", "text": PROMPT, "annotations": [], "id": "msg_1"}
+    for _ in range(2):
+        chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        for path, body in (("/v1/chat/completions", chat), ("/infer", {"inputs": [part]}), ("/tokenize", chat)):
+            answer = http.post(path, json=body)
+            assert answer.status_code == (400 if strict else 200), answer.text
+            assert not strict or "has the unknown key 'annotations'" in answer.json()["error"]["message"]
 
 
 def records(log: str) -> list[dict[str, Any]]:
@@ -87,6 +102,15 @@ def test_every_line_is_an_object(talk: Talk) -> None:
     }
     assert all(record.keys() >= {"time", "level", "logger", "message", "pid"} for record in found)
     assert not [record for record in found if record["level"] in ("error", "critical")]
+
+
+def test_an_unknown_key_is_told_once_unless_it_is_refused(talk: Talk) -> None:
+    strict, log, _, _ = talk
+    told = [record["message"] for record in records(log) if record["level"] == "warning"]
+    assert [said for said in told if "annotations" in said or "'id'" in said] == [
+        f"an item's key {key!r} means nothing here, and is passed over from now on"
+        for key in ([] if strict else ["annotations", "id"])
+    ]
 
 
 def test_keys_and_media_are_never_logged(talk: Talk) -> None:
@@ -129,7 +153,7 @@ def test_each_request_has_its_line(talk: Talk) -> None:
     assert lines[-1]["status"] == 404
     assert lines[-1]["route"] == "none"
     assert lines[0]["client_request_id"] == "mine-1"
-    assert len({line["request_id"] for line in lines}) == len(lines) == 15
+    assert len({line["request_id"] for line in lines}) == len(lines) == 21
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)
 
 
