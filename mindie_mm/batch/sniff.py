@@ -20,9 +20,6 @@ _MAGICS = {
 }
 _PIECE_BYTES = 1 << 20
 _TAR_MAGIC = slice(257, 262)
-_UTF16 = "text in UTF-16, as PowerShell's > writes it: JSON is UTF-8 (iconv -f UTF-16 -t UTF-8)"
-_ARRAY = "JSON over several lines: a line has a whole row (jq -c '.[]' for an array of rows, jq -c . for one of them)"
-_CARRIAGE_RETURNS = "lines that end in CR alone: a line of JSON ends in LF (tr '\\r' '\\n')"
 
 
 def packing(data: bytes) -> str | None:
@@ -32,25 +29,31 @@ def packing(data: bytes) -> str | None:
 
 def no_lines(head: bytes) -> str | None:
     """Return what a text, that begins with `head`, is instead of JSON lines; None if nothing says so."""
-    if packed := packing(head):
-        return packed
     if head[_TAR_MAGIC] == b"ustar":
         return "a tar: write it to a file whose name ends in .tar"
-    if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in head.removeprefix(BOM_UTF8)[:2]:
-        return _UTF16
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
     if newline and first.strip() in (b"[", b"{"):
-        return _ARRAY
-    row, carriage_return, more = first.partition(b"\r")
-    if not newline and carriage_return and more.strip() and _is_json(row):
-        return _CARRIAGE_RETURNS
+        return (
+            "JSON over several lines, of which each is to be a row: jq -c '.[]' for an array of them, jq -c . for one"
+        )
+    return _no_text(head)
+
+
+def _no_text(head: bytes) -> str | None:
+    if packed := packing(head):
+        return packed
+    if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or head[:2].count(0) == 1:
+        return "text in UTF-16, as PowerShell's > writes it: JSON is UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    row, carriage_return, more = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0].partition(b"\r")
+    if carriage_return and more.strip() and _is_json(row):
+        return "lines that end in CR alone: a line of JSON ends in LF (tr '\\r' '\\n')"
     return None
 
 
 def no_json(text: str | bytes) -> str | None:
     """Return what is known to be wrong with the JSON of a row, such as the NaN of Python's `json.dumps`."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-    if found := no_lines(data):
+    if found := _no_text(data):
         return f"it is {found}"
     constants = list[str]()
     try:

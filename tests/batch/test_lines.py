@@ -31,6 +31,7 @@ MISTAKES = {
     "no mark": (LINE.decode().encode("utf-16-le"), "text in UTF-16"),
     "CR": (b"\r".join([LINE] * 3), "lines that end in CR alone"),
     "CR at the end": (b"\r".join([LINE] * 2) + b"\r", "lines that end in CR alone"),
+    "CR, and LF at the end": (b"\r".join([LINE] * 2) + b"\n", "lines that end in CR alone"),
     "array": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON over several lines"),
     "object": (b"\xef\xbb\xbf\r\n" + json.dumps({"text": "a"}, indent=1).encode(), "JSON over several lines"),
 }
@@ -57,6 +58,7 @@ def test_a_file_that_is_no_json_lines_is_refused_by_name(mistake: str, tmp_path:
         (b'{"text": "caf\xe9", "id": 1}', "the row is not JSON: byte 13 is not UTF-8"),
         (LINE + b"\r" + LINE, "the row is not JSON: it is lines that end in CR alone"),
         (b"\0{", "the row is not JSON: it is text in UTF-16"),
+        (b'{\n "text": "a",\n}', "the row is not JSON: JSON is malformed"),
         (b'{"text": "NaN"', "the row is not JSON: Input data was truncated"),
     ],
 )
