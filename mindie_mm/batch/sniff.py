@@ -33,9 +33,7 @@ def no_lines(head: bytes) -> str | None:
         return "a tar: write it to a file whose name ends in .tar"
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
     if newline and first.strip() in (b"[", b"{"):
-        return (
-            "JSON over several lines, of which each is to be a row: jq -c '.[]' for an array of them, jq -c . for one"
-        )
+        return "JSON over several lines; each is to be a row: jq -c '.[]' for an array of them, jq -c . for one"
     return _no_text(head)
 
 
