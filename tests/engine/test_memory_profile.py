@@ -174,6 +174,7 @@ def test_a_context_that_the_cache_does_not_hold_is_refused_where_asked_for_and_e
     assert engine(2 * own, max_model_len=2 * own).ready.max_model_len == own, "the checkpoint's own is not refused"
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_the_library_refuses_it_too(random_checkpoint):
     engine = EngineConfig(device="cpu", max_model_len=512, kv_cache_bytes=10_000)
     with pytest.raises(DeviceError, match="a context of 512 tokens takes"):
@@ -213,8 +214,9 @@ def test_settings_out_of_range(bad):
         EngineConfig(**bad)
 
 
+@pytest.mark.usefixtures("copied_workers")
 async def test_an_engine_without_room_does_not_start(random_checkpoint):
-    config = EngineConfig(device="cpu", max_model_len=256, memory_share=1e-9)
+    config = EngineConfig(device="cpu", max_model_len=256, measure_s=0, memory_share=1e-9)
     with pytest.raises(DeviceError, match=r"no memory is left for the KV cache: cpu has .* MiB free"):
         await AsyncEngine.start(random_checkpoint, config)
 
