@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mindie_mm.config import GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
+from mindie_mm.config import EngineConfig, GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
 from mindie_mm.device import KINDS, SLOW_DTYPE, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
 from mindie_mm.environment import default_spool
@@ -40,8 +40,7 @@ def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Fi
     for said in misspelt_variables():
         yield Finding("settings", "warning", said, "`mindie-mm serve --help` lists all of them; unset what is none")
     yield _libraries()
-    yield from _devices(config.engine.device, config.engine.tensor_parallel, root)
-    yield from _dtype(config)
+    yield from _devices(config.engine, root)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
@@ -62,12 +61,14 @@ def _libraries() -> Finding:
     return Finding("libraries", "ok", ", ".join(found))
 
 
-def _devices(name: str, wanted: int, root: Path) -> Iterator[Finding]:
-    """The device `name`, of which so many are wanted, then what each kind says of the machine."""
+def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
+    """Yield findings about the device that `config` asks for, then what each kind of device says of the machine."""
     said = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in said.items() if any(one.status == "error" for one in findings)]
-    device, chosen = _device(name, wanted, broken)
+    device, chosen = _device(config.device, config.tensor_parallel, broken)
     yield device
+    if device.status != "error":  # a broken library must not be loaded here
+        yield from _dtype(chosen, config.dtype)
     for kind, findings in said.items():
         for one in findings:
             # What is wrong with a device that would not be taken keeps nothing from starting.
@@ -99,15 +100,11 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
     return Finding("device", "ok", found), chosen
 
 
-def _dtype(config: WorkerConfig) -> Iterator[Finding]:
-    """Say so where the device does not multiply the dtype that is asked for; `auto` is one that each device does."""
-    dtype = getattr(torch, config.engine.dtype, None)
-    try:
-        device = open_device(config.engine.device)
-    except MindieMMError:  # which is said of the device
-        return
-    if isinstance(dtype, torch.dtype) and not device.multiplies(dtype):
-        said = SLOW_DTYPE.format(dtype=config.engine.dtype, device=device.name)
+def _dtype(device: str, name: str) -> Iterator[Finding]:
+    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` is a dtype that each device has."""
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype) and not open_device(device).multiplies(dtype):
+        said = SLOW_DTYPE.format(dtype=name, device=device)
         yield Finding("dtype", "warning", said, "--dtype float32")
 
 

@@ -182,7 +182,7 @@ async def test_a_process_forked_as_a_worker_starts_hides_no_end_of_it(forked, mo
         forked()
         return subprocess.Popen(*arguments, **options)
 
-    monkeypatch.setattr(ipc, "subprocess", SimpleNamespace(Popen=starting))
+    monkeypatch.setattr(ipc, "subprocess", SimpleNamespace(Popen=starting, DEVNULL=subprocess.DEVNULL))
     child = await Child.start("tests.starting_worker", "ends")
     with pytest.raises(ProcessDied):
         async with asyncio.timeout(60):
