@@ -120,14 +120,15 @@ def restart_in_utf8() -> None:
 def text_of(name: str, text: str) -> str:
     """Decode a text of the command line, or of a variable, that Python left undecoded because it is not UTF-8.
 
-    Raises InputError, with `name`, unless the text is in UTF-8 or in the locale's encoding.
+    Raises InputError, with `name`, unless the text is in UTF-8 or in the locale's encoding. The message does not show
+    the text, because it may be a secret.
     """
     if _is_utf8(text):
         return text
     try:
         return os.fsencode(text).decode(locale.getencoding())
     except UnicodeError:
-        raise InputError(f"{name} is {text!r}, which is text neither in UTF-8 nor in the locale's encoding") from None
+        raise InputError(f"{name} is text neither in UTF-8 nor in the locale's encoding") from None
 
 
 def _is_utf8(text: str) -> bool:

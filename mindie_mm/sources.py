@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
-from mindie_mm.environment import given, unknown_variables, variable
+from mindie_mm.environment import given, text_of, unknown_variables, variable
 from mindie_mm.errors import InputError
 from mindie_mm.limits import converted
 
@@ -105,7 +105,7 @@ def from_environment(cls: type[Any]) -> dict[str, Any]:
 def _parse(name: str, text: str, hint: Any) -> Any:
     if get_origin(hint) is not tuple:
         return converted(name, text, hint, strict=False)
-    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
+    if not (parts := tuple(part.strip() for part in text_of(name, text).split(",") if part.strip())):
         raise InputError(f"{name} is {text!r}, which holds no value: leave it out, or give one")
     return converted(name, parts, hint, strict=False, secret=name in map(variable, SECRETS))
 

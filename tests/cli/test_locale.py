@@ -84,4 +84,4 @@ def test_text_on_the_command_line_is_as_the_locale_has_it(environment, tmp_path)
         assert 'served_model_name = "Grüße"' in said
     else:
         assert ended.returncode == 2
-        assert "which is text neither in UTF-8 nor in the locale's encoding" in said
+        assert "it is text neither in UTF-8 nor in the locale's encoding" in said
