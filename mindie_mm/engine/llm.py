@@ -25,6 +25,8 @@ T = TypeVar("T")
 _ONE_LIST_PER_PROMPT = (
     "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or a text"
 )
+_THREADS = "mindie_mm"
+"""What the names of an LLM's threads begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +188,10 @@ class _Loop:
         """Start the thread. WorldError where the interpreter ends, and starts none."""
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask, too
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mindie_mm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_THREADS, daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -228,16 +230,23 @@ class _Loop:
         return tasks[0].result()
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancels what runs, does `last`, and ends the thread, also if this is interrupted. Nothing if forked."""
+        """Cancel what runs, do `last`, and end the thread, also if this is interrupted. Nothing if forked.
+
+        The garbage collector may call this on any thread. Those of an LLM do not wait for the end: it may be their own.
+        """
         if self._forked:
             return
         with self._lock:  # what was called before has begun before the end does
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
         ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        self._thread.join()
+        if not threading.current_thread().name.startswith(_THREADS):
+            self._thread.join()
+            ending.result()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
         self._loop.close()
-        ending.result()
 
     @property
     def _forked(self) -> bool:

@@ -235,21 +235,6 @@ async def test_an_engine_at_rest_is_left_alone_however_long_a_caller_takes_to_re
         await engine.close()
 
 
-async def test_an_engine_that_cannot_come_back_says_why_and_is_tried_again(random_checkpoint, device, tmp_path):
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.symlink_to(random_checkpoint)
-    engine = await AsyncEngine.start(checkpoint, EngineConfig(device=device))
-    checkpoint.unlink()
-    os.kill(engine.pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while "did not start" not in why_down(engine):  # noqa: ASYNC110 - no event says so
-            await asyncio.sleep(0.01)
-        assert "no config.json" in why_down(engine)
-        checkpoint.symlink_to(random_checkpoint)
-        assert len(await tokens(engine, "again")) == 16
-    await engine.close()
-
-
 async def waited(engine, since):
     await engine.wait_until_up()
     return time.monotonic() - since
