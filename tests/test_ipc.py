@@ -185,7 +185,7 @@ async def test_a_process_forked_as_a_worker_starts_hides_no_end_of_it(forked, mo
     monkeypatch.setattr(ipc, "subprocess", SimpleNamespace(Popen=starting, DEVNULL=subprocess.DEVNULL))
     child = await Child.start("tests.starting_worker", "ends")
     with pytest.raises(ProcessDied):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await child.ready(Begun, "it")
 
 

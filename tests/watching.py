@@ -12,7 +12,7 @@ from tools.serving import RunningService
 
 def wait_until(condition: Callable[[], object]) -> None:
     """For what no event tells of, such as what happens in another process."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.001)
@@ -21,6 +21,6 @@ def wait_until(condition: Callable[[], object]) -> None:
 def metric(service: RunningService, name: str, **labels: str) -> float:
     """The sum over a metric's series with these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    lines = httpx2.get(f"{service.url}/metrics", timeout=60).text.splitlines()
+    lines = httpx2.get(f"{service.url}/metrics", timeout=300).text.splitlines()
     series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))

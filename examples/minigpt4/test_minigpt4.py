@@ -199,7 +199,7 @@ def test_without_the_package_there_is_no_such_family(checkpoint: Path) -> None:
 def test_the_command_line_lists_it(installed: Path) -> None:
     command = [str(Path(sys.executable).with_name("mindie-mm")), "models", "--json"]
     env = os.environ | {"PYTHONPATH": str(installed)}
-    listed = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60, env=env).stdout)
+    listed = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=300, env=env).stdout)
     (found,) = [family for family in listed if family["name"] == "minigpt4"]
     assert found["kinds"] == ["image"]
 
@@ -211,7 +211,7 @@ def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -
     urls = [data_url(Image.fromarray(image)) for image in images]
     with (
         running_service(settings, tmp_path / "log", checkpoint, environment={"PYTHONPATH": str(installed)}) as running,
-        httpx2.Client(base_url=running.url, timeout=60) as http,
+        httpx2.Client(base_url=running.url, timeout=300) as http,
     ):
         answers = []
         for image, url in zip(images, urls, strict=True):

@@ -64,7 +64,7 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
             release(path_file)
         device = engine.info.device
         await engine.close()
-        _, alive = psutil.wait_procs(seen, timeout=120)
+        _, alive = psutil.wait_procs(seen, timeout=300)
         left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         return {"found": found, "again": again, "device": device, "left": left}
 

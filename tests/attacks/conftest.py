@@ -94,7 +94,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     good = asking("image", data_url(picture("red", (220, 40, 40), "square", x=0.4)))
     with (
         running_service(settings, folder / "log") as service,
-        httpx2.Client(base_url=service.url, timeout=60) as http,
+        httpx2.Client(base_url=service.url, timeout=300) as http,
     ):
         _wait_until_populated(service)
         answers = {http.post(CHAT, json=good).json()["choices"][0]["message"]["content"] for _ in range(2)}

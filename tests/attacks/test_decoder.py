@@ -49,7 +49,7 @@ def tokenizer(service: RunningService) -> psutil.Process:
 
 
 def ask(service: RunningService, kind: str, data: bytes) -> httpx2.Response:
-    return httpx2.post(service.url + CHAT, json=with_bytes(kind, data), timeout=60)
+    return httpx2.post(service.url + CHAT, json=with_bytes(kind, data), timeout=300)
 
 
 def said(service: RunningService, kind: str, data: bytes) -> str:
@@ -86,7 +86,7 @@ def test_caps_of_a_request(kind: str, message: str, limited: RunningService) -> 
     body = with_bytes(kind, data)
     content = body["messages"][0]["content"]
     content.insert(0, content[0])
-    answer = httpx2.post(limited.url + CHAT, json=body, timeout=60)
+    answer = httpx2.post(limited.url + CHAT, json=body, timeout=300)
     assert answer.status_code == 400, answer.text
     assert re.search(message.replace("(", r"\(", 1).replace(")", r"\)", 1), answer.json()["error"]["message"])
 

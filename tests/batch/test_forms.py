@@ -325,7 +325,7 @@ def test_a_sparse_file_in_a_tar_is_left_out(folder: Path, tmp_path: Path) -> Non
         file.truncate(2**40)
     (tmp_path / "1.jpg").write_bytes((folder / "0.jpg").read_bytes())
     command = ["tar", "--sparse", "-C", str(tmp_path), "-cf", str(tmp_path / "s.tar"), "0.jpg", "1.jpg"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     made(settings(tmp_path / "s.tar"), tmp_path / "run")
     assert [(sample.id, sample.error) for sample in Dataset(tmp_path / "run")] == [("1", None)]
 

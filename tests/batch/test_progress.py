@@ -40,7 +40,7 @@ def test_a_line_comes_when_it_is_time_and_no_row_is_done(style) -> None:
     out = Lines()
     with shown(style, out, interval_s=0.01) as show:
         show(DONE, EARLIER)
-        assert all(out.written.acquire(timeout=120) for _ in range(3))
+        assert all(out.written.acquire(timeout=300) for _ in range(3))
     lines = out.getvalue().splitlines()
     if style == "auto":
         assert re.fullmatch(r"300 rows, 2 failed, [\d.]+ rows/s, [\d.]+ MB/s, 75%, [\d:]+ left", lines[-1])

@@ -237,7 +237,7 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
     workers = psutil.Process(process.pid).children() if process.poll() is None else []
     process.kill()
     process.wait()
-    psutil.wait_procs(workers, timeout=120)
+    psutil.wait_procs(workers, timeout=300)
     assert not any(worker.is_running() for worker in workers), "they end with their parent"
     assert not (tmp_path / "run/manifest.json").exists()
     made(settings(lines), tmp_path / "run")
@@ -291,7 +291,7 @@ def test_a_signal_to_all_while_a_worker_starts(sent, status, tmp_path):
             assert process.poll() is None
             time.sleep(0.001)
         os.killpg(process.pid, sent)
-        assert process.wait(60) == status
+        assert process.wait(300) == status
         wait_until(lambda: not any(map(runs, workers)))
     finally:
         process.kill()
@@ -308,7 +308,7 @@ def test_an_interrupt_while_standard_input_is_awaited(tmp_path):
             assert process.poll() is None
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1].endswith(b"Interrupted: run the same command again to continue\n")
+        assert process.communicate(timeout=300)[1].endswith(b"Interrupted: run the same command again to continue\n")
         assert process.returncode == 130
     finally:
         process.kill()
@@ -328,7 +328,7 @@ def test_an_interrupt_ends_it_though_a_worker_waits_for_a_file(tmp_path):
     try:
         with fifo.open("wb"):  # opens when the worker has begun to read it
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(300) == 130
     finally:
         process.kill()
         process.wait()

@@ -35,7 +35,7 @@ def dead(script, *arguments):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     return ended.stdout.split()
@@ -98,7 +98,7 @@ try:
 finally:
     print(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     slow = {"numpy", "torch", "transformers", "msgspec", "rich", "fastapi", "asyncio", "PIL", "pydantic", "service"}
     if command == ["--help"]:  # which reads all commands' options, and so the settings
         slow -= {"msgspec"}
@@ -257,7 +257,7 @@ def test_another_user_sees_and_takes_nothing(dead_arena, arena, path_file, tmp_p
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
             env={key: value for key, value in os.environ.items() if not key.startswith("MINDIE_MM")},
         )
 

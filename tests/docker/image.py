@@ -133,7 +133,7 @@ class Image:
         """HEALTHCHECK's verdict, run inside."""
         root, words = self.stage.root, _words(self.stage.env | dict(env))
         command = ["chroot", str(root), "env", f"--chdir={self.stage.workdir}", "-i", *words, *self.healthcheck]
-        return subprocess.run(command, capture_output=True, check=False, timeout=120).returncode == 0
+        return subprocess.run(command, capture_output=True, check=False, timeout=300).returncode == 0
 
 
 def free_port() -> int:
@@ -156,7 +156,7 @@ def stop(process: subprocess.Popen[str]) -> int:
     """SIGTERM to process 1, as `docker stop` sends it, and its exit status."""
     (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
     os.kill(int(first), signal.SIGTERM)
-    return process.wait(60)
+    return process.wait(300)
 
 
 def base(cache: Path) -> Path:

@@ -33,7 +33,7 @@ def plain(value: object) -> str:
 
 def validate(file: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("check-jsonschema")), "--builtin-schema", "vendor.compose-spec"]
-    return subprocess.run([*command, str(file)], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([*command, str(file)], capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_it_is_one() -> None:

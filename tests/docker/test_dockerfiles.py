@@ -32,7 +32,7 @@ HADOLINT = Path(sys.executable).with_name("hadolint")
 
 def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
     command = [str(HADOLINT), "--no-color", "--failure-threshold", "style", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 def args(device: str) -> dict[str, str]:

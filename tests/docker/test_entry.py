@@ -29,7 +29,7 @@ def environment(port: int) -> dict[str, str]:
 
 
 def is_healthy(env: dict[str, str]) -> bool:
-    return subprocess.run(healthcheck(LAST), env=env, capture_output=True, check=False, timeout=120).returncode == 0
+    return subprocess.run(healthcheck(LAST), env=env, capture_output=True, check=False, timeout=300).returncode == 0
 
 
 def probes() -> set[str]:
@@ -49,7 +49,7 @@ def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
             of(LAST, "ENTRYPOINT")[0].argv, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
         )
     try:
-        with httpx2.Client(base_url=ready(process, log), timeout=60) as http:
+        with httpx2.Client(base_url=ready(process, log), timeout=300) as http:
             assert is_healthy(env)
             assert {path: http.get(path).status_code for path in probes()} == dict.fromkeys(probes(), 200)
             assert http.get("/shm").status_code == 401, "all else asks for the key"
@@ -58,7 +58,7 @@ def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
         assert DEFAULT_SHM_BYTES < reserved < nbytes(plain(FOUND["services"]["cpu"]["shm_size"]))
     finally:
         process.terminate()
-        status = process.wait(60)
+        status = process.wait(300)
         assert process.stdout is not None
         process.stdout.close()
     assert status == 0, log.read_text()[-2000:]

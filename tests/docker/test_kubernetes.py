@@ -37,7 +37,7 @@ def built(device: str) -> dict[str, dict[str, Any]]:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl, which puts overlays together")
     command = ["kubectl", "kustomize", str(MANIFESTS / device)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return {one["kind"]: one for one in yaml.safe_load_all(done.stdout)}
 

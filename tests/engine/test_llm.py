@@ -247,7 +247,7 @@ def test_closing_ends_what_other_threads_wait_for(random_checkpoint):
             time.sleep(0.01)
         llm.close()
         with pytest.raises(InputError, match="the LLM is closed"):
-            waiting.result(timeout=120)
+            waiting.result(timeout=300)
 
 
 def test_a_forked_process_has_no_part_in_it(llm):

@@ -49,7 +49,7 @@ def ask(service: RunningService) -> tuple[int, str]:
         f"{service.url}/v1/chat/completions", body(max_tokens=16), {"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, json.load(answer)["choices"][0]["message"]["content"]
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["message"]
@@ -64,7 +64,7 @@ def streamed(service: RunningService) -> socket.socket:
     """The connection of a streamed answer whose first event has come: its picture is in shared memory."""
     host = urlsplit(service.url)
     data = body(max_tokens=60, ignore_eos=True, stream=True)
-    connection = socket.create_connection((host.hostname, host.port), timeout=60)
+    connection = socket.create_connection((host.hostname, host.port), timeout=300)
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += "Content-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

@@ -41,13 +41,13 @@ class Names:
             self.asked[host] += 1
         self._begun.release()
         if host.endswith(".dead"):
-            assert self.go.wait(60)
+            assert self.go.wait(300)
         return self._system("127.0.0.1" if host.endswith((".dead", ".live")) else host, *args, **kwargs)
 
     async def wait_for(self, num_lookups: int) -> None:
         """Until so many more have begun."""
         for _ in range(num_lookups):
-            assert await asyncio.to_thread(self._begun.acquire, timeout=120)
+            assert await asyncio.to_thread(self._begun.acquire, timeout=300)
 
 
 @pytest.fixture
@@ -150,6 +150,6 @@ try:
 except MediaError as error:
     print(error)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert ended.stdout == "fetching from a.dead took longer than the limit of 0.1 s\n"
     assert ended.stderr == ""

@@ -134,7 +134,7 @@ def answer(url: str, items: Items, count: int) -> list[int]:
         for kind, value in item.items()
     ]
     body = {"inputs": inputs, "chat_template": False, "parameters": {"max_new_tokens": count, "details": True}}
-    said = httpx2.post(f"{url}/infer", json=body, timeout=60).json()
+    said = httpx2.post(f"{url}/infer", json=body, timeout=300).json()
     assert "details" in said, said
     found: list[int] = said["details"]["generated_token_ids"]
     return found

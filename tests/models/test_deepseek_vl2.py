@@ -154,7 +154,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         with running_service(settings, tmp_path / "log", path) as running:
             for token, shown in [*enumerate(tags, IMAGE + 1), (IMAGE + 6, ""), (IMAGE + 7, ""), (EOS, "")]:
                 body = {"prompt": "a", "max_tokens": 1, "temperature": 0, "logit_bias": {token: 100}}
-                said = httpx2.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
+                said = httpx2.post(f"{running.url}/v1/completions", json=body, timeout=300).json()
                 assert said["choices"][0]["text"] == shown
         with LLM(path) as llm:
             params = SamplingParams(max_tokens=2, temperature=0, logit_bias={IMAGE + 3: 100})

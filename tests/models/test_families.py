@@ -45,7 +45,7 @@ def test_names_are_listed_without_importing_a_family():
         "loaded = [name for name in names if f'mindie_mm.models.{name}' in sys.modules]; "
         "assert not loaded and 'transformers' not in sys.modules, loaded"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_every_family_says_what_it_is():

@@ -190,7 +190,7 @@ class TestFlorence2(Seq2SeqContract):
         settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25, "dtype": "float32"}
         with (
             running_service(settings, tmp_path / "log", path) as running,
-            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
         ):
             bias = {str(token): value for token, value in likely.items()}
             ask = partial(client.chat.completions.create, model=running.model, temperature=0, logit_bias=bias)

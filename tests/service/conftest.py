@@ -63,13 +63,13 @@ def service(
 
 @pytest.fixture(scope="session")
 def client(service: RunningService) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def http(service: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=service.url, timeout=60) as made:
+    with httpx2.Client(base_url=service.url, timeout=300) as made:
         yield made
 
 

@@ -31,7 +31,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="module")
 def bare(guarded: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=guarded.url, timeout=60) as made:
+    with httpx2.Client(base_url=guarded.url, timeout=300) as made:
         yield made
 
 

@@ -348,7 +348,7 @@ def test_a_body_that_is_packed(service: RunningService, name: str) -> None:
         head += b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
     else:
         head += b"Transfer-Encoding: gzip, chunked\r\n\r\n%x\r\n" % len(packed) + packed + b"\r\n0\r\n\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=300) as connection:
         connection.sendall(head)
         with connection.makefile("rb") as file:
             answer = file.read()
@@ -461,7 +461,7 @@ def test_a_body_that_is_too_large(service: RunningService, client: openai.OpenAI
 def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
     host = urlsplit(service.url)
     assert host.hostname is not None
-    with socket.create_connection((host.hostname, host.port or 80), timeout=120) as connection:
+    with socket.create_connection((host.hostname, host.port or 80), timeout=300) as connection:
         connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(9):

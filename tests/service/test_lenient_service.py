@@ -57,7 +57,7 @@ def chat(media: list[str], text: str, **changes: Any) -> dict[str, Any]:
 
 
 def post(service: RunningService, path: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = httpx2.post(service.url + path, json=body, timeout=60)
+    answer = httpx2.post(service.url + path, json=body, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -109,7 +109,7 @@ def children(service: RunningService, module: str) -> list[psutil.Process]:
 
 def wait_for_health(service: RunningService, status: int) -> httpx2.Response:
     deadline = time.monotonic() + 60
-    while (answer := httpx2.get(f"{service.url}/health", timeout=120)).status_code != status:
+    while (answer := httpx2.get(f"{service.url}/health", timeout=300)).status_code != status:
         assert time.monotonic() < deadline, answer.text
     return answer
 
@@ -134,7 +134,7 @@ def test_an_engine_that_dies_fails_what_has_output_and_comes_back(lenient: Runni
     host = urlsplit(lenient.url)
     data = json.dumps(body | {"stream": True}).encode()
     with (
-        socket.create_connection((str(host.hostname), host.port or 80), timeout=120) as stream,
+        socket.create_connection((str(host.hostname), host.port or 80), timeout=300) as stream,
         ThreadPoolExecutor(1) as pool,
     ):
         begun = metric(lenient, "time_to_first_token_seconds_count")

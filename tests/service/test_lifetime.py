@@ -28,7 +28,7 @@ def post(service: RunningService, path: str, body: dict[str, Any]) -> socket.soc
     """Sends a request and returns its connection, on which nothing has been read."""
     host = urlsplit(service.url)
     assert host.hostname is not None
-    connection = socket.create_connection((host.hostname, host.port or 80), timeout=120)
+    connection = socket.create_connection((host.hostname, host.port or 80), timeout=300)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     head += "Content-Type: application/json\r\n\r\n"

@@ -29,7 +29,7 @@ from tools.serving import RunningService
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMIT = 3
-WAIT_S = 60.0
+WAIT_S = 300.0
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 MORE_THAN_SOCKETS_HOLD: dict[str, Any] = {
     "prompt": [[5 + index % 50 for index in range(1000)]],

@@ -42,7 +42,7 @@ def talk(
     log = folder / f"log-{request.param}"
     given = settings | {"log_format": "json", "log_level": "debug", "spool": folder / "spool", "api_key": KEY}
     with running_service(given | {"log_prompts": request.param, "strict": request.param}, log) as service:
-        with httpx2.Client(base_url=service.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        with httpx2.Client(base_url=service.url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as http:
             converse(http, red_square, strict=request.param)
         assert service.stop() == 0
     return request.param, log.read_text(), red_square, service
@@ -162,7 +162,7 @@ def streaming(service: RunningService, n: int) -> Iterator[Any]:
     """An answer of `n` choices that has begun, as its response."""
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     body = {"prompt": PROMPT, "n": n, "max_tokens": limit // 2, "ignore_eos": True, "stream": True}
-    with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, timeout=300) as response:
         assert response.status_code == 200
         yield response
 

@@ -106,7 +106,7 @@ class Situation:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
             env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "MINDIE_MM_SPOOL": str(self.spool)},
         )
         assert (ended.returncode, ended.stderr) == (0, ""), (command, ended)

@@ -17,7 +17,7 @@ from tests import warm
 def refused(*flags: object) -> str:
     """What a service says that does not start for a setting that is to be mended."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--port", 0, *flags]
-    ended = warm.run(command, timeout=60, env=os.environ | {"MINDIE_MM_LOG_FORMAT": "text"})
+    ended = warm.run(command, timeout=300, env=os.environ | {"MINDIE_MM_LOG_FORMAT": "text"})
     assert ended.returncode == 2, ended.stderr
     said = [line for line in ended.stderr.splitlines() if "mindie_mm.settings: " not in line]
     assert len(said) == 1, "neither a trace nor a word of loading"
@@ -75,7 +75,7 @@ def test_an_origin_that_no_browser_sends(origin: str) -> None:
 def test_a_misspelt_variable_is_in_the_log(tmp_path: Path) -> None:
     """And the start goes on: here to a mistake that ends it."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
-    ended = warm.run([*command, "--port", 0], timeout=60, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
+    ended = warm.run([*command, "--port", 0], timeout=300, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
     assert " WARNING api[" in ended.stderr
     assert "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?" in ended.stderr
     assert "a-value" not in ended.stderr

@@ -54,7 +54,7 @@ def hearing(
 
 @pytest.fixture(scope="module")
 def listener(hearing: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=hearing.url, timeout=60) as made:
+    with httpx2.Client(base_url=hearing.url, timeout=300) as made:
         yield made
 
 
@@ -132,7 +132,7 @@ def test_formats(listener: httpx2.Client, sounds: Path, name: str) -> None:
 
 
 def test_the_openai_client_streams(hearing: RunningService, sounds: Path) -> None:
-    with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         content: Any = [input_audio((sounds / "tone.mp3").read_bytes()), {"type": "text", "text": "What?"}]
         chunks = client.chat.completions.create(
             model="omni", messages=[{"role": "user", "content": content}], max_tokens=6, temperature=0, stream=True
@@ -177,6 +177,6 @@ def test_what_cannot_be_heard_is_the_callers_mistake(listener: httpx2.Client, da
 def test_a_family_that_hears_nothing_says_so(random_checkpoint: Path, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
     with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as deaf:
-        answer = httpx2.post(f"{deaf.url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx2.post(f"{deaf.url}/v1/chat/completions", json=body, timeout=300)
     assert answer.status_code == 400
     assert "takes no audio; it takes image, video" in answer.json()["error"]["message"]

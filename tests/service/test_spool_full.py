@@ -212,7 +212,7 @@ def test_the_service_says_come_again(tmp_path: Path) -> None:
     settings |= {"allow_private_media": True}
     with (
         running_service(settings, tmp_path / "log", TINY) as running,
-        httpx2.Client(base_url=running.url, timeout=60) as http,
+        httpx2.Client(base_url=running.url, timeout=300) as http,
         socket.create_server(("127.0.0.1", 0)) as listener,
         ThreadPoolExecutor() as threads,
     ):

@@ -64,7 +64,7 @@ def test_files_that_stall_hold_up_nobody_else(
         files = [str(folder / f"stalled-{request}-{number}.jpg") for number in range(NUM_FILES)]
         return post(stalling, "/tokenize", {"inputs": [{"image": file} for file in files]})
 
-    with ExitStack() as stack, httpx2.Client(base_url=stalling.url, timeout=120) as http:
+    with ExitStack() as stack, httpx2.Client(base_url=stalling.url, timeout=300) as http:
         waiting = [stack.enter_context(stall(request)) for request in range(NUM_REQUESTS)]
         for _ in range(NUM_REQUESTS * NUM_FILES):
             stack.enter_context(mount.accept()[0])

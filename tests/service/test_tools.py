@@ -33,7 +33,7 @@ def handy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object])
 
 @pytest.fixture(scope="module")
 def handy_http(handy: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=handy.url, timeout=60) as made:
+    with httpx2.Client(base_url=handy.url, timeout=300) as made:
         yield made
 
 

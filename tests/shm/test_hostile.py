@@ -83,7 +83,7 @@ def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[sub
 def run(prefix: tuple[str, ...], script: str, *args: object) -> list[str]:
     """What a script says; AssertionError if a signal ends it."""
     command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}"
     return done.stdout.splitlines()
 
@@ -343,7 +343,7 @@ def test_pieces_that_go_round_in_a_circle_hang_nobody(arena: Arena, size: int) -
         words[round_about + SIZE], words[round_about + NEXT] = size, 1 + other.block
         words.release()
     with process((), CIRCLE, ref.arena, ref.block, ref.generation) as reader:
-        said, _ = reader.communicate(timeout=120)
+        said, _ = reader.communicate(timeout=300)
     assert said.split() == ["missing", "seen"]
     for one in (ref, other):
         free(one)

@@ -320,7 +320,7 @@ from mindie_mm.tokenize import Tokenizer
 tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
 print(len(tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}])))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) > 4  # that no arena is left, the fixture of all tests says
 
 
@@ -342,7 +342,7 @@ if __name__ == "__main__":
     raise SystemExit(process.exitcode)
 """
     (spool / "work.py").write_text(script)
-    subprocess.run([sys.executable, spool / "work.py"], timeout=120, check=True)
+    subprocess.run([sys.executable, spool / "work.py"], timeout=300, check=True)
 
 
 def test_its_own_arena_goes_on_close_and_it_takes_nothing_then(checkpoint_path, spool):

@@ -52,7 +52,7 @@ def test_files_and_their_headers(service: RunningService, path: str) -> None:
     ],
 )
 def test_there_is_no_other(service: RunningService, path: str) -> None:
-    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=120)  # sends the path as it is
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=300)  # sends the path as it is
     connection.request("GET", path)
     answer = connection.getresponse()
     assert answer.status == 404

@@ -28,7 +28,7 @@ def busy(service: RunningService) -> Iterator[ExitStack]:
     content = [{"image": data_url(picture("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
     body = {"messages": [{"role": "user", "content": content}]} | LONG
     with ExitStack() as stack:
-        client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=60))
+        client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=300))
         for _ in range(2):
             answer = stack.enter_context(client.stream("POST", "/v1/chat/completions", json=body))
             assert answer.status_code == 200
