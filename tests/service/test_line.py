@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.messages import TokenizeRequest
 from service.line import _checked
@@ -25,7 +26,7 @@ def test_media_take_no_part_in_the_check() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 8 * MiB}}, {"text": "What is it?"}]
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    media, with_files = _checked(TokenizeRequest(messages=[{"role": "user", "content": parts}]), 1)
+    media, with_files = _checked(TokenizeRequest(messages=[{"role": "user", "content": parts}]), ServiceConfig())
     assert tracemalloc.get_traced_memory()[1] - before < MiB
     assert len(media) == 1
     assert with_files(iter([Path("/spool/1.png")])).messages == [
@@ -45,4 +46,4 @@ def test_media_take_no_part_in_the_check() -> None:
 )
 def test_what_no_message_to_a_tokenizer_holds(request_: TokenizeRequest) -> None:
     with pytest.raises(InputError, match=r"^the (request|prompt) holds an? .*lone surrogate"):
-        _checked(request_, 1)
+        _checked(request_, ServiceConfig())
