@@ -78,6 +78,13 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
         Dataset(folder.parent)
 
 
+def test_a_dataset_is_read_wherever_its_process_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    dataset = Dataset(folder.name)
+    monkeypatch.chdir("/")
+    assert dataset[0].ids is not None
+
+
 def test_a_run_is_read_through_links(folder: Path, linked: Path) -> None:
     for found, own in zip(Dataset(linked), Dataset(folder), strict=True):
         for arrays, expected in zip(found.arrays, own.arrays, strict=True):

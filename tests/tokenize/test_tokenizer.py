@@ -371,6 +371,21 @@ def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_
         attach(ref).verify()
 
 
+def test_its_own_arena_is_replaced_when_it_is_taken_away_in_the_midst(checkpoint_path, spool, monkeypatch):
+    own, left = Arena.allocate, iter([True])
+
+    def allocate(arena, *arguments, **settings):
+        if next(left, False):
+            arena.path.unlink()
+            arena._file._seen_ns = 0  # as if it had been looked at a while ago
+        return own(arena, *arguments, **settings)
+
+    monkeypatch.setattr(Arena, "allocate", allocate)
+    with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
+        ids = tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}])
+        attach(Ref.from_words(*ids[ids < 0].tolist())).verify()
+
+
 def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
     image = {"image": str(spool / "image" / "0.jpg")}
     with Arena.create(2**20, quota_bytes=60_000) as arena:
