@@ -202,7 +202,7 @@ class ServiceConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged: debug, info, warning or error. Other libraries never log at debug."""
     strict: bool = False
-    """Refuse requests with unknown keys in items or content parts. Off: ignore such keys, with one warning per key."""
+    """Refuse chats with unknown keys in content parts. Off: ignore such keys, with one warning per key."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None

@@ -123,7 +123,7 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
             request, messages=messages_with_paths(messages, paths)
         )
     if request.items is not None:
-        items = parse_inputs(request.items, strict=config.strict)
+        items = parse_inputs(request.items)
         return media_of(items), lambda paths: replace(request, items=with_paths(items, paths))
     pieces = from_webui_prompt(request.text or "", config.max_media_items)
     if media := media_of(pieces):

@@ -36,12 +36,12 @@ _JPEG_FRAMES = "data:video/jpeg;base64,"
 """What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
 
 
-def parse_inputs(inputs: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Item]:
-    """Return the items of a `List[Dict]`, in order. InputError names the index, the key and the limit.
+def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Validate a `List[Dict]` and return its items. InputError names the index, the key and the limit.
 
-    Unknown keys are refused if `strict`, else as in `pass_over`.
+    Unknown keys are refused. Chats' content parts are more lenient, as `parse_parts` says.
     """
-    return list(parse_parts(inputs, "inputs", strict=strict))
+    return list(parse_parts(inputs, "inputs", strict=True))
 
 
 def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool = False) -> tuple[Item, ...]:
