@@ -1,6 +1,7 @@
-"""Portable anymaps (PBM, PGM, PPM, and PFM of one channel), which Pillow decodes in Python, a sample at a time.
+"""Decoder of portable anymaps: PBM, PGM, PPM, and PFM with one channel.
 
-Source: netpbm.sourceforge.net/doc/pbm.html and its neighbours.
+Pillow decodes these formats in Python, one sample at a time, which is too slow. The formats are specified at
+netpbm.sourceforge.net/doc/pbm.html and the pages beside it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mindie_mm.media.colours import scaled_floats, scaled_integers
 
 ANYMAP_START = re.compile(rb"P[1-6f][\s#]")
 MAX_COMMENTS = 1000
-"""Most comments between samples that are text."""
+"""Maximum number of comments between the samples of a plain (text) anymap."""
 _MAX_HEAD = 2**16
-"""Most bytes of a header, comments included."""
+"""Maximum size of a header in bytes, including comments."""
 _GAP = rb"(?:\s|#[^\r\n]*+[\r\n])++"
 _NUMBER = _GAP + rb"([0-9]{1,10})"
 _HEADS = (
@@ -36,23 +37,29 @@ _PIECE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Anymap:
-    """A portable anymap whose header was read, and checked against the caps, but that is not decoded yet."""
+    """A portable anymap whose header has been read and checked against the caps. The samples are not decoded yet."""
 
     height: int
     width: int
     kind: bytes
-    """The digit or letter behind the P."""
+    """The digit or letter after the P of the magic number."""
     scale: bytes
-    """Largest value of a sample; the scale and order of bytes of floats; none of bits."""
+    """Maximum sample value, or scale and byte order of a PFM. Empty for PBM."""
     raster: memoryview
 
     @classmethod
     def open(cls, data: bytes) -> Anymap:
-        """Read the header of `data`. Raises MediaError for one that cannot be read, LimitExceeded."""
+        """Read the header of `data`.
+
+        Raises:
+            MediaError: The header is malformed.
+            LimitExceeded: The image has too many pixels or comments.
+
+        """
         head = data[:_MAX_HEAD]
         found = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
         if found is None:
-            raise MediaError(f"the {len(data)} bytes are no readable image (a portable anymap without its header)")
+            raise MediaError(f"the {len(data)} bytes are no readable image (a portable anymap without a valid header)")
         width, height = int(found[2]), int(found[3])
         if not width or not height:
             raise MediaError(f"the portable anymap has {width}x{height} pixels")
@@ -63,7 +70,12 @@ class Anymap:
         return cls(height, width, found[1], scale, memoryview(data)[found.end() :])
 
     def decode(self) -> NDArray[np.uint8]:
-        """Return uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
+        """Return RGB pixels, uint8 [height, width, 3].
+
+        Raises:
+            MediaError: The image is broken or truncated.
+
+        """
         try:
             grey_or_rgb = self._samples()
         except (ValueError, OverflowError):
@@ -73,13 +85,13 @@ class Anymap:
         return np.ascontiguousarray(np.broadcast_to(grey_or_rgb, (self.height, self.width, 3)))
 
     def _samples(self) -> NDArray[np.uint8]:
-        """uint8 [height, width, 1 or 3]. ValueError."""
+        """Return uint8 [height, width, 1 or 3]. Raise ValueError if the samples are broken."""
         if self.kind in b"14":
             return self._bits()
         if self.kind == b"f":
             scale = float(self.scale)
             floats = self._binary("<f4" if scale < 0 else ">f4", 1)
-            return scaled_floats(floats[::-1])  # rows go upwards
+            return scaled_floats(floats[::-1])  # PFM stores the bottom row first
         most = int(self.scale)
         if not 1 <= most <= 65535:
             raise ValueError(most)
@@ -90,14 +102,14 @@ class Anymap:
         if most == 255:
             as_they_are: NDArray[np.uint8] = values.astype(np.uint8)
             return as_they_are
-        if most == 65535:  # what writers of any depth state
+        if most == 65535:  # writers state 65535 whatever the real depth is
             return scaled_integers(values, None)
         table = np.rint(np.arange(most + 1) * 255 / most).astype(np.uint8)
         scaled: NDArray[np.uint8] = table[values]
         return scaled
 
     def _bits(self) -> NDArray[np.uint8]:
-        """White where a bit is 0."""
+        """Return 255 (white) for each 0 bit and 0 (black) for each 1 bit."""
         num_pixels = self.height * self.width
         if self.kind == b"4":
             row_bytes = -(-self.width // 8)
@@ -120,10 +132,12 @@ class Anymap:
         count = self.height * self.width * channels
         text = _COMMENT.sub(b" ", self.raster).translate(_BLANKS)
         if 2 * count - 1 > len(text) or text.translate(None, b" 0123456789"):
-            raise ValueError("too few samples, or what is no number")
+            raise ValueError("too few samples, or a sample that is not a number")
         values, num_found, start = np.empty(count, np.int64), 0, 0
         while num_found < count and start < len(text):
-            stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(text)  # lists of all would take 40 bytes for each
+            stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(
+                text
+            )  # one list of all would take 40 bytes a sample
             piece = list(map(int, text[start:stop].split()))[: count - num_found]
             values[num_found : num_found + len(piece)] = piece
             num_found, start = num_found + len(piece), stop

@@ -26,10 +26,12 @@ CONTAINERS = (
     *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
     *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
 )
-"""Containers that are opened, told by content: those of sound, and those of videos, of which the sound is taken (mov is
-MP4 and M4A too, matroska WebM too; mpeg is program streams). No playlists."""
+"""Supported containers, detected by content. Video containers are supported for their sound.
+
+`mov` includes MP4 and M4A, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported.
+"""
 _PASSED_OVER = (*BARE, "mpegts", "mpeg")
-"""Containers in which what does not decode is passed over: a broadcast is cut in the midst of a frame."""
+"""Containers in which packets that do not decode are skipped. Broadcast recordings start in the middle of a frame."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Lowest and highest rate of a source, samples a second."""
 MAX_CHANNELS = 64
@@ -48,19 +50,25 @@ Samples = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EncodedAudio:
-    """A clip whose container was read, and checked against the caps, but that is not decoded yet."""
+    """A clip whose container has been read and checked against the caps. The samples are not decoded yet."""
 
     rate: int
-    """Samples a second, of each channel, as the container states it; decoders know better."""
+    """Sampling rate in Hz, as the container states it. The decoder may report another rate."""
     data: bytes
     max_source_samples: int
-    """Of one channel, that are decoded; as float32 they are kept until they are resampled."""
+    """Maximum number of decoded samples per channel. They are kept as float32 until they are resampled."""
     max_pixels: int
-    """Of a cover picture, which has no use here."""
+    """Maximum size in pixels of an embedded cover picture."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedAudio:
-        """Reads the container of `data`; decodes nothing. MediaError for what is no sound, LimitExceeded."""
+        """Read the container of `data` without decoding it.
+
+        Raises:
+            MediaError: The data are not readable as sound.
+            LimitExceeded: The clip exceeds a cap.
+
+        """
         limits = caps()
         unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
@@ -76,9 +84,12 @@ class EncodedAudio:
         return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
-        """The first `max_samples`, or fewer, at `rate` samples a second; what lies behind them is not decoded.
+        """Return the first `max_samples` samples, or fewer, at `rate` Hz. The rest of the clip is not decoded.
 
-        MediaError for a broken clip, LimitExceeded where that many take more than `max_source_samples`.
+        Raises:
+            MediaError: The clip is broken.
+            LimitExceeded: More than `max_source_samples` must be decoded.
+
         """
         pieces: list[Samples] = []
         num_samples, own_rate = 0, self.rate

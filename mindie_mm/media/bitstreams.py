@@ -1,4 +1,4 @@
-"""What packets say of themselves without being decoded. Names of H.264 are those of ITU-T H.264."""
+"""Inspection of video packets without decoding them. Names of H.264 syntax elements follow ITU-T H.264."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from collections.abc import Iterator
 
 _IDR, _SPS = 5, 7
 _AVCC = 1
-"""First byte of the codec data of an MP4 or Matroska, where each unit follows its length; else start codes divide."""
+"""First byte of the extradata of MP4 and Matroska, where a length precedes each NAL unit. Others use start codes."""
 _START_CODE = b"\0\0\1"
 _MAX_UNITS = 64
-"""Units of a packet that are looked at: the first of its picture is among them."""
+"""Number of NAL units of a packet that are inspected. The first slice of the picture is among them."""
 _MOST_UNITS = 2**10
-"""Most units of a packet that is taken to be whole."""
+"""Maximum number of NAL units in a packet that counts as whole."""
 _VP8_START, _JPEG_START = b"\x9d\x01\x2a", b"\xff\xd8"
 _SPS_BYTES = 128
-"""Bytes in which the flag for fields lies: 12 scaling lists of up to 64 numbers are no real encoder's."""
+"""Number of bytes of a sequence parameter set in which frame_mbs_only_flag is searched.
+
+Only 12 full scaling lists would move the flag further back, and no real encoder writes them.
+"""
 _WITH_CHROMA = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
-"""Values of profile_idc whose sequence parameter sets have a chroma format and scaling lists."""
+"""Values of profile_idc for which a sequence parameter set has a chroma format and scaling lists."""
 
 
 def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
-    """Return whether a packet of `codec` looks whole: no part of a download that zeros or other data stand for.
+    """Return whether a packet of `codec` looks complete. In a broken download, zeros or other data replace parts.
 
-    H.264 and HEVC of an MP4 or Matroska are units whose lengths add up; others are told by how a packet begins.
+    In MP4 and Matroska the lengths of the NAL units of H.264 and HEVC must add up to the size of the packet. For other
+    codecs only the beginning of the packet is checked.
     """
     if codec in ("h264", "hevc"):
         width = _length_bytes(codec, extradata)
         return not width or _adds_up(packet, width)
-    if codec == "vp8":  # all but frames that refer to others have a start code
+    if codec == "vp8":  # only key frames have a start code
         return bool(packet[0] & 1) or bytes(packet[3:6]) == _VP8_START
     if codec == "vp9":
         return packet[0] >> 6 == 2
@@ -37,18 +41,18 @@ def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
 
 
 def is_idr(packet: memoryview, extradata: bytes | None) -> bool:
-    """Return whether a packet's picture is an IDR picture: nothing from it on refers to what was before.
+    """Return whether the picture of a packet is an IDR picture. No later picture refers to one before it.
 
-    Other keyframes are points at which a picture becomes whole again, perhaps only some frames later.
+    Other keyframes are recovery points. The picture may be complete only some frames later.
     """
     return any(packet[at] & 31 == _IDR for at in _units(packet, extradata))
 
 
 def has_fields(packet: memoryview | None, extradata: bytes | None) -> bool:
-    """Return whether a picture may be coded as two fields, which may lie in a packet each.
+    """Return whether pictures may be coded as two fields, possibly in separate packets.
 
-    Looked for in the parameter sets of `packet`, a keyframe, and of the stream if it is None. A set that cannot be read
-    may say so.
+    The parameter sets of `packet`, a keyframe, are read, or those in `extradata` if `packet` is None. A parameter set
+    that cannot be read counts as one that allows fields.
     """
     if packet is not None:
         return any(_allows_fields(packet[at:]) for at in _units(packet, extradata) if packet[at] & 31 == _SPS)
@@ -66,7 +70,7 @@ def has_fields(packet: memoryview | None, extradata: bytes | None) -> bool:
 
 
 def _length_bytes(codec: str, extradata: bytes | None) -> int:
-    """Return of how many bytes the lengths of units are; 0 where start codes divide them."""
+    """Return the size in bytes of the length field of NAL units, or 0 if start codes separate the units."""
     place = 4 if codec == "h264" else 21
     if not extradata or extradata[0] != _AVCC or len(extradata) <= place:
         return 0
@@ -84,7 +88,7 @@ def _adds_up(packet: memoryview, width: int) -> bool:
 
 
 def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
-    """Yield where the first units of `data` begin."""
+    """Yield the offsets of the first NAL units of `data`."""
     if width := _length_bytes("h264", extradata):
         at = 0
         for _ in range(_MAX_UNITS):
@@ -93,7 +97,7 @@ def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
             yield at + width
             at += width + int.from_bytes(data[at : at + width])
         return
-    # A look at the beginning is enough, for slices follow what is short; a whole packet would be copied to be searched.
+    # Only short units precede the slices. Searching the whole packet would copy it.
     head = bytes(data[:4096])
     place = -1
     for _ in range(_MAX_UNITS):
@@ -104,7 +108,7 @@ def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
 
 
 def _allows_fields(unit: memoryview) -> bool:
-    """Return whether a sequence parameter set says frame_mbs_only_flag 0, or ends before it."""
+    """Return whether frame_mbs_only_flag of a sequence parameter set is 0, or missing because the set is cut off."""
     bits = _Bits(bytes(unit[1 : 1 + _SPS_BYTES]).replace(b"\0\0\3", b"\0\0"))
     try:
         profile = bits.read(8)
@@ -132,7 +136,7 @@ def _allows_fields(unit: memoryview) -> bool:
 
 
 def _skip_chroma(bits: _Bits) -> None:
-    """Read what the high profiles have before log2_max_frame_num_minus4."""
+    """Skip the chroma format and scaling lists that high profiles have before log2_max_frame_num_minus4."""
     chroma = bits.exp_golomb()
     if chroma == 3:
         bits.read(1)
@@ -151,7 +155,7 @@ def _skip_chroma(bits: _Bits) -> None:
 
 
 class _Bits:
-    """Reads bits, the highest first. EOFError at the end."""
+    """Reader of bits, most significant first. It raises EOFError at the end."""
 
     def __init__(self, data: bytes) -> None:
         self._value = int.from_bytes(data)

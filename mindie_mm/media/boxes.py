@@ -1,4 +1,4 @@
-"""JPEG 2000 and AVIF: what their boxes make a decoder do is bounded before it starts."""
+"""Limits for JPEG 2000 and AVIF files, checked in their boxes before a decoder runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from mindie_mm.errors import LimitExceeded
 
 MAX_BOXES = 1000
-"""Most boxes in front of a JPEG 2000's codestream, which Pillow goes over one by one."""
+"""Maximum number of boxes before the codestream of a JPEG 2000 file. Pillow reads each of them."""
 MAX_JPEG2000_PIXELS = 2**26
-"""Most pixels of a JPEG 2000. OpenJPEG takes 20 bytes and 30 ns for each, however few bytes the file has."""
+"""Maximum number of pixels of a JPEG 2000 image. OpenJPEG takes 20 bytes and 30 ns per pixel, even for a tiny file."""
 MAX_TABLE_BYTES = 2**17
-"""Most bytes of the tables of an AVIF, its colour profile included. libavif looks for an item or a chunk of them from
-the first one on each time, and real tables take a few hundred bytes."""
+"""Maximum size in bytes of the tables of an AVIF file, including its colour profile.
+
+libavif searches the tables from the start for each item or chunk. Real tables take a few hundred bytes.
+"""
 
 _JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
 _J2K_START = b"\xff\x4f\xff\x51"
@@ -23,9 +25,16 @@ _TABLES = (b"meta", b"moov")
 
 
 def check_boxes(data: bytes) -> tuple[int, int] | None:
-    """Check a JPEG 2000 or an AVIF, told by content, and return the width and height of a JPEG 2000's codestream.
+    """Check the limits of a JPEG 2000 or AVIF file. Other files pass.
 
-    Raises LimitExceeded for one that would take too much, ValueError or struct.error for a JPEG 2000 that is broken.
+    Returns:
+        Width and height of the codestream of a JPEG 2000 file, None for any other file.
+
+    Raises:
+        LimitExceeded: Decoding would take too much memory or time.
+        ValueError: A JPEG 2000 file is broken.
+        struct.error: A JPEG 2000 file is broken.
+
     """
     if data.startswith(_J2K_START):
         return _check_codestream(data, 0)
@@ -52,7 +61,7 @@ def _find_codestream(data: bytes) -> int:
 
 
 def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
-    """Of ISO/IEC 15444-1, A.5.1: the size of the reference grid, less the offset of the image on it."""
+    """Return width and height: the reference grid minus the image offset (ISO/IEC 15444-1, A.5.1)."""
     if not data.startswith(_J2K_START, start):
         raise ValueError("no codestream")
     _, _, right, bottom, left, top, *_, components = struct.unpack_from(_SIZ, data, start)
@@ -68,7 +77,7 @@ def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _boxes(data: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, start and stop of the content of each box (ISO/IEC 14496-12, 4.2); up to the first broken one."""
+    """Yield kind, start and stop of the content of each box, up to the first broken box (ISO/IEC 14496-12, 4.2)."""
     while start + 8 <= stop:
         size, kind = struct.unpack_from(">I4s", data, start)
         head = 8

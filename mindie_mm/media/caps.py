@@ -56,14 +56,14 @@ def caps() -> MediaCaps:
 
 
 def check_pixels(width: int, height: int) -> None:
-    """Raise LimitExceeded where an image of this size has more pixels than the limit."""
+    """Raise LimitExceeded if an image of this size has more pixels than `max_image_pixels`."""
     max_pixels = caps().max_image_pixels
     if width * height > max_pixels:
         raise LimitExceeded(f"the image has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
 
 
 def add_picture(width: int, height: int) -> None:
-    """Count an image that will be decoded. LimitExceeded where it, or the request's pictures, have too many pixels."""
+    """Count an image that will be decoded. Raise LimitExceeded if it or the request has too many pixels."""
     check_pixels(width, height)
     work().add_picture(width * height)
 
@@ -83,7 +83,7 @@ def under(these: MediaCaps) -> Iterator[None]:
 
 @contextmanager
 def decoding_to_count() -> Iterator[None]:
-    """Have the frames of each video opened inside decoded to be counted, whatever its packets tell."""
+    """Make each video opened inside this context count its frames by decoding them instead of by its packets."""
     token = _decodes_to_count.set(True)
     try:
         yield

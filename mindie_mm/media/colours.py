@@ -1,4 +1,4 @@
-"""Pictures of any mode as 8-bit RGB: what is transparent on a background, what has more than 8 bits scaled down."""
+"""Conversion of pictures of any mode to 8-bit RGB, with a background for transparency and scaling of deep samples."""
 
 from __future__ import annotations
 
@@ -22,47 +22,51 @@ _TURNS: Mapping[Any, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes a picture of that orientation upright; a file may hold any value."""
+"""Transpositions that turn a picture upright, by EXIF orientation. Files may hold values that are not listed."""
 _DEEP_MODES = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I", "F"})
-"""Grey of more than 8 bits, which Pillow would clip at 255."""
+"""Greyscale modes with more than 8 bits, which Pillow would clip at 255."""
 _WITH_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA", "P", "RGB", "L", "1"})
-"""Modes that may have transparent pixels: by a channel, by their palette, or by the colour that a file names."""
+"""Modes that may have transparent pixels, through an alpha channel, a palette or a transparent colour."""
 _PNG_DEPTH = re.compile(r"(?:L|RGB);(\d+)B?")
-"""What Pillow calls the samples of a PNG that are not of 8 bits."""
+"""Pillow's raw modes for PNG samples that are not 8 bits wide."""
 
 
 def pil_to_rgb(image: Image.Image, background: Colour, significant_bits: int | None = None) -> Image.Image:
-    """Return `image` upright, as RGB: as `transformers.image_utils.load_image` does it, but for three things.
+    """Return `image` upright, as 8-bit RGB.
 
-    Transparent pixels show the `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha, and most writers
-    leave black under it. Grey of more than 8 bits is scaled to 8, from `significant_bits` where the file states them.
-    Pillow would clip it to white. Only the orientation is asked for of the EXIF. ImageOps.exif_transpose writes the
-    rest anew, and fails where an entry is of a wrong type.
+    The result is that of `transformers.image_utils.load_image`, with three differences:
+
+    - Transparent pixels show `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha channel, and most
+      writers leave black under it.
+    - Greyscale samples of more than 8 bits are scaled to 8 bits, from `significant_bits` if the file states them.
+      Pillow would clip them to white.
+    - Only the orientation is read from the EXIF. ImageOps.exif_transpose rewrites all other entries, and fails if one
+      of them has a wrong type.
     """
-    image.load()  # a TIFF is made upright by this, and its orientation forgotten
+    image.load()  # for a TIFF this applies the orientation and removes it
     if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
         image = image.transpose(turn)
     if image.mode in _DEEP_MODES:
         image = _shallow(image, significant_bits)
     if image.has_transparency_data and image.mode in _WITH_ALPHA:
         return _on_background(image, background)
-    return image if image.mode == "RGB" else image.convert("RGB")  # which copies, where there is nothing to convert
+    return image if image.mode == "RGB" else image.convert("RGB")  # convert copies an RGB image
 
 
 def orientation_of(image: Image.Image) -> Any:
-    """Return the EXIF orientation of `image`; 1 where it states none."""
+    """Return the EXIF orientation of `image`, or 1 if it has none."""
     return image.getexif().get(_ORIENTATION_TAG, 1)
 
 
 def states_orientation_in_tiff(image: Image.Image) -> bool:
-    """Say whether a TIFF's own tag has the orientation, for which Pillow gives the upright size."""
+    """Return whether a TIFF tag states the orientation. Pillow then reports the upright size."""
     return _ORIENTATION_TAG in getattr(image, "tag_v2", ())
 
 
 def mend_transparency(image: Image.Image) -> None:
-    """Bring the colour that a PNG names as transparent to 8 bits, as its pixels will be. For a file not loaded yet.
+    """Scale the transparent colour of a PNG (tRNS) to 8 bits. The image must not be loaded yet.
 
-    Pillow leaves it in the depth of the file, where no pixel has it.
+    Pillow keeps the colour at the depth of the file and scales only the pixels, so that no pixel would match it.
     """
     colour = image.info.get("transparency")
     tiles = getattr(image, "tile", None)
@@ -72,7 +76,7 @@ def mend_transparency(image: Image.Image) -> None:
     depth = int(found[1])
 
     def in_eight_bits(value: int) -> int:
-        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # Pillow keeps the upper byte
+        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # of 16 bits Pillow keeps the upper byte
 
     if isinstance(colour, int):
         image.info["transparency"] = in_eight_bits(colour)
@@ -81,14 +85,14 @@ def mend_transparency(image: Image.Image) -> None:
 
 
 def significant_bits_of(png: bytes) -> int | None:
-    """Return how many bits of a grey PNG's samples the file says are significant (sBIT); None where it does not say."""
+    """Return the number of significant bits that a greyscale PNG states (sBIT), or None if it states none."""
     place = png.find(b"\0\0\0\1sBIT", 0, max(0, png.find(b"IDAT")))
     bits = png[place + 8] if place >= 0 else 0
     return bits if 1 <= bits <= 16 else None
 
 
 def _on_background(image: Image.Image, background: Colour) -> Image.Image:
-    if image.mode == "La":  # of which Pillow makes LA alone
+    if image.mode == "La":  # Pillow converts La only to LA
         image = image.convert("LA")
     rgba = image if image.mode == "RGBA" else image.convert("RGBA")
     rgb = Image.new("RGB", image.size, tuple(background))
@@ -97,7 +101,7 @@ def _on_background(image: Image.Image, background: Colour) -> Image.Image:
 
 
 def _shallow(image: Image.Image, significant_bits: int | None) -> Image.Image:
-    """`image`, of a deep mode, in 8 bits of grey, and with alpha where one value is transparent."""
+    """Return an image of a deep mode as 8-bit grey, with alpha if it has a transparent value."""
     deep = np.asarray(image)
     grey = Image.fromarray(scaled_floats(deep) if deep.dtype.kind == "f" else scaled_integers(deep, significant_bits))
     if isinstance(value := image.info.get("transparency"), int):
@@ -106,9 +110,9 @@ def _shallow(image: Image.Image, significant_bits: int | None) -> Image.Image:
 
 
 def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None) -> NDArray[np.uint8]:
-    """Return whole numbers as uint8: of `significant_bits`, or of the fewest bits from 8 on that hold all of them.
+    """Scale integers to uint8, from `significant_bits` or else from the fewest bits, at least 8, that hold all values.
 
-    Writers of 10, 12 or 14 bits mostly put them into 16 as they are. Values up to 255 stay as they are, as in Pillow.
+    Most writers store 10, 12 or 14 bits unscaled in 16. Values up to 255 are kept, as in Pillow.
     """
     offset = min(0, int(deep.min()))
     found = (int(deep.max()) - offset).bit_length()
@@ -116,7 +120,7 @@ def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None
         bits = max(8, found)
     elif found <= significant_bits:
         bits = significant_bits
-    else:  # a writer that follows the PNG specification has scaled them to the whole range
+    else:  # the writer scaled the samples to the full range, as the PNG specification asks
         bits = 8 * deep.dtype.itemsize
     values = deep.astype(np.int64) - offset if offset else deep
     scaled = values >> (bits - 8) if bits >= 8 else values.astype(np.int64) * 255 // (2**bits - 1)
@@ -124,9 +128,10 @@ def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None
 
 
 def scaled_floats(deep: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """Return floats as uint8: those of 0 to 1 are shares of white, those up to 255 stay, others fill the range.
+    """Scale floats to uint8.
 
-    What is no number is black.
+    Values from 0 to 1 are fractions of white, and values from 0 to 255 are kept. Other values are scaled to fill the
+    range. NaN and infinities become 0 before scaling.
     """
     numbers = np.where(np.isfinite(deep), deep, 0).astype(np.float64)
     least, most = min(0.0, float(numbers.min())), float(numbers.max())

@@ -191,10 +191,14 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
 def frames_of(
     container: InputContainer, stream: _Stream, num_bytes: int, tolerant: Sequence[str] = BARE
 ) -> Iterator[Any]:
-    """Decode the packets of `stream`, and yield what they are, with what the decoder holds back.
+    """Decode `stream` and yield its frames, including those that the decoder buffers until the end.
 
-    Raises LimitExceeded as `packets_of`. What does not decode is passed over in containers of the `tolerant` formats. A
-    stream with no container round it (`BARE`) may have anything between its frames.
+    Packets that do not decode are skipped in containers of the `tolerant` formats. A stream without a container
+    (`BARE`) may have any data between its frames.
+
+    Raises:
+        LimitExceeded: As in `packets_of`.
+
     """
     passed_over = (av.InvalidDataError,) if container.format.name in tolerant else ()
     for packet in packets_of(container, stream, num_bytes):

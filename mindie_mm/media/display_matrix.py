@@ -1,4 +1,4 @@
-"""How a video's frames are turned and mirrored to be upright, as its container's display matrix says."""
+"""Rotation and mirroring of video frames, as the display matrix of the container states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindie_mm.media.image import Pixels
 
 @dataclass(frozen=True, slots=True)
 class Orientation:
-    """One of the eight ways to lay a frame: it is transposed first, and mirrored then."""
+    """One of the eight orientations of a frame. The frame is transposed first and mirrored second."""
 
     transposed: bool = False
     """Whether rows become columns."""
@@ -26,18 +26,18 @@ class Orientation:
 
     @classmethod
     def of(cls, frame: av.VideoFrame) -> Self:
-        """Read the display matrix of `frame`; angles between right ones are rounded, as in torchcodec."""
+        """Read the display matrix of `frame`. Angles are rounded to multiples of 90 degrees, as in torchcodec."""
         matrix = frame.side_data.get(Type.DISPLAYMATRIX)
         if matrix is None:
             return cls()
         a, b, _, c, d = struct.unpack_from("=5i", bytes(matrix))
-        # A pixel at (x, y) is shown at (a x + c y, b x + d y), but for where the picture's corner comes to lie.
+        # The pixel (x, y) is shown at (a x + c y, b x + d y), apart from a translation.
         if abs(a) + abs(d) >= abs(b) + abs(c):
             return cls(False, a < 0, d < 0)
         return cls(True, c < 0, b < 0)
 
     def apply(self, pixels: Pixels) -> Pixels:
-        """Return [height, width, 3], or [width, height, 3] where it is transposed, contiguous."""
+        """Return `pixels` upright and contiguous: [height, width, 3], or [width, height, 3] if transposed."""
         if self.transposed:
             pixels = pixels.swapaxes(0, 1)
         return np.ascontiguousarray(pixels[:: -1 if self.flipped else 1, :: -1 if self.mirrored else 1], np.uint8)

@@ -1,4 +1,4 @@
-"""What kind of medium a file is, by the end of its name."""
+"""Media kinds by file name extension."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "nistsphere": ".sph",
     },
 }
-"""Of each format that is read: `FORMATS` of images, `CONTAINERS` of videos and of sound.
+"""File name extensions of each supported format: `FORMATS` of images, `CONTAINERS` of videos and of sound.
 
-By its name a GIF is an image, and a file with both picture and sound is a video. A GIF given as a video is read for its
-frames, and a video given as a sound for its sound.
+A `.gif` file is an image, and an extension of containers with pictures and sound means a video. A GIF given as a video
+is read for its frames, and a video given as audio is read for its sound.
 """
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()
@@ -60,10 +60,10 @@ _KINDS: Mapping[str, Kind] = {
 
 
 def ending_of(name: str) -> str:
-    """`.jpg` of `a/b.c.JPG`; empty where there is none."""
+    """Return the extension in lower case, such as `.jpg` for `a/b.c.JPG`, or an empty string."""
     return PurePath(name).suffix.lower()
 
 
 def kind_of(name: str) -> Kind | None:
-    """What a file of that name is taken for, in a folder or a tar; None: no medium."""
+    """Return the kind that a file name in a folder or a tar stands for, or None if it is not a medium."""
     return _KINDS.get(ending_of(name))

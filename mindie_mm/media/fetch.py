@@ -1,8 +1,8 @@
-"""Fetching media over HTTP, fenced: public addresses only, checked against the address really connected to.
+"""Fetching of media over HTTP, restricted to public addresses.
 
-A name is resolved once per connection; every address that it resolves to must be public, and the socket is opened
-only to such an address, so that a name which changes between check and connection gains nothing. Each redirect is
-judged as the first URL was (`fetch_url.py`).
+A name is resolved once per connection, and every address that it resolves to must be public. The socket is opened only
+to an address that was checked, so a DNS record that changes after the check has no effect. Each redirect is checked
+like the first URL (`fetch_url.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from mindie_mm.tasks import in_thread
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
 
-# Networks that Python's is_global calls global though they lead (or may lead) to an IPv4 address of any kind, or to the
-# cloud that a machine runs in.
+# Python's is_global accepts these networks, but they may lead to any IPv4 address or into the cloud of the machine.
 _CLOSED = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -46,7 +45,7 @@ _CLOSED = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Whether the IP `address` (a zone is ignored) is one of the public internet, and of no other kind."""
+    """Return whether the IP `address` belongs to the public internet. A zone is ignored."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
@@ -70,13 +69,25 @@ async def fetch(
     spend: Callable[[int], None] | None = None,
     request: str | None = None,
 ) -> bytes:
-    """Fetch the body of `url`, at most `max_bytes` long, within `timeout_s` seconds, redirects included.
+    """Fetch the body of `url`.
 
-    Connecting may take `connect_timeout_s` and silence of the server `read_timeout_s` of them.
-    `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. `allow_private` lets
-    through addresses that are not public. `spend` is told of each piece's bytes as it comes, and of what decoding adds;
-    what it raises ends the fetch. `request` names whose fetch it is: the lookups of one leave the others their turns.
-    Raises MediaError, and LimitExceeded for a body that is too long, as it is sent or decoded.
+    Args:
+        url: An http or https URL.
+        max_bytes: Maximum size of the body, as sent and as decoded.
+        timeout_s: Maximum duration in seconds, including redirects.
+        connect_timeout_s: Maximum time in seconds to open a connection.
+        read_timeout_s: Maximum time in seconds in which the server sends nothing.
+        max_redirects: Maximum number of redirects.
+        allowed_domains: Allowed hosts, including their subdomains. If empty, every host is allowed.
+        allow_private: Whether to allow addresses that are not public.
+        spend: Called with the size in bytes of each chunk, and with the bytes that decoding adds. An exception from it
+            ends the fetch.
+        request: Request on whose behalf the URL is fetched. Name lookups take turns between requests.
+
+    Raises:
+        MediaError: The URL is not allowed or cannot be fetched.
+        LimitExceeded: The URL or the body is too long.
+
     """
     target = checked_url(url, allowed_domains)
     connector = Connector(
@@ -87,7 +98,7 @@ async def fetch(
             asyncio.timeout(timeout_s),
             aiohttp.ClientSession(
                 connector=connector,
-                trust_env=False,  # a proxy from the environment would connect in our stead, past the fence
+                trust_env=False,  # a proxy would connect in our place, and no address could be checked
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 headers={"Accept-Encoding": "identity", "User-Agent": "mindie_mm"},

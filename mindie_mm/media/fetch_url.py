@@ -1,7 +1,7 @@
-"""URLs to fetch: judged by their host, and requested byte for byte as they were given.
+"""Checks of URLs before they are fetched.
 
-The path and the query of a signed URL are part of what was signed: no escape in them is decoded, added or changed. yarl
-is the one parser of hosts: the host that is judged is the host that is connected to.
+The path and the query are sent byte for byte, because the signature of a signed URL covers them. yarl alone parses the
+host, so the host that is checked is the host that is connected to.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from mindie_mm.media.urls import scheme_of
 MAX_URL_LENGTH = 4096
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9_-]*[a-z0-9])?)*", re.IGNORECASE)
 _ORIGIN = re.compile(r"(?:[^/?#:]+:)?//[^/?#]*")
-"""Scheme and authority of a URL, or the authority alone of a reference."""
+"""Scheme and authority of a URL, or the authority of a relative reference."""
 _PRINTABLE = "".join(map(chr, range(33, 127)))
 _UNPRINTABLE = re.compile(r"[\0-\x20\x7f]")
 
 
 def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
-    """Return what to request for `url`, without its fragment.
+    """Return `url` in the form in which it is requested, without its fragment.
 
-    Characters beyond ASCII are escaped as UTF-8, as browsers do. Nothing else of the path and the query is changed.
-    `allowed_domains` names the hosts allowed, their subdomains too; empty allows every host. Raises MediaError for a
-    URL that is not fetched, LimitExceeded for one that is too long.
+    Characters outside ASCII are percent-encoded as UTF-8, as in browsers. The path and the query are not changed in any
+    other way.
+
+    Args:
+        url: The URL as the client gave it.
+        allowed_domains: Allowed hosts, including their subdomains. If empty, every host is allowed.
+
+    Raises:
+        MediaError: The URL is malformed or not allowed.
+        LimitExceeded: The URL is too long.
+
     """
     if len(url) > MAX_URL_LENGTH:
         raise LimitExceeded(f"a URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
@@ -37,7 +45,7 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
         raise MediaError("a URL with a backslash, white space or a control character")
     try:
         parsed = URL(url)
-        own, port = parsed.host, parsed.port  # decoded when they are asked for: xn-- may be no name
+        own, port = parsed.host, parsed.port  # yarl decodes them on access, and raises if xn-- is not a valid name
         target = _escaped(url).partition("#")[0]
     except ValueError as error:
         raise MediaError("a URL that cannot be parsed") from error
@@ -53,15 +61,19 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
     if allowed_domains and not any(host == domain or host.endswith(f".{domain}") for domain in allowed):
         raise MediaError(f"{own} is none of the allowed media domains")
     path_and_query = target[origin.end() :]
-    # The query goes with the path: by itself yarl would drop the mark of an empty one.
+    # The query is passed as part of the path, because yarl would drop the ? of an empty query.
     path = path_and_query if path_and_query.startswith("/") else f"/{path_and_query}"
     return URL.build(scheme=parsed.scheme, authority=parsed.raw_authority, path=path, encoded=True)
 
 
 def redirected_url(location: str, base: URL) -> str:
-    """Return the URL that the Location of an answer names, seen from `base`. MediaError for none or one too long.
+    """Resolve the Location header of a response against `base`.
 
-    White space, control characters and bytes that are no UTF-8, which servers do send, are escaped.
+    Some servers send white space, control characters and bytes that are not UTF-8. These are percent-encoded.
+
+    Raises:
+        MediaError: The location is empty, too long or malformed.
+
     """
     if not location or len(location) > MAX_URL_LENGTH:
         raise MediaError(f"{base.host} redirects without a usable location")
@@ -80,10 +92,13 @@ def redirected_url(location: str, base: URL) -> str:
 
 @lru_cache
 def encoded_domain(domain: str) -> str:
-    """Return a domain's name as DNS has it, without a final dot.
+    """Return a domain name in its ASCII form, in lower case and without a trailing dot.
 
-    That is xn--bcher-kva.de for bücher.de, Bücher.de and itself. Raises InputError for what no URL's host can be, or
-    be below.
+    The result is xn--bcher-kva.de for bücher.de, Bücher.de and xn--bcher-kva.de.
+
+    Raises:
+        InputError: The name cannot be the host of a URL or a parent domain of one.
+
     """
     try:
         host = URL.build(scheme="http", host=domain.rstrip(".")).raw_host or ""
@@ -91,14 +106,14 @@ def encoded_domain(domain: str) -> str:
         host = ""
     if not _DOMAIN.fullmatch(host) and ":" not in host:
         raise InputError(
-            f"allowed_media_domains holds {domain!r}, it must be a host's name such as example.org, with no scheme, "
-            "port or *: those below it are allowed with it"
+            f"allowed_media_domains holds {domain!r}; it must be a host name such as example.org, without a scheme, "
+            "port or *. Its subdomains are allowed too"
         )
     return host.lower()
 
 
 def _escaped(url: str) -> str:
-    """Escape what is not printable ASCII behind the origin of a URL or a reference. UnicodeEncodeError."""
+    """Percent-encode characters after the origin that are not printable ASCII. Raise UnicodeEncodeError."""
     origin = _ORIGIN.match(url)
     start = origin.end() if origin is not None else 0
     return url[:start] + quote(url[start:], safe=_PRINTABLE, errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""How many frames are taken from a video, by its item's options or by the family's sampling, and which."""
+"""Selection of video frames, by the options of an item or by the sampling of the model family."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from mindie_mm.media.video import SampledVideo, Video
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """transformers' default one: at most one of `num_frames` and `fps`; neither: every frame is taken.
+    """The default sampling of transformers.
 
-    It is for encoded videos: of frames handed in each is taken, unless an option asks for fewer.
+    At most one of `num_frames` and `fps` is set. If neither is set, all frames are taken. The sampling applies to
+    encoded videos. Frames that the caller supplies are all taken unless an option asks for fewer.
     """
 
     limit: int
-    """Most frames."""
+    """Maximum number of frames."""
     num_frames: int | None = None
     fps: float | None = None
 
@@ -82,16 +83,17 @@ def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """Return the indices of `count` of `total` frames, ascending, from the first."""
+    """Return ascending indices of `count` evenly spaced frames out of `total`, starting with 0."""
     return [index * total // count for index in range(count)]
 
 
 def stepped(total: int, count: int, first: float = 0) -> list[int]:
-    """Return the indices of `count` of `total` frames, ascending, a step of `total / count` apart.
+    """Return ascending indices of `count` frames out of `total`, `total / count` apart.
 
-    The indices are those of `torch.arange(first, total, total / count)`, rounding included, as in transformers. That
-    range has one index too many wherever the step is rounded down, and this index is `total`: there transformers fails,
-    for example at 14 of 17 frames. It is left out here. A `first` of more than a step leaves out some of the last.
+    The indices equal `torch.arange(first, total, total / count)` truncated to integers, as in transformers. If the step
+    is rounded down, that range has one more index, which is `total`. transformers fails then, for example for 14 of 17
+    frames. This function omits the extra index. If `first` is larger than the step, fewer than `count` indices are
+    returned.
     """
     indices: list[int] = torch.arange(first, total, total / count).int()[:count].tolist()
     return indices

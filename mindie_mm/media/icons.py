@@ -1,4 +1,4 @@
-"""Windows icons: the picture of one that Pillow takes, told by the directory, before any is decoded."""
+"""Selection of the picture in a Windows icon that Pillow would use, without decoding any picture."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from mindie_mm.media.segments import PNG_START
 
 ICON_START = b"\0\0\1\0"
 MAX_SIDE = 256
-"""Most pixels of a side of a bitmap in an icon; larger ones are PNGs."""
+"""Maximum side length in pixels of a bitmap in an icon. Larger pictures are stored as PNG."""
 _ENTRY = "<BBBBHHII"
 
 
 def picture_of_icon(data: bytes) -> bytes:
-    """Return the largest picture of the icon `data`: the PNG that it is, or an icon of that bitmap alone.
+    """Return the largest picture of the icon `data`, as a PNG or as an icon with only that bitmap.
 
-    Pillow decodes an icon as it opens it, whatever the size of its picture. Of pictures of one size it takes that with
-    the fewest colours. Raises LimitExceeded for a bitmap of more than MAX_SIDE a side, struct.error or ValueError for
-    what is broken.
+    Pillow decodes an icon when it opens it, before the size can be checked. Among pictures of equal size it chooses the
+    one with the fewest colours, and so does this function.
+
+    Raises:
+        LimitExceeded: A side of the bitmap is longer than `MAX_SIDE`.
+        ValueError: The icon is broken.
+        struct.error: The icon is truncated.
+
     """
     _, num_bytes, offset = max(_entries(data))
     picture = data[offset:]
@@ -36,7 +41,7 @@ def picture_of_icon(data: bytes) -> bytes:
 
 
 def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """What Pillow chooses by, the bytes and the offset of each picture. ValueError for none."""
+    """Yield the sort key by which Pillow chooses, the size in bytes and the offset of each picture."""
     (num_pictures,) = struct.unpack_from("<H", data, 4)
     for place in range(num_pictures):
         width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)
@@ -45,7 +50,7 @@ def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
 
 
 def _size_of_bitmap(bitmap: bytes) -> tuple[int, int]:
-    """Width and height, which the header states with those of the mask below."""
+    """Return width and height. The height in the header covers the bitmap and the mask below it."""
     (head,) = struct.unpack_from("<I", bitmap)
     width, height = struct.unpack_from("<HH" if head == 12 else "<ii", bitmap, 4)
     if width <= 0 or abs(height) < 2:

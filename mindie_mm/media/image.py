@@ -1,4 +1,4 @@
-"""Decoding and resizing of images: RGB as transformers' `load_image` and its torchvision backend make it."""
+"""Decoding and resizing of images, as in `load_image` of transformers and its torchvision backend."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ from mindie_mm.media.colours import (
 from mindie_mm.media.icons import ICON_START, picture_of_icon
 from mindie_mm.media.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 
-# Each strip of a TIFF may be a JPEG; libtiff, which asks when it decodes one, would let 100 scans pass.
+# Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes one, and allows 100 scans by default.
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
-"""Formats that are decoded, told by content. Of others that Pillow reads some have decoders in Python, which take
-minutes for some megabytes, and some nothing to be told by."""
+"""Supported formats, detected by content.
+
+Pillow reads other formats too. Some of them have decoders in Python, which take minutes for a few megabytes, and some
+cannot be detected by content.
+"""
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 
 Pixels = NDArray[np.uint8]
@@ -52,27 +55,34 @@ RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image whose header was read, and checked against the caps, but that is not decoded yet."""
+    """An image whose header has been read and checked against the caps. The pixels are not decoded yet."""
 
     height: int
-    """Pixels, upright: after the EXIF orientation."""
+    """Height in pixels after the EXIF orientation is applied."""
     width: int
+    """Width in pixels after the EXIF orientation is applied."""
     file: Image.Image
     background: Colour
-    """What transparent pixels show."""
+    """Colour behind transparent pixels."""
     significant_bits: int | None = None
-    """Of grey samples of 16 bits, where the file says so."""
+    """Number of significant bits of 16-bit grey samples, if a PNG states it."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedImage:
-        """Reads the header of `data`. MediaError for what is no image, LimitExceeded."""
+        """Read the header of `data`.
+
+        Raises:
+            MediaError: The data are not a readable image.
+            LimitExceeded: The image exceeds a cap.
+
+        """
         try:
             if data.startswith(ICON_START):
                 data = picture_of_icon(data)
             file = _open_file(data)
             width, height = file.size
-            add_picture(width, height)  # before the orientation is asked for, which may decode
-            if data.startswith(JPEG_START):  # whatever Pillow calls it: of several pictures, it is an MPO
+            add_picture(width, height)  # first, because reading the orientation may decode the image
+            if data.startswith(JPEG_START):  # Pillow calls a JPEG of several pictures MPO
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
@@ -82,14 +92,19 @@ class EncodedImage:
             raise
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
             raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
-        # Where a TIFF's own tag says it, Pillow gives the upright size; not where its XMP does.
+        # Pillow reports the upright size if a TIFF tag states the orientation, but not if XMP does.
         if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
             width, height = height, width
         significant_bits = significant_bits_of(data) if data.startswith(PNG_START) else None
         return cls(height, width, file, caps().rgba_background_color, significant_bits)
 
     def decode(self) -> Pixels:
-        """uint8 [height, width, 3], RGB; to be asked for once. MediaError for a broken or truncated image."""
+        """Return RGB pixels, uint8 [height, width, 3]. Call this method only once.
+
+        Raises:
+            MediaError: The image is broken or truncated.
+
+        """
         try:
             return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits))
         except MemoryError:
@@ -99,7 +114,7 @@ class EncodedImage:
                 f"the {self.file.format} image of {self.width}x{self.height} pixels is broken or truncated"
             ) from None
         finally:
-            self.file.close()  # else it would keep what it decoded until the whole prompt is done
+            self.file.close()  # the file would keep its decoded pixels until the whole prompt is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +126,10 @@ class PlainJpeg:
     data: bytes
 
     def decode(self) -> Pixels:
-        """uint8 [height, width, 3], RGB. MediaError for a broken or truncated image."""
+        """Return RGB pixels, uint8 [height, width, 3]. Raise MediaError if the image is broken or truncated."""
         try:
             rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
-        except ValueError:  # an irregular one: Pillow is the judge of it; its pixels were counted as it was opened
+        except ValueError:  # Pillow decides about irregular files; open_image has counted the pixels
             return EncodedImage.open(self.data).decode()
         return rgb
 
@@ -139,7 +154,13 @@ class DecodedImage:
 
 
 def open_image(data: Data) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
-    """Tell the height and width of `data` now, and its pixels when asked for. MediaError, LimitExceeded."""
+    """Read the size of an image. Its pixels are decoded on request.
+
+    Raises:
+        MediaError: The data are not a readable image.
+        LimitExceeded: The image exceeds a cap.
+
+    """
     assert not isinstance(data, tuple), "frames are a video's"
     if not isinstance(data, bytes):
         check_pixels(data.shape[1], data.shape[0])
@@ -154,23 +175,26 @@ def open_image(data: Data) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
 
 
 def _open_file(data: bytes) -> Image.Image:
-    """What Pillow knows by the header, after what it may make a decoder do was checked. Raises anything."""
+    """Check the limits of the format, then open the file with Pillow. Any exception may be raised."""
     check_parts(data)
     codestream = check_boxes(data)
     file = Image.open(io.BytesIO(data), formats=_FORMATS_OF_PILLOW)
     if codestream not in {None, file.size}:
-        raise ValueError("its box and its codestream state different sizes")
+        raise ValueError("the size in the box differs from the size in the codestream")
     return file
 
 
 def _beyond_pillows_limit() -> LimitExceeded:
-    """Pillow warns at its limit, and raises at twice it. A program that uses this one may have set another."""
+    """Return the error for an image above Pillow's limit.
+
+    Pillow warns at its limit and raises at twice the limit. The program that uses this package may have changed it.
+    """
     limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
     if limit == MAX_IMAGE_PIXELS:
         return LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels, the limit")
     return LimitExceeded(
-        f"the image has more pixels than Pillow takes in this process, where PIL.Image.MAX_IMAGE_PIXELS is "
-        f"{Image.MAX_IMAGE_PIXELS}"
+        f"the image has more pixels than Pillow accepts in this process (PIL.Image.MAX_IMAGE_PIXELS is "
+        f"{Image.MAX_IMAGE_PIXELS})"
     )
 
 

@@ -276,7 +276,7 @@ def _amf_values(data: bytes, place: int) -> Iterator[bool]:
 
 
 def _sphere_head(data: bytes) -> int:
-    """Where the head of a SPHERE file ends, each line of which is a tag; all of it where the end is not found."""
+    """Return where the header of a SPHERE file ends, or the end of the file. Each line of the header is a tag."""
     return place if (place := data.find(b"\nend_head")) >= 0 else len(data)
 
 

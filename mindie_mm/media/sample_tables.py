@@ -29,8 +29,10 @@ _READ = frozenset(
 _UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
 """A matrix of no change, as far as it can turn."""
 _MATROSKA_POSES = tuple(name + size for name in (b"\x76\x73", b"\x76\x75") for size in (b"\x84", b"\x88"))
-"""Identifiers and sizes of ProjectionPoseYaw, which mirrors, and of ProjectionPoseRoll, which turns; by chance
-elsewhere, too, which costs no more than a look."""
+"""Identifiers and sizes of ProjectionPoseYaw, which mirrors, and ProjectionPoseRoll, which rotates.
+
+Other data may contain the same bytes. A false match only costs another read of the file.
+"""
 _MATROSKA_HEAD = 2**16
 """Bytes in which a track's entry is looked for."""
 Span = tuple[int, int]
@@ -58,7 +60,7 @@ def check_tables(data: bytes) -> None:
 
 
 def may_be_turned(data: bytes) -> bool:
-    """Return whether a container turns or mirrors its frames: an MP4's matrix may, and a pose of Matroska's."""
+    """Return whether a matrix (MP4) or a projection pose (Matroska) may rotate or mirror the frames of a container."""
     head = data[:_MATROSKA_HEAD]
     if any(pose in head for pose in _MATROSKA_POSES):
         return True

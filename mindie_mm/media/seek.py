@@ -1,4 +1,4 @@
-"""Decoding frames far apart without those between them: from the last keyframe before each."""
+"""Decoding of frames that are far apart, each from the last keyframe before it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from mindie_mm.media.container import packets_of
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers in which seeking is exact, by FFmpeg's names."""
 LEAST_SPARED = 8
-"""Fewest frames for whose sake a decoder is emptied and begins anew."""
+"""Number of skipped frames above which flushing the decoder and seeking pays off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keyframes:
-    """Where decoding may begin, and what is found there."""
+    """The keyframes of a video, from which decoding may start."""
 
     times: NDArray[np.int64]
-    """[frames], ascending, of all frames, in the stream's time base."""
+    """Ascending presentation times of all frames, [frames], in units of the time base of the stream."""
     places: NDArray[np.int64]
-    """[keyframes], ascending: indices of frames that depend on none before, nor does any behind them."""
+    """Ascending indices of keyframes, [keyframes]. No frame from a keyframe on depends on a frame before it."""
 
     @classmethod
     def of(cls, times: NDArray[np.int64], key_times: Sequence[int]) -> Keyframes | None:
-        """From frames at `times` and keyframes at `key_times`, in the order of decoding; None unless both ascend."""
+        """Build from the times of all frames and of keyframes in decoding order. Return None unless both ascend."""
         keys = np.array(key_times, np.int64)
         if not len(times) or not len(keys) or not (np.diff(times) > 0).all() or not (np.diff(keys) > 0).all():
             return None
         return cls(times, np.flatnonzero(np.isin(times, keys)))
 
     def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """The place of the last keyframe up to each of `indices`, -1 where there is none."""
+        """Return the index of the last keyframe at or before each of `indices`, or -1 if there is none."""
         found = np.searchsorted(self.places, indices, side="right")
         return np.concatenate(([-1], self.places))[found]
 
     def spare(self, indices: Sequence[int]) -> bool:
-        """Whether a gap between `indices`, which ascend, is worth seeking."""
+        """Return whether seeking pays off for any gap between the ascending `indices`."""
         return bool((self.before(indices) - np.array([-1, *indices[:-1]]) > LEAST_SPARED).any())
 
     def num_decoded(self, indices: Sequence[int]) -> int:
-        """Frames that are decoded for the sake of `indices`, which ascend."""
+        """Return the number of frames that must be decoded for the ascending `indices`."""
         decoded, place = 0, -1
         for index, key in zip(indices, self.before(indices).tolist(), strict=True):
             decoded += index - (key - 1 if key - place > LEAST_SPARED else place)
@@ -57,11 +57,11 @@ class Keyframes:
 def sought(
     container: InputContainer, stream: VideoStream, keyframes: Keyframes, indices: Sequence[int], num_bytes: int
 ) -> Iterator[av.VideoFrame]:
-    """The frames of `indices`, which ascend; it ends before the first that is not found exactly where it should be.
+    """Yield the frames of the ascending `indices`, up to the first one that is not found at its exact time.
 
-    Raises what PyAV raises.
+    PyAV's errors are not translated.
     """
-    left = 2 * len(keyframes.times)  # packets: an index that leads astray costs no more than decoding all twice
+    left = 2 * len(keyframes.times)  # packets; a wrong index costs at most decoding everything twice
 
     def decoded() -> Iterator[av.VideoFrame]:
         nonlocal left
@@ -78,7 +78,7 @@ def sought(
             container.seek(int(keyframes.times[key]), stream=stream)
             frames = decoded()
             frame, place = _at(frames, int(keyframes.times[key])), key
-            if frame is None or not frame.key_frame:  # the decoder's word, not the container's
+            if frame is None or not frame.key_frame:  # the container may call any frame a keyframe
                 return
         if index > place:
             frame, place = _at(frames, int(keyframes.times[index])), index
@@ -88,6 +88,6 @@ def sought(
 
 
 def _at(frames: Iterator[av.VideoFrame], time: int) -> av.VideoFrame | None:
-    """The frame at `time`, None where there is none; those before it are passed over."""
+    """Skip to the frame at `time` and return it, or None if there is no such frame."""
     frame = next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
     return frame if frame is not None and frame.pts == time else None

@@ -1,4 +1,4 @@
-"""From what a caller names to what a decoder takes: the source's bytes, or pixels or samples decoded already."""
+"""Reading of media sources into encoded bytes, or into pixels or samples that are already decoded."""
 
 from __future__ import annotations
 
@@ -33,10 +33,17 @@ _PIECE_BYTES = 2**20
 
 
 def read_source(media: Media) -> Data:
-    """The bytes of a path, a URL or bare base64; pixels or samples of a PIL image, array or tensor.
+    """Read the source of a medium.
 
-    Of a video given as frames, those of each. URLs are `data:`, `file:` and `http(s):`, which is fetched from public
-    addresses alone. Raises InputError, MediaError, LimitExceeded.
+    A path, a URL or bare base64 gives bytes. A PIL image, an array or a tensor gives pixels or samples. A video that is
+    a list of frames gives one result per frame. URLs may be `data:`, `file:`, `http:` or `https:`. The last two are
+    fetched only from public addresses.
+
+    Raises:
+        InputError: An array has the wrong type or shape.
+        MediaError: The source cannot be read.
+        LimitExceeded: The source is too large.
+
     """
     source = media.source
     if isinstance(source, tuple):
@@ -49,7 +56,7 @@ def read_source(media: Media) -> Data:
 
 
 def source_path(media: Media) -> Path | None:
-    """The file that the media, or the first frame that is in one, comes from; None where it comes from none."""
+    """Return the file of a medium or of its first frame that has one, or None if no file is involved."""
     if isinstance(media.source, tuple):
         paths = (source_path(Media("image", frame)) for frame in media.source)
         return next((path for path in paths if path is not None), None)
@@ -64,14 +71,18 @@ def source_path(media: Media) -> Path | None:
 
 
 def located(media: Media, folder: Path) -> Media:
-    """Return `media` with its paths seen from `folder`, whatever the working directory is.
+    """Return `media` with relative paths resolved against `folder`.
 
-    Bare base64 becomes its bytes; what could be base64 is a path where `folder` has such a file. InputError.
+    Bare base64 is decoded to its bytes. A text that could be base64 or a path is a path if `folder` has such a file.
+
+    Raises:
+        InputError: A `file:` URL is malformed.
+
     """
     source = media.source
     if isinstance(source, tuple):
         return replace(media, source=tuple(located(Media("image", frame), folder).source for frame in source))
-    if not isinstance(source, str) or source.startswith("/"):  # absolute, or a JPEG in base64
+    if not isinstance(source, str) or source.startswith("/"):  # an absolute path, or a JPEG in base64
         return media
     scheme = _scheme(source)
     if scheme == "file":
@@ -86,12 +97,12 @@ def located(media: Media, folder: Path) -> Media:
 
 
 def located_items(items: Iterable[Item], folder: Path) -> list[Item]:
-    """Return `items` with the paths of their media seen from `folder`, as `located`."""
+    """Return `items` with relative paths of media resolved against `folder`, as in `located`."""
     return [located(item, folder) if isinstance(item, Media) else item for item in items]
 
 
 def located_messages(messages: Iterable[Message], folder: Path) -> list[Message]:
-    """Return `messages` with the paths of their media seen from `folder`, as `located`."""
+    """Return `messages` with relative paths of media resolved against `folder`, as in `located`."""
     return [
         replace(message, content=tuple(located_items(message.content, folder)))
         if isinstance(message.content, tuple)
@@ -133,7 +144,7 @@ def _fetch(url: str) -> bytes:
     """The bytes behind a URL, through the same fence as the service's, which spools before it tokenises."""
     from mindie_mm.media.fetch import fetch  # late: an HTTP client takes long to import, and most callers have files
 
-    # The caller may be inside an event loop, as a notebook is.
+    # The caller may be inside an event loop, for example in a notebook.
     return beside(lambda: asyncio.run(fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)))
 
 

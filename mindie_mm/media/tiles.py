@@ -13,9 +13,9 @@ CanvasSize = tuple[int, int]
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
-    """Return the one of `canvases` on which most pixels of a picture are left, and the first of the smallest of such.
+    """Return the canvas that keeps the most pixels of a picture. Among equals, the first of the smallest is returned.
 
-    None are left of a line on small canvases, which then all count the same.
+    A picture as thin as a line keeps no pixels on small canvases. These canvases are then equal.
     """
     best, most, least_wasted = canvases[0], 0, math.inf
     for canvas in canvases:

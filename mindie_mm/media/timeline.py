@@ -1,7 +1,7 @@
-"""How many frames a video has, and when they are shown.
+"""Number and presentation times of the frames of a video.
 
-The frames of a video are the frames that FFmpeg decodes of it, whatever its headers state. A packet is counted for a
-frame where it certainly becomes one; otherwise all are decoded once to be counted.
+The frames of a video are the frames that FFmpeg decodes from it, whatever the headers state. Packets are counted if
+each of them certainly becomes one frame. Otherwise all packets are decoded once to count the frames.
 """
 
 from __future__ import annotations
@@ -26,47 +26,57 @@ from mindie_mm.media.container import packets_of
 from mindie_mm.media.segments import check_scans
 
 AVI = "avi"
-"""FFmpeg's name of the container whose frames have no times: each chunk lasts as long, empty ones repeat a frame."""
+"""FFmpeg's name for AVI. Its frames have no timestamps. All chunks last equally long, and empty ones repeat a frame."""
 PLACEHOLDER = 2**30
-"""Frames that FFmpeg states in an AVI written to a pipe; a film of so many would last a year."""
+"""Frame count that FFmpeg writes into the header of an AVI in a pipe. So many frames would last a year."""
 _ONE_FRAME_EACH = frozenset(
     ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
 )
-"""Decoders that make one frame of each packet. Others may make none, of a frame that repeats the one before."""
+"""Decoders that produce one frame per packet. Other decoders produce none for a frame that repeats the previous one."""
 _LONGEST_TAIL = 32
-"""Most packets of a damaged tail, which are a tenth of all at most: what is missing of a film would go unnoticed."""
+"""Maximum number of packets in a damaged tail, which may also be at most a tenth of all packets.
+
+With a longer tail, a large missing part of a film would go unnoticed.
+"""
 _LONGEST_PAUSE_S = 10.0
-"""Between two frames of an MPEG stream; a longer one is where captures were joined, as for the ffmpeg program."""
+"""Maximum gap in seconds between frames of an MPEG stream. A longer gap is a joint of captures, as in ffmpeg."""
 _ROUNDING = 2
-"""Most units of the time base by which the rounded times of frames may differ from a constant rate."""
+"""Maximum difference, in units of the time base, between rounded frame times and a constant rate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packets:
-    """What is known of a stream once its packets were read."""
+    """Facts about a video stream that its packets reveal without decoding."""
 
     number: int
+    """Number of packets."""
     times: NDArray[np.int64] | None
-    """[packets that are shown], ascending, in the stream's time base; None where some are not stated, or go back."""
+    """Ascending presentation times of the shown packets, [num_shown], in units of the time base of the stream.
+
+    None if a time is missing, or if decoding times go back.
+    """
     num_shown: int
+    """Number of packets whose picture is shown."""
     are_frames: bool
-    """Whether each that is shown certainly becomes a frame."""
+    """Whether each shown packet certainly becomes one frame."""
     key_times: Sequence[int]
-    """Times of keyframes from which on nothing refers to what was before, in the order of decoding."""
+    """Presentation times of keyframes in decoding order. No picture from a keyframe on refers to an earlier one."""
     end: int
-    """When the last one that is shown ends."""
+    """End of the last shown packet, in units of the time base."""
     num_chunks: int
-    """Chunks of an AVI from the first to the last that is not empty."""
+    """Number of AVI chunks from the first to the last that is not empty."""
 
     @classmethod
     def read(
         cls, packets: Iterable[av.Packet[VideoStream]], context: av.CodecContext, max_packets: int, max_pixels: int
     ) -> Packets:
-        """Read one packet more than `max_packets` at most.
+        """Read at most `max_packets` + 1 packets.
 
-        LimitExceeded for a JPEG of more scans than `max_pixels` allow.
+        Raises:
+            LimitExceeded: A JPEG frame has more scans than `max_pixels` allows.
+
         """
-        side = math.isqrt(max_pixels)  # whatever the container states: a JPEG has its own size
+        side = math.isqrt(max_pixels)  # the size in the container may differ from that of each JPEG
         codec, extradata = context.name, context.extradata
         is_h264 = codec == "h264"
         are_frames = codec in _ONE_FRAME_EACH and not (is_h264 and has_fields(None, extradata))
@@ -88,7 +98,7 @@ class Packets:
                 are_frames = not has_fields(memoryview(packet), extradata)
             if number == 1:
                 key_time, are_frames = time, are_frames and is_new
-            # What an edit list hides is decoded for the sake of others, and so is a frame of VP8 without this bit.
+            # Frames that an edit list hides, and VP8 frames without the show bit, are only decoded as references.
             if packet.is_discard or (codec == "vp8" and not memoryview(packet)[0] & 0x10):
                 continue
             num_shown += 1
@@ -96,7 +106,7 @@ class Packets:
             if time is None or (decoded_at is not None and decoded_at < last_shown):
                 in_order = False
                 continue
-            # A picture shown before the first keyframe may refer to what was cut off.
+            # A picture shown before the first keyframe may refer to a picture that was cut off.
             are_frames = are_frames and key_time is not None and time >= key_time
             times.append(time)
             if is_new:
@@ -109,9 +119,14 @@ class Packets:
 
 
 def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: int) -> Iterator[av.VideoFrame]:
-    """Yield the frames of `stream`. Raise what PyAV raises, but for errors before the first frame.
+    """Yield the frames of `stream`.
 
-    A stream that was cut begins with pictures that refer to what is gone. LimitExceeded as `packets_of`.
+    Errors before the first frame are ignored, because a stream that was cut begins with pictures whose references are
+    missing. Later errors are raised as PyAV raises them.
+
+    Raises:
+        LimitExceeded: As in `packets_of`.
+
     """
     has_begun = False
     for packet in packets_of(container, stream, num_bytes):
@@ -127,10 +142,13 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
 
 
 def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int, num_packets: int) -> list[int | None]:
-    """Decode all frames of `num_packets` packets and return their times.
+    """Decode all frames of `num_packets` packets and return their presentation times.
 
-    A damaged tail has no frames: they end before the first error, as PyAV and torchcodec decode. MediaError where more
-    than a tail follows on it, and would be left out.
+    The frames end before the first error, as in PyAV and torchcodec.
+
+    Raises:
+        MediaError: More packets follow the first error than a damaged tail may have.
+
     """
     times: list[int | None] = []
     most_behind = min(_LONGEST_TAIL, max(1, num_packets // 10))
@@ -142,7 +160,9 @@ def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int
             frames, is_damaged = [], is_damaged or bool(times)
         num_behind += is_damaged
         if num_behind > most_behind:
-            raise MediaError(f"the video is broken: of its {num_packets} packets only {len(times)} frames decode")
+            raise MediaError(
+                f"the video is broken: only {len(times)} frames can be decoded from its {num_packets} packets"
+            )
         if not is_damaged:
             times += [frame.pts for frame in frames]
     if not is_damaged:
@@ -154,11 +174,11 @@ def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int
 def rate_of(
     stream: VideoStream, container: str, packets: Packets, times: NDArray[np.int64] | None, num_frames: int
 ) -> Fraction | None:
-    """Return the frames per second of `num_frames` frames at `times`, which ascend; None where nothing says it.
+    """Return the frame rate of `num_frames` frames at ascending `times`, or None if it is unknown.
 
-    As in torchcodec the times of frames count: frames by the time from the first one's beginning to the last one's end.
-    What a container states is no more than a hint, which players of Matroska pass over. It is returned where the times
-    are those of such a rate, rounded: it has no rounding.
+    As in torchcodec, the rate is the number of frames divided by the time from the start of the first frame to the end
+    of the last one. The rate that a container states is only a hint, which Matroska players ignore. It is returned if
+    the times match it within their rounding, because it is exact.
     """
     stated, time_base = stream.average_rate, stream.time_base
     if container == AVI:

@@ -1,6 +1,6 @@
-"""Media sources written as text: URLs' schemes, the paths of `file:` URLs, base64 in `data:` URLs and bare.
+"""Parsing of media sources that are text: URL schemes, paths of `file:` URLs, and base64 in `data:` URLs or bare.
 
-Apart from the decoders, which a service's own process never loads.
+This module is separate from the decoders, which the main process of the service never loads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_URL_LENGTH = len("file://localhost") + 3 * 4096
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # base64 that goes on without end is not searched for more
 WHITE_SPACE = " \t\n\r\f\v"
-"""Characters of ASCII that base64 may have anywhere."""
+"""ASCII white space, which is allowed anywhere in base64."""
 _MAX_TAIL = 128
-"""Characters at the end of base64 that hold its padding, with white space."""
+"""Number of characters at the end of base64 in which padding is searched. White space may surround it."""
 _MAX_DATA_HEAD = 256
-"""Characters of a data: URL in front of its data."""
+"""Maximum number of characters before the data of a `data:` URL."""
 
 
 def scheme_of(source: str) -> str:
@@ -45,7 +45,7 @@ def file_url_path(url: str) -> str:
 
 
 def base64_start(url: str) -> int:
-    """Find where the base64 of a `data:` URL begins. MediaError for a URL of another form."""
+    """Return the index at which the base64 of a `data:` URL begins. Raise MediaError if the URL has another form."""
     stop = url.find(",", 0, _MAX_DATA_HEAD)
     if not url[: max(0, stop)].lower().endswith(";base64"):
         raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
@@ -53,24 +53,28 @@ def base64_start(url: str) -> int:
 
 
 def base64_size(text: str, start: int) -> int:
-    """Compute how many bytes the base64 from `start` on holds, if it is valid."""
+    """Return the decoded size in bytes of the base64 that begins at `start`, assuming that it is valid."""
     spaces = sum(text.count(space, start) for space in WHITE_SPACE if space in text)
     padding = min(2, text.count("=", max(start, len(text) - _MAX_TAIL)))
     return (len(text) - start - spaces) // 4 * 3 - padding
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:
-    """Decode the base64 from `start` on, white space left out. MediaError where anything else is not strictly so.
+    """Decode the base64 that begins at `start`. White space is ignored, and everything else must be strictly valid.
 
-    Encoders break base64 into lines (MIME, base64(1)), and the decoders of Python and of browsers pass over that.
+    Encoders break base64 into lines (MIME, base64(1)), and the decoders of Python and of browsers ignore line breaks.
+
+    Raises:
+        MediaError: The base64 is not valid.
+
     """
     encoded: str | bytes = text[start:]
     try:
-        if any(space in text for space in WHITE_SPACE):  # to look for it is six times as fast as to leave it out
+        if any(space in text for space in WHITE_SPACE):  # searching is six times as fast as removing
             encoded = text[start:].encode("ascii").translate(None, WHITE_SPACE.encode())
         return pybase64.b64decode(encoded, validate=True)
     except ValueError as error:
         what = "a data: URL whose base64 is not valid" if start else "neither a path, a URL nor valid base64"
         raise MediaError(
-            f"{what}: padding (=) left out, a character that is none of it, or - and _ for + and /?"
+            f"{what}. Look for missing padding (=), invalid characters, and - or _ in place of + or /"
         ) from error

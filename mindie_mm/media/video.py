@@ -1,4 +1,4 @@
-"""Decoding of videos through PyAV: only the sampled frames become RGB, and what is far from them is passed over."""
+"""Decoding of videos through PyAV. Only sampled frames are converted to RGB, and distant frames are skipped."""
 
 from __future__ import annotations
 
@@ -34,40 +34,50 @@ from mindie_mm.media.seek import Keyframes
 from mindie_mm.media.timeline import AVI, PLACEHOLDER, Packets, decoded_times, frames_of_video, rate_of
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
-"""Containers that are opened, told by content (mov is MP4 too, matroska WebM too; mpeg is program streams). Playlists
-are none of them: they would make the library open files and addresses of the client's choice."""
+"""Supported containers, detected by content.
+
+`mov` includes MP4, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported, because
+they would make FFmpeg open files and addresses that the client chooses.
+"""
 _FEW_FRAMES = 64
-"""Frames that are decoded to the end of a video to find out whether it is whole, however few are taken."""
+"""Number of further frames that may be decoded to check that a video is complete, even if few are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedVideo:
-    """A video whose container was read, and checked against the caps, but that is not decoded yet."""
+    """A video whose container has been read and checked against the caps. The frames are not decoded yet."""
 
     height: int
-    """Pixels of an upright frame."""
+    """Height in pixels of an upright frame."""
     width: int
+    """Width in pixels of an upright frame."""
     num_frames: int
-    """Frames that FFmpeg decodes of the file."""
+    """Number of frames that FFmpeg decodes from the file."""
     fps: float | None
-    """Mean frames per second; None where neither the container nor the frames' times say it."""
+    """Mean frames per second, or None if neither the container nor the frame times reveal it."""
     orientation: Orientation
-    """What makes a frame upright."""
+    """Rotation and mirroring that make a frame upright."""
     data: bytes
     max_pixels: int
-    """Of a frame, whatever the container states."""
+    """Maximum number of pixels of a frame, whatever the container states."""
     keyframes: Keyframes | None
-    """None where only the whole can be decoded."""
+    """Positions from which decoding can start, or None if the file must be decoded from its start."""
     is_counted: bool
-    """Whether `num_frames` is a count of packets, not of frames that were decoded."""
+    """Whether `num_frames` counts packets instead of decoded frames."""
     work: Work
-    """The request's, of which it is a part."""
+    """Decoding work of the request that the video belongs to."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
-        """Read the container of `data`. Decode one frame of what is turned, all of what packets do not count.
+        """Read the container of `data`.
 
-        MediaError, LimitExceeded.
+        One frame is decoded if the frames may be rotated or mirrored. All frames are decoded if packets cannot be
+        counted as frames.
+
+        Raises:
+            MediaError: The data are not a readable video, or are damaged.
+            LimitExceeded: The video exceeds a cap.
+
         """
         of_request = work()
         limits = of_request.caps
@@ -84,15 +94,15 @@ class EncodedVideo:
                 _check_length(max(packets.number, stated if stated < PLACEHOLDER else 0), None, limits)
             if _is_cut(stream, name, packets.number, data):
                 raise MediaError(f"the video is truncated: it states {stated} frames and holds {packets.number}")
-            if not (height and width):  # unknown; FFmpeg does not look into frames that are above the limit
-                raise LimitExceeded(f"the video's frames have no size, or more than the limit of {max_pixels} pixels")
+            if not (height and width):  # FFmpeg does not parse frames that are above the limit
+                raise LimitExceeded(f"the frame size is unknown, or above the limit of {max_pixels} pixels")
             num_frames, times = packets.num_shown, packets.times
             is_counted = packets.are_frames and not decodes_to_count()
             if num_frames and not is_counted:
                 of_request.add_video(packets.number * height * width)
                 num_frames, times = _decoded(data, max_pixels, packets.number)
                 if not num_frames:
-                    raise MediaError(f"the video is broken: of its {packets.number} packets none can be decoded")
+                    raise MediaError(f"the video is broken: none of its {packets.number} packets can be decoded")
             if not num_frames:
                 raise MediaError("the video has no frames")
             rate = rate_of(stream, name, packets, times, num_frames)
@@ -107,27 +117,34 @@ class EncodedVideo:
         return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, is_counted, of_request)
 
     def count(self, indices: Sequence[int]) -> None:
-        """Count the pixels that `decode` takes, before anything is decoded.
+        """Count the pixels that `decode` will decode for `indices`. Nothing is decoded.
 
-        LimitExceeded for more than a request may take.
+        Raises:
+            LimitExceeded: The request would decode too many pixels.
+
         """
         self.work.add_video(self._num_decoded(indices) * self.height * self.width)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """Yield a frame for each of `indices`, which ascend: uint8 [height, width, 3], RGB, scaled if of another size.
+        """Yield the frame for each of the ascending `indices` as RGB pixels, uint8 [height, width, 3].
 
-        Frames far from these stay undecoded where the file can be sought in. MediaError if the video breaks off before
-        the last of them, LimitExceeded for a frame above the limit. FramesMiscounted where the video has more frames or
-        fewer than its packets told: it is read on to its end, whichever frames a family takes.
+        A frame of another size is scaled. If the container supports seeking, distant frames are not decoded. Frames up
+        to the end of the video may be decoded to verify the frame count.
+
+        Raises:
+            MediaError: The video ends before the last of `indices`.
+            LimitExceeded: A frame has too many pixels.
+            FramesMiscounted: The video has more or fewer frames than its packets indicated.
+
         """
         taken = 0
 
         def broken() -> MediaError:
             kind = FramesMiscounted if self.is_counted else MediaError
             decoded = min(taken, len(indices))
-            return kind(f"the video is broken: of {len(indices)} sampled frames {decoded} can be decoded")
+            return kind(f"the video is broken: {decoded} of {len(indices)} sampled frames can be decoded")
 
-        scaler = VideoReformatter()  # one for all frames: to set it up takes longer than to scale a small frame
+        scaler = VideoReformatter()  # shared, because its setup takes longer than scaling a small frame
         wanted = self._up_to_end(indices)
         with reading(broken):
             for frame in self._found(wanted):
@@ -138,20 +155,27 @@ class EncodedVideo:
             raise broken()
 
     def _found(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
-        """Yield the frames of `indices` up to the first that is not there. Raise what PyAV raises; FramesMiscounted."""
+        """Yield the frames of `indices` up to the first one that is missing.
+
+        PyAV's errors are not translated.
+
+        Raises:
+            FramesMiscounted: The video has more frames than its packets indicated.
+
+        """
         taken = 0
         for frame in self._sought(indices):
             yield frame
             taken += 1
         if taken == len(indices):
             return
-        if self.keyframes is not None and self.keyframes.spare(indices):  # only what seeking takes was counted
+        if self.keyframes is not None and self.keyframes.spare(indices):  # `count` assumed that seeking works
             self.work.add_video((indices[-1] + 1) * self.height * self.width)
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
             stream = _stream_to_decode(container, self.max_pixels)
             for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
                 if index == self.num_frames:
-                    raise FramesMiscounted(f"the video has more frames than its packets told, which are {index}")
+                    raise FramesMiscounted(f"the video has more than the {index} frames that its packets indicate")
                 while taken < len(indices) and index == indices[taken]:
                     yield frame
                     taken += 1
@@ -163,7 +187,7 @@ class EncodedVideo:
         return indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
 
     def _up_to_end(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return `indices` and the last frame, unless reading on to it takes longer than to read as far as they are."""
+        """Return `indices` plus the last frame if decoding on to that frame is cheap enough, or else `indices`."""
         wanted = [*indices, self.num_frames - 1]
         before = self._num_decoded(indices)
         further = self._num_decoded(wanted) - before
@@ -175,7 +199,7 @@ class EncodedVideo:
         return wanted
 
     def _sought(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
-        """Frames of `indices` up to the first that seeking does not find; none where it would spare nothing."""
+        """Yield the frames of `indices` up to the first one that seeking misses, or none if seeking saves nothing."""
         if self.keyframes is None or not self.keyframes.spare(indices):
             return
         with (
@@ -194,18 +218,26 @@ class EncodedVideo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledVideo:
-    """Frames handed in, behind the face of an EncodedVideo; whoever hands them in has sampled them."""
+    """Frames that the caller has already sampled, with the interface of an EncodedVideo."""
 
     height: int
-    """Pixels, of each frame."""
+    """Height in pixels of each frame."""
     width: int
+    """Width in pixels of each frame."""
     fps: float | None
-    """Frames per second that they were sampled at; None: not known."""
+    """Rate in frames per second at which the frames were sampled, or None if unknown."""
     frames: Frames | Pixels
 
     @classmethod
     def open(cls, frames: Frames | Pixels, fps: float | None) -> SampledVideo:
-        """Reads the headers of those that are encoded. InputError where sizes differ, MediaError, LimitExceeded."""
+        """Read the headers of the encoded frames.
+
+        Raises:
+            InputError: The frames have different sizes.
+            MediaError: A frame is not readable.
+            LimitExceeded: A frame or the number of frames exceeds a cap.
+
+        """
         limits = work().caps
         sizes: list[tuple[int, int]] = []
         _check_length(len(frames), fps, limits)
@@ -227,14 +259,14 @@ class SampledVideo:
         return len(self.frames)
 
     def count(self, indices: Sequence[int]) -> None:
-        """Nothing: each image was counted as it was opened, and pixels handed in need no decoding."""
+        """Do nothing. Each encoded image was counted when it was opened, and pixels need no decoding."""
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """Frames uint8 [height, width, 3], RGB, one per index. MediaError for a broken image."""
+        """Yield RGB pixels, uint8 [height, width, 3], for each index. Raise MediaError if an image is broken."""
         for index in indices:
             cancellation.check()
             with naming(f"frame {index}"):
-                pixels = open_image(self.frames[index]).decode()  # anew: an index may come twice
+                pixels = open_image(self.frames[index]).decode()  # opened again, because an index may occur twice
             yield pixels
 
 
@@ -243,9 +275,17 @@ Video = EncodedVideo | SampledVideo
 
 
 def open_video(data: Data, sample_fps: float | None) -> Video:
-    """Frame count and size of `data` now, its frames when asked for. `sample_fps` is that of frames handed in.
+    """Read the frame count and size of a video. Its frames are decoded on request.
 
-    InputError, MediaError, LimitExceeded.
+    Args:
+        data: An encoded video, or frames that the caller has sampled.
+        sample_fps: Rate in frames per second of sampled frames. Not allowed for an encoded video.
+
+    Raises:
+        InputError: `sample_fps` is given for an encoded video, or frames have different sizes.
+        MediaError: The data are not readable, or are damaged.
+        LimitExceeded: The video exceeds a cap.
+
     """
     if not isinstance(data, bytes):
         return SampledVideo.open(data, sample_fps)
@@ -255,10 +295,10 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
 
 
 def _is_cut(stream: VideoStream, container: str, num_packets: int, data: bytes) -> bool:
-    """Return whether the file ends before the packets do that it states.
+    """Return whether the file ends before all of its stated packets.
 
-    Fewer packets than a container states may be all: edits leave some out of FFmpeg's index, AVI repeats a frame by an
-    empty chunk, and an AVI written to a pipe holds placeholders.
+    A complete file may have fewer packets than its container states. FFmpeg's index omits packets that edit lists hide,
+    AVI repeats a frame with an empty chunk, and an AVI written to a pipe has placeholders in its header.
     """
     if num_packets >= stream.frames:
         return False
@@ -269,7 +309,12 @@ def _is_cut(stream: VideoStream, container: str, num_packets: int, data: bytes) 
 
 
 def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArray[np.int64] | None]:
-    """Decode all frames; return their number, and their times unless some are not known or go back. MediaError."""
+    """Decode all frames and return their number and times. The times are None if any is missing or out of order.
+
+    Raises:
+        MediaError: The video is broken.
+
+    """
     with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
         found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
     known = [time for time in found if time is not None]
@@ -278,7 +323,7 @@ def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArr
 
 
 def _orientation(data: bytes, max_pixels: int) -> Orientation:
-    """Return how the frames of `data` are laid to be upright. MediaError."""
+    """Return the orientation of the frames of `data`. Raise MediaError if the video cannot be read."""
     if not may_be_turned(data):
         return Orientation()
     with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
@@ -291,7 +336,7 @@ def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream
     stream: VideoStream = best_stream(container, "video")
     stream.codec_context.options = {"max_pixels": str(coded_pixels(max_pixels))}
     stream.thread_type = "AUTO"
-    # FFmpeg's threads of HEVC wait for each other's frames, and where a file is damaged they may wait for ever.
+    # The HEVC threads of FFmpeg wait for each other's frames. In a damaged file they may wait forever.
     stream.codec_context.thread_count = 1 if stream.codec_context.name == "hevc" else torch.get_num_threads()
     return stream
 

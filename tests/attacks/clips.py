@@ -407,9 +407,9 @@ BROKEN_VIDEOS: dict[str, Make] = {
     "transport stream of nothing": lambda: (b"\x47\x1f\xff\x10" + bytes(184)) * 50,
     "asf of its head alone": lambda: b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c" + b"\xff" * 50,
     "jpeg2000 in a mov": lambda: video("mov", "jpeg2000"),
-    "gif of its head alone": lambda: GIF[:19],
-    "ivf of its head alone": lambda: video("ivf", "libvpx")[:32],
-    "ogg of theora that is none": lambda: b"OggS\0\2" + bytes(20) + b"\1\x2a\x80theora\3\2\1" + b"\xff" * 32,
+    "gif with only its header": lambda: GIF[:19],
+    "ivf with only its header": lambda: video("ivf", "libvpx")[:32],
+    "ogg with invalid theora": lambda: b"OggS\0\2" + bytes(20) + b"\1\x2a\x80theora\3\2\1" + b"\xff" * 32,
     "sound alone": lambda: encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ipod", "aac"),
     "noise": lambda: np.random.default_rng(0).bytes(20_000),
 }

@@ -22,7 +22,7 @@ from tools.serving import RunningService, running_service
 MiB = 2**20
 CHAT = "/v1/chat/completions"
 MAX_PROCESSOR_S = 1.0
-"""Of all processes of the service together."""
+"""Maximum processor time in seconds of one attack, summed over all processes of the service."""
 MAX_FURTHER_BYTES = 64 * MiB
 LIBRARY = re.compile(r"root:|SECRET|Traceback|0x[0-9a-f]{10}|PIL\.|av\.error|Errno")
 """What no message may hold: files' contents, addresses in memory, and words of libraries."""
@@ -41,9 +41,10 @@ class Attacked:
     answer: str
 
     def refused(self, body: dict[str, Any], said: str = "", path: str = CHAT, status: int = 400) -> str:
-        """Post `body`, hold its refusal to the status, the processor time and the memory, and ask a good question.
+        """Post `body` and return the error message, which must contain `said`.
 
-        Return the message, which must contain `said`.
+        The response must have `status`, and stay within the limits of processor time and memory. A valid request must
+        succeed afterwards.
         """
         answer, used_s, further = self.watched.during(lambda: self.http.post(path, json=body))
         assert answer.status_code == status, answer.text[:2000]

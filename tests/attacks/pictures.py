@@ -130,14 +130,14 @@ def refined(width: int, height: int, num_scans: int) -> bytes:
 
 
 def avif_of_size(width: int, height: int) -> bytes:
-    """A sound AVIF whose box of the size says another one."""
+    """Return a valid AVIF, but with another size in its size box."""
     data = encoded(small(), "AVIF")
     at = data.index(b"ispe") + 8
     return data[:at] + struct.pack(">II", width, height) + data[at + 8 :]
 
 
 def avif_with(more: bytes) -> bytes:
-    """A sound AVIF with more boxes at the start of its tables."""
+    """Return a valid AVIF with additional boxes at the start of its tables."""
     data = encoded(small(), "AVIF")
     at = data.index(b"meta")
     (size,) = struct.unpack_from(">I", data, at - 4)
@@ -153,7 +153,7 @@ def jpeg_2000_of_size(
     in_codestream: bool = True,
     components: int = 3,
 ) -> bytes:
-    """A sound JPEG 2000 whose header says another size, or number of components."""
+    """Return a valid JPEG 2000, but with another size or number of components in its header."""
     data = bytearray(encoded(small(), "JPEG2000", no_jp2=not jp2))
     if jp2 and in_box:
         struct.pack_into(">II", data, data.index(b"ihdr") + 4, height, width)
@@ -165,7 +165,7 @@ def jpeg_2000_of_size(
 
 
 def jp2_with(boxes: bytes, inner: bytes = b"") -> bytes:
-    """A sound JP2 with boxes in front of its header, and in it."""
+    """Return a valid JP2 with additional boxes before and inside its header."""
     data = encoded(small(), "JPEG2000")
     at = data.index(b"jp2h") - 4
     (size,) = struct.unpack_from(">I", data, at)
@@ -174,7 +174,7 @@ def jp2_with(boxes: bytes, inner: bytes = b"") -> bytes:
 
 
 def icon(*pictures: tuple[int, int, bytes]) -> bytes:
-    """An icon of pictures, each with the width and the height that its entry says; 0 is 256."""
+    """Return an icon of pictures, each with the width and height for its directory entry. 0 means 256."""
     head, body, start = struct.pack("<HHH", 0, 1, len(pictures)), b"", 6 + 16 * len(pictures)
     for width, height, picture in pictures:
         head += struct.pack("<BBBBHHII", width, height, 0, 0, 1, 32, len(picture), start + len(body))
@@ -286,9 +286,9 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "jpeg 20000x10000": lambda: jpeg_of_size(20_000, 10_000),
     "avif 16000x16000": lambda: avif_of_size(16_000, 16_000),
     "icon of a png 50000x50000": lambda: icon((0, 0, png(50_000, 50_000))),
-    "icon that calls its png small": lambda: icon((16, 16, png(50_000, 50_000))),
+    "icon whose entry understates its png": lambda: icon((16, 16, png(50_000, 50_000))),
     "pixmap 50000x50000": lambda: b"P6 50000 50000 255\n",
-    "bitmap of the largest size": lambda: b"P4 9999999999 9999999999\n",
+    "bitmap with the largest possible size": lambda: b"P4 9999999999 9999999999\n",
     "plain pixmap 50000x50000": lambda: b"P3 50000 50000 255\n1 2 3",
 }
 """What a header, or a count in it, gives away."""
@@ -309,25 +309,31 @@ OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
         "no readable image",
     ),
     "jp2 of 16384 components": (lambda: jpeg_2000_of_size(64, 48, components=16_384), "no readable image"),
-    "jp2 of boxes": (lambda: jp2_with(b"\0\0\0\x08free" * 500_000), "boxes; the limit is 1000"),
-    "jp2 of boxes in its header": (lambda: jp2_with(b"", b"\0\0\0\x08free" * 500_000), "boxes; the limit is 1000"),
-    "avif of items": (
+    "jp2 with many boxes": (lambda: jp2_with(b"\0\0\0\x08free" * 500_000), "boxes; the limit is 1000"),
+    "jp2 with many boxes in its header": (
+        lambda: jp2_with(b"", b"\0\0\0\x08free" * 500_000),
+        "boxes; the limit is 1000",
+    ),
+    "avif with many items": (
         lambda: avif_with(b"\0\0\0\x15infe\2\0\0\0\0\1\0\0av01\0" * 500_000),
         "bytes of tables; the limit is 131072",
     ),
     "avif of 30000x30000": (lambda: avif_of_size(30_000, 30_000), "no readable image"),
-    "icon of a bitmap 30000x30000": (
+    "icon with a bitmap of 30000x30000": (
         lambda: icon((0, 0, struct.pack("<IiiHHIIiiII", 40, 30_000, 60_000, 1, 1, 0, 0, 0, 0, 0, 0))),
         "the icon's bitmap has 30000x30000 pixels; the limit is 256x256",
     ),
     "icon of 65535 pictures": (lambda: icon(*[(16, 16, b"")] * 65_535), "no readable image"),
-    "pixmap of a comment": (lambda: b"P6 #" + b"a" * 2_000_000, "a portable anymap without its header"),
-    "pixmap of comments": (lambda: b"P6 " + b"#\n" * 1_000_000, "a portable anymap without its header"),
-    "pixmap of spaces": (lambda: b"P6" + b" " * 2_000_000, "a portable anymap without its header"),
-    "plain pixmap of comments": (lambda: b"P3 2000 2000 255 " + b"#\n" * 1_000_000, "comments; the limit is 1000"),
-    "plain pixmap of too few samples": (lambda: b"P3 9000 9000 255 1 2 3", "broken or truncated"),
+    "pixmap with a long comment": (lambda: b"P6 #" + b"a" * 2_000_000, "a portable anymap without a valid header"),
+    "pixmap with many comments": (lambda: b"P6 " + b"#\n" * 1_000_000, "a portable anymap without a valid header"),
+    "pixmap with many spaces": (lambda: b"P6" + b" " * 2_000_000, "a portable anymap without a valid header"),
+    "plain pixmap with many comments": (
+        lambda: b"P3 2000 2000 255 " + b"#\n" * 1_000_000,
+        "comments; the limit is 1000",
+    ),
+    "plain pixmap with too few samples": (lambda: b"P3 9000 9000 255 1 2 3", "broken or truncated"),
 }
-"""What a format has limits of its own for, and what is said."""
+"""Files that exceed a limit of their format, with the expected message."""
 
 SCANS: dict[str, Callable[[], bytes]] = {
     "jpeg of a thousand scans": lambda: jpeg_scans(1000),

@@ -21,7 +21,7 @@ OTHER_NETWORK = (*UNSHARE, "--net")
 def found() -> dict[str, str]:
     """What each case came to."""
     if shutil.which("ip") is None:
-        pytest.skip("there is no ip")
+        pytest.skip("the ip command is missing")
     require(OTHER_NETWORK)
     command = [*OTHER_NETWORK, sys.executable, "-m", "tests.attacks.hostile_net"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)

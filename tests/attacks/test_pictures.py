@@ -37,7 +37,7 @@ def test_many_pictures_that_are_each_within_their_cap(attacked: Attacked) -> Non
 
 
 @pytest.mark.parametrize(("make", "said"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())
-def test_what_a_format_has_limits_of_its_own_for(attacked: Attacked, make: Make, said: str) -> None:
+def test_files_above_the_limits_of_their_format_are_refused(attacked: Attacked, make: Make, said: str) -> None:
     assert "media item 0 (image)" in attacked.refused(with_bytes("image", make()), said)
 
 

@@ -139,7 +139,7 @@ def test_media_data_state_nothing(name: str) -> None:
     assert EncodedVideo.open(clips.video() + chance).num_frames == 6
     assert EncodedVideo.open(clips.video("matroska") + chance).num_frames == 6
     hidden = clips.fragment_in_data(STATED, aligned=True)
-    with pytest.raises(MediaError, match="the video is broken: of its 4 packets none can be decoded"):
+    with pytest.raises(MediaError, match="the video is broken: none of its 4 packets can be decoded"):
         EncodedVideo.open(hidden)
 
 
@@ -186,7 +186,7 @@ def test_the_check_is_bounded(data: bytes) -> None:
             EncodedVideo.open(data)
 
     _, used_s, further = Watched(os.getpid()).during(opened)
-    assert used_s < 3  # FFmpeg's own reading too
+    assert used_s < 3  # includes the time in FFmpeg
     assert further < 64 * 2**20
 
 

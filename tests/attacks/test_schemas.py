@@ -35,7 +35,7 @@ def test_it_is_refused(attacked: Attacked, schema: dict[str, Any]) -> None:
     attacked.is_right()
 
 
-def test_who_asks_and_leaves_holds_nothing(attacked: Attacked) -> None:
+def test_clients_that_leave_do_not_occupy_the_compiler(attacked: Attacked) -> None:
     attacked.http.post(CHAT, json=asking({"type": "boolean"}))
     before = processor_s(attacked.service.process.pid)
     sockets = []
@@ -48,4 +48,6 @@ def test_who_asks_and_leaves_holds_nothing(attacked: Attacked) -> None:
         one.close()
     assert attacked.http.get("/health").status_code == 200
     attacked.is_right()
-    assert processor_s(attacked.service.process.pid) - before < 40 * COMPILE_S, "those that had waited are not compiled"
+    assert processor_s(attacked.service.process.pid) - before < 40 * COMPILE_S, (
+        "schemas of clients that left are not compiled"
+    )

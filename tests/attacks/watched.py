@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Watched:
-    """A process whose memory and processor time are watched, with those of its children where that is asked for."""
+    """Monitor of the memory and processor time of a process, optionally including its children."""
 
     def __init__(self, pid: int, *, with_children: bool = False) -> None:
         self.pid = pid
@@ -22,9 +22,9 @@ class Watched:
         self._folders = [Path(f"/proc/{one}") for one in (pid, *(child.pid for child in children))]
 
     def during(self, work: Callable[[], T]) -> tuple[T, float, int]:
-        """Return what `work` gives, the processor time it took in seconds, and the bytes by which memory grew at most.
+        """Run `work` and return its result, the processor time in seconds, and the peak growth of memory in bytes.
 
-        Processor time is that of all descendants.
+        The processor time includes all descendants.
         """
         for folder in self._folders:
             (folder / "clear_refs").write_text("5")  # the peak starts anew

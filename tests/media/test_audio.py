@@ -140,7 +140,7 @@ def test_files_that_libsndfile_does_not_read(container, codec):
     assert best > 0.99, "one of the shifts that coders delay by"
 
 
-def test_a_transport_stream_of_sound_alone():
+def test_a_transport_stream_with_only_sound_is_decoded():
     data = (CASES / "tone.ts").read_bytes()
     with av.open(io.BytesIO(data)) as container:
         frames = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
@@ -151,7 +151,7 @@ def test_a_transport_stream_of_sound_alone():
 
 
 @pytest.mark.parametrize(("container", "codec"), [("mpegts", "aac"), ("mpegts", "mp2"), ("mpeg", "mp2")])
-def test_a_recording_that_begins_and_ends_in_the_midst_of_a_frame(container, codec):
+def test_a_recording_that_starts_and_ends_in_the_middle_of_a_frame_is_decoded(container, codec):
     data = encode_with_ffmpeg(tone(2.0, 48_000), 48_000, container, codec)
     whole = open_audio(data).decode(48_000, 10**6)
     cut = data[188 * 20 + 77 : -300] if container == "mpegts" else data[5000:-300]
@@ -169,7 +169,7 @@ def test_a_recording_that_begins_and_ends_in_the_midst_of_a_frame(container, cod
         ("mp4", "mpeg4", "aac"),
     ],
 )
-def test_the_sound_of_a_film(container, pictures, sounds):
+def test_the_sound_of_a_video_is_decoded(container, pictures, sounds):
     data = film(container, pictures, sounds)
     with av.open(io.BytesIO(data)) as opened:
         expected = np.concatenate([frame.to_ndarray()[0] for frame in opened.decode(audio=0)])
@@ -180,7 +180,7 @@ def test_the_sound_of_a_film(container, pictures, sounds):
 
 
 def film(container: str, pictures: str, sounds: str) -> bytes:
-    """Half a second of pictures and of sound."""
+    """Encode half a second of video with sound."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         picture = output.add_stream(pictures, rate=25)

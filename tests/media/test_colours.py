@@ -1,4 +1,4 @@
-"""Alpha on a background, and grey of more than 8 bits, in every format and mode that has them."""
+"""Tests of transparency and of greyscale samples with more than 8 bits, for all formats and modes that have them."""
 
 import io
 import struct
@@ -24,14 +24,14 @@ WHITE, GREEN = (255, 255, 255), (0, 128, 0)
 
 
 def graded() -> Image.Image:
-    """RGBA, whose alpha goes from 0 to 255."""
+    """Return an RGBA picture whose alpha ranges from 0 to 255."""
     image = photograph("chelsea.png", (90, 60))
     image.putalpha(Image.linear_gradient("L").resize(image.size))
     return image
 
 
 def cut_out() -> Image.Image:
-    """RGBA, whose pixels are opaque or black and transparent."""
+    """Return an RGBA picture whose pixels are either opaque, or black and fully transparent."""
     image = Image.new("RGBA", (90, 60))
     image.paste(
         photograph("chelsea.png", (90, 60)),
@@ -41,7 +41,7 @@ def cut_out() -> Image.Image:
 
 
 def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """As vLLM's `rgba_to_rgb` and qwen-vl-utils' `to_rgb`."""
+    """Blend as `rgba_to_rgb` of vLLM and `to_rgb` of qwen-vl-utils do."""
     rgb = Image.new("RGB", rgba.size, background)
     rgb.paste(rgba, mask=rgba.split()[3])
     return np.asarray(rgb)
@@ -50,11 +50,11 @@ def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
 def decoded(data: bytes, background: tuple[int, int, int] = WHITE) -> np.ndarray:
     with under(MediaCaps(rgba_background_color=background)):
         image = open_image(data)
-    return image.decode()  # what was opened keeps its caps
+    return image.decode()  # an opened image keeps its caps outside `under`
 
 
 def of_colour(image: Image.Image, mode: str, colour: int | tuple[int, ...]) -> bytes:
-    """A PNG of `mode` that names one transparent colour (tRNS), which its transparent pixels have."""
+    """Return a PNG of `mode` that declares `colour` transparent (tRNS) and uses it for transparent pixels."""
     flat = Image.new(mode, image.size, colour)
     flat.paste(image.convert(mode), mask=image.getchannel("A"))
     return encoded(flat, "PNG", transparency=colour)
@@ -62,26 +62,26 @@ def of_colour(image: Image.Image, mode: str, colour: int | tuple[int, ...]) -> b
 
 PALETTE = photograph("chelsea.png", (90, 60)).quantize(64)
 FILES = {
-    "PNG of RGBA": encoded(graded(), "PNG"),
-    "PNG of LA": encoded(graded().convert("LA"), "PNG"),
-    "PNG of a palette": encoded(PALETTE, "PNG", transparency=bytes(range(0, 256, 4))),
-    "PNG of a palette with one transparent": encoded(PALETTE, "PNG", transparency=7),
-    "PNG of a transparent grey": of_colour(cut_out(), "L", 3),
-    "PNG of a transparent colour": of_colour(cut_out(), "RGB", (1, 2, 3)),
-    "PNG of a transparent bit": of_colour(cut_out(), "1", 0),
+    "PNG in RGBA": encoded(graded(), "PNG"),
+    "PNG in LA": encoded(graded().convert("LA"), "PNG"),
+    "PNG with a palette": encoded(PALETTE, "PNG", transparency=bytes(range(0, 256, 4))),
+    "PNG with one transparent palette entry": encoded(PALETTE, "PNG", transparency=7),
+    "PNG with a transparent grey": of_colour(cut_out(), "L", 3),
+    "PNG with a transparent colour": of_colour(cut_out(), "RGB", (1, 2, 3)),
+    "PNG with a transparent bit": of_colour(cut_out(), "1", 0),
     "APNG": encoded(graded(), "PNG", save_all=True, append_images=[graded().rotate(180)]),
     "WebP": encoded(graded(), "WEBP", lossless=True),
     "animated WebP": encoded(graded(), "WEBP", lossless=True, save_all=True, append_images=[graded().rotate(180)]),
     "GIF": encoded(cut_out(), "GIF"),
     "animated GIF": encoded(cut_out(), "GIF", save_all=True, append_images=[cut_out().rotate(180)]),
     "TIFF": encoded(graded(), "TIFF"),
-    "TIFF of LA": encoded(graded().convert("LA"), "TIFF"),
+    "TIFF in LA": encoded(graded().convert("LA"), "TIFF"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("background", [WHITE, GREEN])
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_transparent_shows_the_background(name, background):
+def test_transparent_pixels_show_the_background(name, background):
     rgba = Image.open(io.BytesIO(FILES[name])).convert("RGBA")
     assert rgba.getextrema()[3][0] < 16
     assert np.array_equal(decoded(FILES[name], background), composed(rgba, background))
@@ -89,7 +89,7 @@ def test_what_is_transparent_shows_the_background(name, background):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La", "PA", "P"])
-def test_pictures_handed_in_are_on_the_background(mode):
+def test_transparent_pixels_of_pil_images_show_the_background(mode):
     rgba = cut_out() if mode in ("PA", "P") else graded()
     image = rgba.convert("LA").convert("La") if mode == "La" else rgba.convert(mode)
     if mode == "P":
@@ -99,13 +99,13 @@ def test_pictures_handed_in_are_on_the_background(mode):
     assert np.array_equal(found, composed((image.convert("LA") if mode == "La" else image).convert("RGBA"), GREEN))
 
 
-def test_black_on_nothing_is_black_on_white():
+def test_black_on_transparent_becomes_black_on_white():
     found = decoded((CASES / "black_on_transparent.png").read_bytes())
     assert {*map(tuple, found.reshape(-1, 3))} == {(0, 0, 0), WHITE}
 
 
 @pytest.mark.parametrize(("depth", "level"), [(1, 1), (2, 2), (4, 9), (8, 200), (16, 40_000)])
-def test_the_transparent_grey_of_a_png_is_in_its_own_depth(depth, level):
+def test_the_transparent_grey_of_a_png_has_the_depth_of_the_file(depth, level):
     rows = b"".join(b"\0" + (level if x else 0).to_bytes(2)[2 - max(1, depth // 8) :] for x in (1, 0))
     if depth < 8:
         rows = b"".join(b"\0" + bytes([value << (8 - depth)]) for value in (level, 0))
@@ -114,7 +114,7 @@ def test_the_transparent_grey_of_a_png_is_in_its_own_depth(depth, level):
     assert found.reshape(-1, 3).tolist() == [[*GREEN], [0, 0, 0]]
 
 
-def test_the_transparent_colour_of_a_png_of_16_bits():
+def test_the_transparent_colour_of_a_16_bit_png_is_matched():
     rows = b"\0" + struct.pack(">6H", 1000, 40_000, 65_000, 0, 0, 0)
     name = chunk(b"tRNS", struct.pack(">3H", 1000, 40_000, 65_000))
     found = decoded(png(2, 1, name, depth=16, colours=2, pixels=zlib.compress(rows)), GREEN)
@@ -122,7 +122,7 @@ def test_the_transparent_colour_of_a_png_of_16_bits():
 
 
 @pytest.mark.parametrize("colour", [(0, 0), (0, 0, 256), (0, -1, 0), "white", (0.5, 0, 0), None])
-def test_a_background_is_three_numbers_of_a_byte(colour):
+def test_a_background_that_is_not_three_bytes_is_refused(colour):
     said = r"rgba_background_color is .*, it must be a list of 3, each an integer from 0 to 255"
     with pytest.raises(InputError, match=said):
         MediaCaps(rgba_background_color=colour)
@@ -145,7 +145,7 @@ def deep_png(values: np.ndarray, significant_bits: int | None = None) -> bytes:
 @pytest.mark.parametrize(
     ("most", "shift"), [(65535, 8), (40_000, 8), (16_383, 6), (4095, 4), (1023, 2), (255, 0), (100, 0)]
 )
-def test_sixteen_bits_are_scaled_by_the_values_that_occur(most, shift):
+def test_16_bit_grey_is_scaled_by_its_largest_value(most, shift):
     values = ramp(most)
     big = values.astype(">u2")
     for data in (
@@ -174,11 +174,11 @@ def test_sixteen_bits_are_scaled_by_the_values_that_occur(most, shift):
         (17, 4095, lambda v: v >> 4),
     ],
 )
-def test_significant_bits_of_a_png_count(bits, most, expected):
+def test_16_bit_grey_is_scaled_by_the_significant_bits_of_a_png(bits, most, expected):
     assert np.array_equal(decoded(deep_png(ramp(most), bits)), grey(expected(ramp(most))))
 
 
-def test_twelve_bits_in_sixteen():
+def test_12_bit_values_in_16_bits_are_scaled():
     data = (CASES / "twelve_bits_in_sixteen.png").read_bytes()
     values = np.asarray(Image.open(io.BytesIO(data)))
     assert values.max() == 4095
@@ -201,9 +201,9 @@ def test_twelve_bits_in_sixteen():
         (ramp(2**31 - 1, "float64").astype(np.int32), lambda v: v >> 23),
         (ramp(4000, "int32") - 1000, lambda v: (v + 1000) >> 4),
     ],
-    ids=["shares", "bytes", "more", "below 0", "huge", "no numbers", "black", "32 bits", "integers below 0"],
+    ids=["fractions", "bytes", "above 255", "below 0", "huge", "not finite", "black", "32 bits", "integers below 0"],
 )
-def test_other_deep_greys(values, expected):
+def test_floats_and_32_bit_integers_are_scaled(values, expected):
     right = grey(expected(values))
     assert np.array_equal(decoded(encoded(Image.fromarray(values), "TIFF")), right)
     assert np.array_equal(np.asarray(pil_to_rgb(Image.fromarray(values), WHITE)), right)

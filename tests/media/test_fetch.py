@@ -50,15 +50,15 @@ async def _stalling(request: web.Request) -> web.StreamResponse:
 
 
 def raw_deflate(data: bytes) -> bytes:
-    """Deflate without zlib's frame, as some servers send it."""
+    """Compress without the zlib header and trailer, as some servers do."""
     compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     return compressor.compress(data) + compressor.flush()
 
 
 ENCODED = {
     "gzip": (["gzip"], gzip.compress(BODY)),
-    "gzip in capitals": (["GZip"], gzip.compress(BODY)),
-    "gzip of two members": (["gzip"], gzip.compress(BODY[:99]) + gzip.compress(BODY[99:])),
+    "gzip in mixed case": (["GZip"], gzip.compress(BODY)),
+    "gzip with two members": (["gzip"], gzip.compress(BODY[:99]) + gzip.compress(BODY[99:])),
     "x-gzip": (["x-gzip"], gzip.compress(BODY)),
     "deflate": (["deflate"], zlib.compress(BODY)),
     "bare deflate": (["deflate"], raw_deflate(BODY)),
@@ -66,25 +66,25 @@ ENCODED = {
     "two headers": (["deflate", "gzip"], gzip.compress(zlib.compress(BODY))),
     "gzip twice": (["gzip,gzip"], gzip.compress(gzip.compress(BODY))),
     "gzip of a chunked upload": (["gzip,aws-chunked"], gzip.compress(BODY)),
-    "gzip of nothing else": (["utf-8, gzip, identity"], gzip.compress(BODY)),
+    "gzip beside ignored names": (["utf-8, gzip, identity"], gzip.compress(BODY)),
     **{
         f"only {name!r}": ([name], BODY)
         for name in ("identity", "aws-chunked", "utf-8", "", ",", "binary", "UTF-8, ,none")
     },
-    "no gzip": (["gzip"], BODY),
-    "no deflate": (["deflate"], BODY),
+    "invalid gzip": (["gzip"], BODY),
+    "invalid deflate": (["deflate"], BODY),
     "gzip cut off": (["gzip"], gzip.compress(BODY)[:-9]),
     "deflate cut off": (["deflate"], zlib.compress(BODY)[:-9]),
     "br": (["br"], BODY),
     "gzip, zstd": (["gzip, zstd"], BODY),
     "too often": (["gzip"] * (MAX_CODINGS + 1), BODY),
-    "a bomb of gzip": (["gzip"], gzip.compress(bytes(1 << 20) + b"x")),
-    "a bomb of deflate": (["deflate"], zlib.compress(bytes(1 << 24))),
-    "a bomb in a bomb": (["gzip, gzip"], gzip.compress(gzip.compress(bytes(1 << 26)))),
-    "a bomb that unpacks to little": (["gzip, deflate"], zlib.compress(gzip.compress(b"x", 0) + bytes(1 << 24))),
+    "a gzip bomb": (["gzip"], gzip.compress(bytes(1 << 20) + b"x")),
+    "a deflate bomb": (["deflate"], zlib.compress(bytes(1 << 24))),
+    "a nested gzip bomb": (["gzip, gzip"], gzip.compress(gzip.compress(bytes(1 << 26)))),
+    "a bomb that decodes to little": (["gzip, deflate"], zlib.compress(gzip.compress(b"x", 0) + bytes(1 << 24))),
     "a gzip of empty members": (["gzip"], gzip.compress(b"") * (MAX_MEMBERS + 1)),
 }
-"""Bodies by name, with the Content-Encoding headers that they are sent with."""
+"""Content-Encoding headers and body of responses, by name."""
 
 
 async def _encoded(request: web.Request) -> web.Response:
@@ -100,12 +100,12 @@ async def _missing(request: web.Request) -> web.Response:
 
 
 async def _echo(request: web.Request) -> web.Response:
-    """What stands between the method and the version of the request's first line."""
+    """Answer with the request target, exactly as it was received."""
     return web.Response(body=request.raw_path.encode())
 
 
 async def _redirect_raw(request: web.Request) -> web.StreamResponse:
-    """Sends Location byte for byte, which aiohttp's own server would not."""
+    """Send the Location header byte for byte, which the server of aiohttp cannot do."""
     assert request.transport is not None
     location = LOCATIONS[int(request.query["number"])][0]
     request.transport.write(
@@ -127,7 +127,7 @@ LOCATIONS = [
     (b"//HOST/echo/%7E~", "/echo/%7E~"),
     (b"http://HOST/echo/%7E~?a=b%3D", "/echo/%7E~?a=b%3D"),
 ]
-"""Locations, HOST in them the server, and what is requested then."""
+"""Location headers, in which HOST stands for the server, and the request targets that they must lead to."""
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -236,8 +236,8 @@ async def test_a_location_is_requested_byte_for_byte(server: str, number: int) -
     assert (await get(f"{server}/from/away?number={number}")).decode() == LOCATIONS[number][1]
 
 
-@pytest.mark.parametrize("name", [*ENCODED][: [*ENCODED].index("no gzip")])
-async def test_decodes_what_content_encoding_names(server: str, name: str) -> None:
+@pytest.mark.parametrize("name", [*ENCODED][: [*ENCODED].index("invalid gzip")])
+async def test_decodes_the_named_content_encodings(server: str, name: str) -> None:
     spent: list[int] = []
     assert await get(f"{server}/encoded?name={quote(name)}", spend=spent.append) == BODY
     assert sum(spent) >= len(BODY)
@@ -246,18 +246,18 @@ async def test_decodes_what_content_encoding_names(server: str, name: str) -> No
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no gzip", "no gzip, or broken"),
-        ("no deflate", "no deflate, or broken"),
-        ("gzip cut off", "no gzip, or broken or cut off"),
-        ("deflate cut off", "no deflate, or broken or cut off"),
-        ("br", "content encoding br, which was not asked for; gzip and deflate are decoded"),
+        ("invalid gzip", "not valid gzip"),
+        ("invalid deflate", "not valid deflate"),
+        ("gzip cut off", "not valid gzip, or is truncated"),
+        ("deflate cut off", "not valid deflate, or is truncated"),
+        ("br", "content encoding br; only gzip and deflate are supported"),
         ("gzip, zstd", "content encoding zstd"),
         ("too often", "4 content encodings, the limit is 3"),
-        ("a bomb of gzip", "gzip of more than 1048576 bytes, the limit for one item"),
-        ("a bomb of deflate", "deflate of more than 1048576 bytes, the limit for one item"),
-        ("a bomb in a bomb", "gzip of more than 1048576 bytes, the limit for one item"),
-        ("a bomb that unpacks to little", "deflate of more than 1048576 bytes, the limit for one item"),
-        ("a gzip of empty members", f"gzip body of {MAX_MEMBERS + 1} members, the limit is {MAX_MEMBERS}"),
+        ("a gzip bomb", "gzip that decodes to more than 1048576 bytes, the limit for one item"),
+        ("a deflate bomb", "deflate that decodes to more than 1048576 bytes, the limit for one item"),
+        ("a nested gzip bomb", "gzip that decodes to more than 1048576 bytes, the limit for one item"),
+        ("a bomb that decodes to little", "deflate that decodes to more than 1048576 bytes, the limit for one item"),
+        ("a gzip of empty members", f"gzip body has {MAX_MEMBERS + 1} members; the limit is {MAX_MEMBERS}"),
     ],
 )
 async def test_refuses_content_encodings(server: str, name: str, said: str) -> None:
@@ -265,7 +265,7 @@ async def test_refuses_content_encodings(server: str, name: str, said: str) -> N
         await get(f"{server}/encoded?name={quote(name)}")
 
 
-async def test_what_decoding_adds_is_spent(server: str) -> None:
+async def test_spend_counts_the_bytes_that_decoding_adds(server: str) -> None:
     def spend(num_bytes: int) -> None:
         spent.append(num_bytes)
         if sum(spent) > len(BODY) - 1:
@@ -315,7 +315,7 @@ def test_domains_that_hosts_can_be_below(domain: str) -> None:
     ],
 )
 def test_domains_that_no_host_can_be_below(domain: str) -> None:
-    said = f"allowed_media_domains holds {re.escape(repr(domain))}, it must be a host's name"
+    said = f"allowed_media_domains holds {re.escape(repr(domain))}; it must be a host name"
     with pytest.raises(InputError, match=said):
         encoded_domain(domain)
 

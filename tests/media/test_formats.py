@@ -1,4 +1,4 @@
-"""AVIF, JPEG 2000, icons and portable anymaps: as Pillow reads them, and bounded before they are decoded."""
+"""Tests that AVIF, JPEG 2000, icons and portable anymaps decode as in Pillow, within limits checked beforehand."""
 
 import io
 import re
@@ -41,17 +41,17 @@ def by_pillow(data: bytes) -> np.ndarray:
 FILES = {
     "AVIF": encoded(small(), "AVIF"),
     "AVIF with alpha": encoded(with_alpha(), "AVIF"),
-    "AVIF of grey": encoded(small().convert("L"), "AVIF"),
-    "AVIF of two frames": encoded(small(), "AVIF", save_all=True, append_images=[small().rotate(180)]),
+    "AVIF in grey": encoded(small().convert("L"), "AVIF"),
+    "AVIF with two frames": encoded(small(), "AVIF", save_all=True, append_images=[small().rotate(180)]),
     "JP2": encoded(small(), "JPEG2000"),
-    "JP2 with loss": encoded(small(), "JPEG2000", quality_layers=[20], irreversible=True),
+    "lossy JP2": encoded(small(), "JPEG2000", quality_layers=[20], irreversible=True),
     "JP2 in tiles": encoded(small(), "JPEG2000", tile_size=(32, 32)),
     "JP2 with alpha": encoded(with_alpha(), "JPEG2000"),
-    "JP2 of grey with alpha": encoded(with_alpha().convert("LA"), "JPEG2000"),
+    "JP2 in grey with alpha": encoded(with_alpha().convert("LA"), "JPEG2000"),
     "JPEG 2000 without boxes": encoded(small(), "JPEG2000", no_jp2=True),
     "icon": encoded(with_alpha(), "ICO", sizes=[(16, 16), (48, 48)]),
     "icon of bitmaps": encoded(with_alpha(), "ICO", sizes=[(16, 16), (48, 48)], bitmap_format="bmp"),
-    "icon of a palette": encoded(small().quantize(16), "ICO", sizes=[(48, 48)], bitmap_format="bmp"),
+    "icon with a palette": encoded(small().quantize(16), "ICO", sizes=[(48, 48)], bitmap_format="bmp"),
     "PPM": encoded(small(), "PPM"),
     "PGM": encoded(small().convert("L"), "PPM"),
     "PBM": encoded(small().convert("1"), "PPM"),
@@ -65,7 +65,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_is_read_as_by_pillow(name):
+def test_pixels_are_equal_to_pillows(name):
     with under(MediaCaps(rgba_background_color=GREEN)):
         image = open_image(FILES[name])
     pixels = image.decode()
@@ -73,25 +73,25 @@ def test_is_read_as_by_pillow(name):
     assert np.array_equal(pixels, by_pillow(FILES[name]))
 
 
-def test_an_avif_is_as_its_png():
+def test_an_avif_matches_its_png():
     found, expected = (open_image((CASES / name).read_bytes()).decode() for name in ("red.avif", "red.png"))
     assert np.abs(found.mean((0, 1)) - expected.mean((0, 1))).max() < 3
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("file_format", ["AVIF", "JPEG2000"])
-def test_is_upright(orientation, file_format):
+def test_the_exif_orientation_is_applied(orientation, file_format):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(photograph("rocket.jpg", (50, 30)), file_format, exif=exif)
-    is_turned = orientation >= 5 and file_format == "AVIF"  # Pillow reads no EXIF of a JPEG 2000
+    is_turned = orientation >= 5 and file_format == "AVIF"  # Pillow does not read the EXIF of a JPEG 2000
     image = open_image(data)
     assert (image.height, image.width) == ((50, 30) if is_turned else (30, 50))
     assert image.decode().shape == (image.height, image.width, 3)
 
 
 @pytest.mark.parametrize(("most", "shift"), [(65535, 8), (4095, 4)])
-def test_deep_grey(most, shift):
+def test_deep_grey_is_scaled(most, shift):
     values = np.linspace(0, most, 64 * 64).astype(np.uint16).reshape(64, 64)
     expected = np.repeat((values >> shift).astype(np.uint8)[..., None], 3, axis=2)
     anymap = b"P5 64 64 65535\n" + values.astype(">u2").tobytes()
@@ -103,7 +103,7 @@ def test_deep_grey(most, shift):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_caps_hold_before_decoding(name):
+def test_caps_are_checked_before_decoding(name):
     image = open_image(FILES[name])
     pixels = image.height * image.width
     said = f"{image.width}x{image.height} = {pixels} pixels; the limit is {pixels - 1}" if pixels > 1 else ""
@@ -155,12 +155,12 @@ def test_a_truncated_file_is_refused(name):
         b"\0\0\0\x14ftypavif" + bytes(8),
     ],
 )  # fmt: skip
-def test_what_is_broken_is_refused(data):
+def test_broken_files_are_refused(data):
     with pytest.raises(MediaError, match=r"portable anymap|no readable image"):
         open_image(data).decode()
 
 
-def test_an_icon_is_the_largest_of_the_fewest_colours_as_by_pillow():
+def test_an_icon_is_the_largest_picture_with_the_fewest_colours_as_in_pillow():
     first, second = (encoded(Image.new("RGB", (48, 48), colour), "PNG") for colour in ("red", "blue"))
     entries = [(48, 32, first), (48, 24, second), (16, 8, first)]
     start, head, body = 6 + 16 * len(entries), b"", b""
@@ -173,7 +173,7 @@ def test_an_icon_is_the_largest_of_the_fewest_colours_as_by_pillow():
     assert found[0, 0].tolist() == [0, 0, 255]
 
 
-def test_pillows_limit_is_named_where_the_program_set_one(monkeypatch):
+def test_the_error_names_a_pillow_limit_that_the_program_set(monkeypatch):
     data = encoded(photograph(size=(80, 60)), "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(LimitExceeded, match=re.escape("PIL.Image.MAX_IMAGE_PIXELS is 1000")):
@@ -182,7 +182,7 @@ def test_pillows_limit_is_named_where_the_program_set_one(monkeypatch):
     assert open_image(data).decode().shape == (60, 80, 3)
 
 
-def test_bombs_are_stopped_before_they_are_decoded():
+def test_decompression_bombs_are_refused_before_decoding():
     for name, make in pictures.BOMBS.items():
         with pytest.raises(LimitExceeded, match="pixels"):
             open_image(make())

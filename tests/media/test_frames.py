@@ -1,4 +1,4 @@
-"""Which frames are taken of a video."""
+"""Tests of the selection of video frames."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mindie_mm.media.frames import evenly, stepped
 
 
 @pytest.mark.parametrize("first_of_step", [0, 0.5])
-def test_as_many_frames_as_asked_for_at_the_places_of_a_range(first_of_step):
-    """Of every length; a range of floats has one more than asked for, behind the last frame, at some of them."""
+def test_stepped_returns_exactly_the_requested_number_of_frames(first_of_step):
+    """For some lengths, a range of floats has one index too many, after the last frame."""
     num_longer = 0
     for total in range(1, 401):
         for count in {*range(1, total + 1, 1 + total // 40), total}:
@@ -36,5 +36,5 @@ def test_steps_are_even(total, count):
         assert gaps <= {total // count, total // count + 1}
 
 
-def test_a_first_of_more_than_a_step_leaves_out_the_last():
+def test_a_first_index_above_the_step_returns_fewer_frames():
     assert stepped(10, 5, 3) == [3, 5, 7, 9]

@@ -45,10 +45,10 @@ def in_lines(text: str, width: int, end: str) -> str:
         " \n" + BASE64[:-1] + " " + BASE64[-1],
         BASE64[:1] + " " * 500 + BASE64[1:],
     ],
-    ids=["newline behind", "MIME", "PEM", "everywhere", "before and in the padding", "much"],
+    ids=["trailing newline", "MIME", "PEM", "everywhere", "before and in the padding", "long runs"],
 )
 @pytest.mark.parametrize("before", ["", "data:image/jpeg;base64,"])
-def test_white_space_in_base64_is_passed_over(before, spaced, monkeypatch):
+def test_white_space_in_base64_is_ignored(before, spaced, monkeypatch):
     monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", len(DATA))
     source = before + spaced
     assert read_source(Media("image", source)) == DATA

@@ -258,7 +258,7 @@ def test_threads_of_a_damaged_hevc_do_not_wait_for_each_other():
     refusals = []
 
     def decode():
-        with pytest.raises(MediaError, match="the video is broken: of 6 sampled frames") as refusal:
+        with pytest.raises(MediaError, match=r"the video is broken: \d of 6 sampled frames") as refusal:
             list(EncodedVideo.open(damaged).decode(range(6)))
         refusals.append(refusal)
 
@@ -292,7 +292,7 @@ def test_frames_above_the_limit_are_not_scaled(times, said):
         video = EncodedVideo.open(remux(*videos, container="webm"))
     if times == 1:
         assert len(list(video.decode([0, 2]))) == 2
-    for indices in ([0, 5], [0, 2])[:times]:  # FFmpeg does not decode what is far above, and the end is looked at
+    for indices in ([0, 5], [0, 2])[:times]:  # FFmpeg refuses frames far above the limit, and the end is decoded too
         with pytest.raises((LimitExceeded, MediaError), match=said):
             list(video.decode(indices))
 

@@ -1,4 +1,4 @@
-"""Videos whose headers mislead: how many frames they have, at what rate, and which way up, as FFmpeg decodes them."""
+"""Tests of videos with misleading headers. Frame count, rate and orientation must be those that FFmpeg decodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RIGHT = {
     "theora.ogv": (12, 25.0),
     "upright.mp4": (5, 10.0),
 }
-"""Frames and frames per second of each file."""
+"""Expected frame count and frame rate of each file."""
 
 
 def case(name: str) -> bytes:
@@ -45,16 +45,16 @@ def case(name: str) -> bytes:
 
 
 def plain(data: bytes) -> np.ndarray:
-    """Every frame up to the first error."""
+    """Decode every frame up to the first error."""
     frames = []
     with av.open(io.BytesIO(data)) as container, suppress(av.InvalidDataError):
         for frame in container.decode(video=0):
-            frames.append(frame.to_ndarray(format="rgb24"))  # noqa: PERF401 - those before an error are kept
+            frames.append(frame.to_ndarray(format="rgb24"))  # noqa: PERF401 - frames before an error are kept
     return np.stack(frames)
 
 
 def assert_counted(data: bytes, num_frames: int, fps: float) -> EncodedVideo:
-    """All of the frames decode, and so does the last one alone, whichever way is taken to it."""
+    """Assert the frame count and rate. All frames must decode, and the last frame must also decode alone."""
     video = EncodedVideo.open(data)
     assert (video.num_frames, video.fps) == (num_frames, fps)
     found = np.stack(list(video.decode(range(num_frames))))
@@ -62,17 +62,17 @@ def assert_counted(data: bytes, num_frames: int, fps: float) -> EncodedVideo:
     return video
 
 
-def test_the_table_has_every_case():
+def test_every_file_has_an_expectation():
     assert {path.name for path in CASES.iterdir()} == {*RIGHT}
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_frames_and_rates(name):
+def test_frame_count_and_rate(name):
     assert_counted(case(name), *RIGHT[name])
 
 
 @pytest.mark.parametrize("name", sorted({*RIGHT} - {"mirrored_h.mp4"}))
-def test_frames_are_those_of_a_plain_decode(name):
+def test_frames_equal_those_of_a_plain_decode(name):
     data = case(name)
     video = EncodedVideo.open(data)
     assert np.array_equal(np.stack(list(video.decode(range(video.num_frames)))), plain(data))
@@ -80,20 +80,20 @@ def test_frames_are_those_of_a_plain_decode(name):
 
 @pytest.mark.parametrize("container", ["mp4", "mov"])
 @pytest.mark.parametrize("flags", ["frag_keyframe", "frag_keyframe+empty_moov", "hybrid_fragmented", "faststart"])
-def test_an_index_of_the_first_fragment_alone_does_not_count(flags, container):
+def test_an_index_of_only_the_first_fragment_does_not_limit_the_frame_count(flags, container):
     clip = encode_video(moving_frames(40), options={"g": "10", "bf": "2"})
     assert_counted(remux(clip, container=container, options={"movflags": flags}), 40, 10.0)
 
 
 @pytest.mark.parametrize("container", ["mpegts", "mp4", "matroska", "flv", "avi"])
-def test_two_fields_are_one_frame(container):
+def test_two_fields_count_as_one_frame(container):
     data = repacked(case("paff.ts"), container)
     video = assert_counted(data, 20, 25.0)
     assert np.array_equal(np.stack(list(video.decode(range(20)))), plain(data))
 
 
-def test_fields_that_come_late_are_found():
-    """The last frames of the file are whole, and lead here."""
+def test_fields_after_whole_frames_are_found():
+    """The last frames of the file are coded as whole frames. This test moves them to the start."""
     late = repacked(case("paff.ts"), "matroska", lambda packets: packets[30:] + packets[:30])
     with av.open(io.BytesIO(late)) as container:
         num_packets = sum(1 for packet in container.demux(video=0) if packet.size)
@@ -101,7 +101,7 @@ def test_fields_that_come_late_are_found():
 
 
 def repacked(data: bytes, container: str, order: Callable[[list], list] = lambda packets: packets) -> bytes:
-    """The packets of `data` one after another, 20 ms each."""
+    """Remux the packets of `data` with a duration of 20 ms each."""
     file = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
         stream = output.add_stream_from_template(source.streams.video[0])
@@ -114,7 +114,7 @@ def repacked(data: bytes, container: str, order: Callable[[list], list] = lambda
 
 
 class _Pipe:
-    """Takes what is written, and cannot go back."""
+    """Output that cannot seek."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -137,7 +137,7 @@ class _Pipe:
         ("asf", "wmv2", {}),
     ],
 )
-def test_headers_written_to_a_pipe_hold_placeholders(container, codec, options):
+def test_placeholders_in_headers_written_to_a_pipe_are_ignored(container, codec, options):
     pipe = _Pipe()
     with av.open(pipe, "w", format=container) as output:
         stream = output.add_stream(codec, rate=25, options=options)
@@ -152,7 +152,7 @@ def test_headers_written_to_a_pipe_hold_placeholders(container, codec, options):
 
 @pytest.mark.parametrize("stated", [0, PLACEHOLDER, 2**31 - 1])
 @pytest.mark.parametrize("riff", [0, 2**32 - 1])
-def test_an_avi_that_was_never_finished(stated, riff):
+def test_an_unfinished_avi_is_counted(stated, riff):
     data = bytearray(encode_video(moving_frames(20), container="avi", codec="mpeg4"))
     struct.pack_into("<I", data, 4, riff)
     struct.pack_into("<I", data, data.index(b"avih") + 8 + 16, stated)
@@ -163,8 +163,8 @@ def test_an_avi_that_was_never_finished(stated, riff):
 
 @pytest.mark.parametrize("stated", [25, 30, 50])
 @pytest.mark.parametrize("real", [Fraction(25), Fraction(2947, 100), Fraction(30_000, 1001), Fraction(30)])
-def test_the_times_of_matroska_count_and_not_the_default_duration(real, stated):
-    """A rate is exact where the times are those of the stated one, which have whole milliseconds."""
+def test_the_rate_of_matroska_follows_the_times_and_not_the_default_duration(real, stated):
+    """The stated rate is returned exactly if the times, which are whole milliseconds, match it."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         stream = output.add_stream("libx264", rate=stated)
@@ -180,7 +180,7 @@ def test_the_times_of_matroska_count_and_not_the_default_duration(real, stated):
     fps = EncodedVideo.open(data).fps
     assert fps == (pytest.approx(stated, abs=1e-6) if real == stated else pytest.approx(float(real), rel=0.02))
     if real == Fraction(2947, 100):
-        assert fps == pytest.approx(29.47, abs=0.25), "the last frame lasts as long as the default"
+        assert fps == pytest.approx(29.47, abs=0.25), "the last frame lasts for the default duration"
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts"])
@@ -205,16 +205,15 @@ CUT = {
 
 @pytest.mark.parametrize("container", ["matroska", "mp4", "mpegts"])
 @pytest.mark.parametrize("codec", CUT)
-def test_pictures_that_refer_to_what_was_cut_off_do_not_count(codec, container):
-    """Whichever packet is the first one."""
+def test_pictures_whose_references_were_cut_off_are_not_counted(codec, container):
     if codec in ("vp8", "vp9") and container != "matroska":
         pytest.skip("the container has no such codec")
     name, options = CUT[codec]
     whole = encode_video(moving_frames(40), container="matroska", codec=name, options=options)
     for start in (3, 10, 11, 20):
         cut = remux(whole, container=container, start=start)
-        if not (expected := beyond_errors(cut)):  # its parameters were cut off
-            with pytest.raises((MediaError, LimitExceeded), match=r"no size|broken"):
+        if not (expected := beyond_errors(cut)):  # the parameter sets were cut off
+            with pytest.raises((MediaError, LimitExceeded), match=r"frame size is unknown|broken"):
                 EncodedVideo.open(cut)
             continue
         video = EncodedVideo.open(cut)
@@ -223,7 +222,7 @@ def test_pictures_that_refer_to_what_was_cut_off_do_not_count(codec, container):
 
 
 def beyond_errors(data: bytes) -> list[np.ndarray]:
-    """Every frame, decoded as the ffmpeg program does, which passes over packets with errors."""
+    """Decode every frame as the ffmpeg program does, skipping packets with errors."""
     frames: list[av.VideoFrame] = []
     with av.open(io.BytesIO(data)) as container:
         for packet in container.demux(video=0):
@@ -257,8 +256,8 @@ DAMAGES = {
         ("mov", "mjpeg", {"movflags": "faststart"}),
     ],
 )
-def test_a_damaged_tail_decides_nothing(container, codec, options, damage):
-    """What is counted decodes, from the first frame to the last; or no family reads the file."""
+def test_a_damaged_tail_gives_one_result_for_all_samplings(container, codec, options, damage):
+    """Every sampling sees the same frame count and can decode its frames, or every sampling is refused."""
     data = encode_video(moving_frames(20), 25, container, codec, QUIET if codec == "libx265" else {})
     data = remux(data, container=container, options=options) if options else data
     for size in (1, 7, 40, 300):
@@ -273,7 +272,7 @@ def test_a_damaged_tail_decides_nothing(container, codec, options, damage):
 
 
 def taken(data: bytes, indices: Sequence[int]) -> int:
-    """How many frames the video has by which `indices` of them, -1 the last, are taken, as a tokenizer takes them."""
+    """Decode `indices`, of which -1 is the last frame, as a tokenizer does, and return the frame count of the video."""
 
     def found() -> int:
         video = EncodedVideo.open(data)
@@ -288,17 +287,17 @@ def taken(data: bytes, indices: Sequence[int]) -> int:
             return found()
 
 
-def test_damage_in_the_midst_is_no_tail():
-    """Frames behind it would be left out."""
+def test_damage_in_the_middle_is_refused():
+    """A damaged tail may be omitted, but frames follow this damage."""
     data = encode_video(moving_frames(120), options={"g": "10", "movflags": "faststart"})
     with av.open(io.BytesIO(data)) as container:
         entry = [*container.streams.video[0].index_entries][30]
     broken = data[: entry.pos] + bytes(entry.size) + data[entry.pos + entry.size :]
-    with pytest.raises(MediaError, match=r"broken: of its 120 packets only \d+ frames decode"):
+    with pytest.raises(MediaError, match=r"broken: only \d+ frames can be decoded from its 120 packets"):
         EncodedVideo.open(broken)
 
 
-def test_what_is_decoded_to_be_counted_is_within_the_request_s_limit():
+def test_decoding_to_count_is_within_the_limit_of_the_request():
     with under(MediaCaps(max_request_video_pixels=1000)), pytest.raises(LimitExceeded, match="would be decoded"):
         EncodedVideo.open(case("paff.ts"))
 
@@ -317,14 +316,14 @@ def test_what_is_decoded_to_be_counted_is_within_the_request_s_limit():
         ("mov", "dvvideo"),
     ],
 )
-def test_further_formats_are_read(container, codec):
+def test_other_containers_and_codecs_are_decoded(container, codec):
     frames = moving_frames(6) if codec != "dvvideo" else np.tile(moving_frames(6, 120, 96), (1, 6, 6, 1))
     data = encode_video(frames, 25, container, codec)
     video = assert_counted(data, 6, 25.0)
     assert np.array_equal(np.stack(list(video.decode(range(6)))), plain(data))
 
 
-def test_a_codec_that_is_not_decoded_in_ogg_is_refused():
+def test_an_unsupported_codec_in_ogg_is_refused():
     with pytest.raises(MediaError, match="a codec that is not decoded here"):
         EncodedVideo.open(encode_video(moving_frames(6), 25, "ogg", "libvpx"))
 
@@ -339,18 +338,18 @@ LAYS = {
     (0, 1, 1, 0): ("transpose=cclock_flip",),
     (0, -1, -1, 0): ("transpose=clock_flip",),
 }
-"""Matrices (a, b, c, d) of ISO 14496-12, and the filters by which the ffmpeg program shows such a video."""
+"""Matrices (a, b, c, d) of ISO/IEC 14496-12, and the equivalent filters of the ffmpeg program."""
 
 
 def with_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
-    """An MP4 whose track has that matrix."""
+    """Return the MP4 `data` with `matrix` in its track header."""
     a, b, c, d = (value << 16 for value in matrix)
     at = data.index(b"tkhd") + 4 + 40
     return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :]
 
 
 @pytest.mark.parametrize("matrix", LAYS)
-def test_frames_are_turned_and_mirrored_as_ffmpeg_shows_them(matrix):
+def test_frames_are_rotated_and_mirrored_as_in_ffmpeg(matrix):
     data = encode_video(moving_frames(3))
     shown = []
     with av.open(io.BytesIO(data)) as container:
@@ -367,7 +366,7 @@ def test_frames_are_turned_and_mirrored_as_ffmpeg_shows_them(matrix):
     assert np.array_equal(found, np.stack(shown))
 
 
-def test_matroska_mirrors_by_a_yaw_of_half_a_turn():
+def test_a_yaw_of_180_degrees_in_matroska_mirrors_frames():
     file, clip = io.BytesIO(), encode_video(moving_frames(3))
     with av.open(io.BytesIO(clip)) as source, av.open(file, "w", format="matroska") as output:
         stream = output.add_stream_from_template(source.streams.video[0])
@@ -382,13 +381,13 @@ def test_matroska_mirrors_by_a_yaw_of_half_a_turn():
     assert np.array_equal(np.stack(list(EncodedVideo.open(mirrored).decode(range(3)))), decode_all(clip)[:, :, ::-1])
 
 
-def test_a_matrix_of_zeros_turns_nothing():
+def test_a_matrix_of_zeros_has_no_effect():
     data = encode_video(moving_frames(3))
     video = EncodedVideo.open(with_matrix(data, (0, 0, 0, 0)))
     assert np.array_equal(np.stack(list(video.decode(range(3)))), decode_all(data))
 
 
-def test_a_mirrored_video_is_the_upright_one_with_left_and_right_swapped():
+def test_a_mirrored_video_equals_the_upright_one_with_left_and_right_swapped():
     mirrored, upright = (EncodedVideo.open(case(name)) for name in ("mirrored_h.mp4", "upright.mp4"))
     for one, other in zip(mirrored.decode(range(5)), upright.decode(range(5)), strict=True):
         assert np.array_equal(one, other[:, ::-1])
