@@ -25,7 +25,7 @@ class RowCursor:
     @classmethod
     def open(cls, path: str) -> Self:
         """The worker's, at the `path` of the run's. StorageError."""
-        with os_errors_as(StorageError, f"{path} cannot be opened, for which /proc must be mounted"):
+        with os_errors_as(StorageError, f"{path} cannot be opened (is /proc mounted?)"):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property

@@ -46,10 +46,10 @@ class Sample:
 
 
 class Dataset(Sequence[Sample]):
-    """The rows of the run in a folder, in the order of its input. Can be read by threads, and handed to processes."""
+    """Rows of a finished run, in input order. A dataset may be shared by threads and pickled for other processes."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`. InputError where there is no finished run."""
+        """Open the run in `folder`. Raise InputError if it holds no finished run."""
         self.folder = absolute(folder)
         self.manifest = Manifest.read(self.folder)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
@@ -109,7 +109,8 @@ class Dataset(Sequence[Sample]):
             if (table := self._tables.get(info.first_row)) is not None:
                 self._tables.move_to_end(info.first_row)
                 return table
-        table = read_table(table_path(self.folder, info.first_row), info.num_rows)  # others read on meanwhile
+        # Read without the lock, so that other threads can go on.
+        table = read_table(table_path(self.folder, info.first_row), info.num_rows)
         with self._lock:
             if info.first_row not in self._tables:
                 self._tables[info.first_row] = table
@@ -131,19 +132,18 @@ class Dataset(Sequence[Sample]):
         return arena
 
     def renew_lock(self) -> None:
-        """For a forked child: whichever thread held the lock, in the midst of counting, is not there to go on."""
+        """Replace the lock after a fork. The thread that held it, possibly while counting, is not in the child."""
         self._lock = Lock()
         self._table_bytes = sum(table.nbytes for table in self._tables.values())
 
     def _begin(self) -> None:
-        """With nothing open."""
         self._tables: OrderedDict[int, pa.Table] = OrderedDict()
         self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
         self.renew_lock()
         _datasets.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is open: a process that gets it opens its own."""
+        """Return the state without open files. The receiving process opens its own."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and locks that keep a second writer out."""
+"""Atomic replacement of files, and locks against a second writer."""
 
 from __future__ import annotations
 
@@ -42,9 +42,16 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
 
 
 def locked(descriptor: int, what: Path) -> bool:
-    """Lock an open file against other calls that write `what`; False if one of them has the lock. OSError.
+    """Lock an open file, so that no other call writes `what`.
 
-    Where the file system has no locks it warns and goes on: nothing else is wrong with such a file.
+    If the file system has no locks, a warning is logged and the result is True.
+
+    Returns:
+        False if another process holds the lock.
+
+    Raises:
+        OSError: Locking fails for another reason.
+
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,13 +61,12 @@ def locked(descriptor: int, what: Path) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         _log.warning(
-            "%s: its file system has no locks (flock: %s): let no other call write there", what, error.strerror
+            "%s: its file system has no locks (flock: %s). Do not let another call write there", what, error.strerror
         )
     return True
 
 
 def _sync(path: Path) -> None:
-    """Have a file's content on the disk. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

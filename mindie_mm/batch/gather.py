@@ -1,4 +1,4 @@
-"""Folders of media, standard input and pipes, written down as files of rows: any process can read any part."""
+"""Conversion of media folders, standard input and pipes to files of rows, which any process can read in parts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mindie_mm.media.endings import ending_of, kind_of
 STDIN = "-"
 _STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _DESCRIPTOR = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
-"""What a shell calls `<(...)`: the paths mean something in the process alone that it starts with them."""
+"""Paths that a shell passes for `<(...)`. They are valid only in the process that the shell starts."""
 _PIECE_BYTES = 1 << 20
 _BLANK = BOM_UTF8 + b" \t\n\r\v\f"
 _MOST_NAMED = 8
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
 _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
-"""Endings that are named; a file may be called anything, also what a terminal obeys."""
+"""File name extensions that messages may show. Other file names might contain terminal control sequences."""
 
 
 def gathered_path(folder: Path, index: int) -> Path:
@@ -37,45 +37,56 @@ def gathered_path(folder: Path, index: int) -> Path:
 
 
 def input_named(given: str) -> str:
-    """Return what a run knows an input by: its absolute path, or `-` for standard input under any name. InputError."""
+    """Return the name of an input in a run: its absolute path, or `-` for standard input under any name.
+
+    Raises:
+        InputError: `given` is empty.
+
+    """
     if not given:
-        raise InputError("an input is empty: leave it out, or name a file")
+        raise InputError("an input is empty. Leave it out, or name a file")
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(Path(given).absolute())
 
 
 def is_stream(given: str) -> bool:
-    """Whether an input can be read once, from its begin to its end: standard input, or a pipe."""
+    """Return whether an input is standard input or a pipe, which can be read only once."""
     if given == STDIN or _DESCRIPTOR.fullmatch(given):
         return True
     try:
         return stat.S_ISFIFO(Path(given).stat().st_mode)
-    except (OSError, ValueError):  # what cannot be looked at is no pipe, and no error here
+    except (OSError, ValueError):  # a later step reports a path that cannot be read
         return False
 
 
 def require_streams_once(inputs: Sequence[str]) -> None:
-    """InputError for one that is named twice."""
+    """Raise InputError if standard input or a pipe occurs more than once."""
     for given in filter(is_stream, inputs):
         if (times := inputs.count(given)) > 1:
-            raise InputError(f"{called(given)} is named {times} times; it can be read once")
+            raise InputError(f"{called(given)} is named {times} times; it can be read only once")
 
 
 def is_gathered(given: str) -> bool:
-    """Whether an input is no file of rows itself."""
-    return is_stream(given) or os.path.isdir(given)  # noqa: PTH112 - what cannot be looked at is no folder
+    """Return whether an input must be converted to a file of rows."""
+    return is_stream(given) or os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
 
 
 def called(given: str) -> str:
-    """Return what messages call an input."""
+    """Return the name of an input in messages."""
     return "standard input" if given == STDIN else given
 
 
 def gather(
     inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
 ) -> Counter[str]:
-    """Writes down those `inputs` that are no files, of standard input and of pipes `limit` rows.
+    """Convert all `inputs` that are not files of rows, with at most `limit` rows of standard input or a pipe.
 
-    Gives the endings of what folders have beside media. InputError, StorageError.
+    Returns:
+        Number of files in media folders that are not media, by extension.
+
+    Raises:
+        InputError: An input cannot be read, or a folder has no media.
+        StorageError: The converted rows cannot be written.
+
     """
     left_out = Counter[str]()
     for index, given in enumerate(inputs):
@@ -112,7 +123,7 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
 
 
 def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
-    """A stream up to its end, or that of its row `limit`: it may have no end, or wait for more."""
+    """Yield a stream up to its end or to the end of row `limit`. The stream may be endless, or may wait for more."""
     rows, blank = 0, True
     with os_errors_as(InputError, f"{called(given)} cannot be read"):
         while rows != limit and (piece := stream.readline(_PIECE_BYTES)):
@@ -123,11 +134,11 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
 
 
 def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
-    """A row a medium, by its name within the folder, in the order of names; the endings of what is left out."""
+    """Write one row per medium, in the order of names. Return the number of other files by extension."""
     before, _, after = template.rpartition(MEDIA_MARK)
     encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
     for found_path, kind in _media_files(os.fspath(root), left_out):
-        # Of a name that is not UTF-8 there is no JSON: as it is written here there is no such file, and its row fails.
+        # JSON cannot hold a name that is not UTF-8. The escaped name does not exist, so its row fails.
         path = os.fsencode(found_path).decode(errors="backslashreplace")
         items: list[dict[str, Any]] = [{kind: path}]
         items = [{"text": before}, *items] if before else items
@@ -136,13 +147,13 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
         found = True
     if not found:
         tables = [ending for ending in left_out if ending in _ROWS]
-        advice = f". Files of rows are named themselves: {root}/*{tables[0]}" if tables else ""
-        raise InputError(f"{root} has no file whose name ends as a medium's; it has {told(left_out)}{advice}")
+        advice = f". Name files of rows directly: {root}/*{tables[0]}" if tables else ""
+        raise InputError(f"{root} has no file with a media extension; it has {told(left_out)}{advice}")
     return left_out
 
 
 def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
-    """Their paths, in the order of names; counts the endings of all others."""
+    """Yield media files in the order of names, and count all other files by extension."""
     with os_errors_as(InputError, f"{folder} cannot be listed"):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""How far a run is: on a terminal, in a log, for a program."""
+"""Progress of a run, shown on a terminal, in a log or to a program."""
 
 from __future__ import annotations
 
@@ -62,9 +62,15 @@ class Rates:
 
 @contextmanager
 def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = None) -> Iterator[Show]:
-    """A bar on a terminal, a line each 30 s elsewhere; "json": an object a second; the end is shown in any case.
+    """Show the progress of a run, and always its final state.
 
-    Nothing is shown of a run that was refused: one that never called `Show`. `interval_s` is another time between two.
+    A run that never calls `Show` was refused, and nothing is shown for it.
+
+    Args:
+        style: "auto" draws a bar on a terminal, or else prints a line every 30 s. "json" prints an object every second.
+        out: Stream to print to.
+        interval_s: Time between two outputs in seconds, instead of the default of the style.
+
     """
     if style == "auto" and out.isatty():
         with _bar() as drawn:
@@ -138,7 +144,7 @@ def _bar() -> Iterator[Show]:
         bar = Bar(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True))
 
         def show(done: Progress, earlier: Progress) -> None:
-            if not bar.tasks:  # a bar leaves a line, also where it had nothing to show
+            if not bar.tasks:  # even an empty bar would leave a line
                 drawing.enter_context(bar)
                 bar.add_task("", total=1.0)
             line = _line(done, earlier, time.monotonic() - began)

@@ -79,10 +79,13 @@ def row_id(record: Record) -> str | None:
 
 
 def _id(value: Any) -> str | None:
-    """What an `id` calls its row. InputError for another type.
+    """Return the name of a row from its `id`, or None if it has none.
 
-    A table's integers are floats where pandas had one missing, which is NaN then, and decimals where a database wrote
-    them.
+    pandas turns a column of integers with missing values into floats with NaN. Databases export integers as decimals.
+
+    Raises:
+        InputError: The id is of another type.
+
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
@@ -91,13 +94,13 @@ def _id(value: Any) -> str | None:
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, str | int | UUID):
         raise InputError(
-            f"the row's id is {type(value).__name__}; it must be a string or an integer: in a table, cast the column"
+            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the column"
         )
     return str(number)
 
 
 def _number(value: Decimal) -> int | float:
-    """A table's decimal as JSON has it: whole ones are integers, such as a database's decimal(20, 0)."""
+    """Convert a decimal to a JSON number. Whole values become integers, as for decimal(20, 0)."""
     return int(value) if value == value.to_integral_value() else float(value)
 
 
@@ -189,7 +192,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
-        raise InputError(f"{record.key} has {packed[0]}, which is compressed: unpack it, half of the row may be in it")
+        raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold a part of the row. Unpack it")
     if not media:
         raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
     text = _own_text(record, described) or template or _text_file(record)
@@ -206,7 +209,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
 
 
 def _is_meant(name: str) -> bool:
-    """Whether a compressed file has what is read where it is not compressed."""
+    """Return whether a compressed file would be read if it were not compressed."""
     inner = PurePath(name).stem
     return kind_of(inner) is not None or ending_of(inner) in (".json", ".txt")
 
@@ -277,11 +280,11 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
 
 
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
-    """Return `value` without nulls, with decimals as numbers and `datasets`' pictures and sounds as their bytes.
+    """Return `value` without nulls, with decimals as numbers, and with media of `datasets` as bytes.
 
-    `datasets` writes a medium as an object of bytes and a path; one that holds only nulls is a null too. Values under
-    the keys in `kept` stay as they are. Nulls are left out of the lists of media in a `flat` row. They stay in a list
-    inside an item, because that list is a video and a null there is a missing frame.
+    The `datasets` library writes a medium as an object with bytes and a path. Such an object counts as null if both are
+    null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. They
+    stay in a list inside an item, which is a video with a missing frame.
     """
     if isinstance(value, Mapping):
         if key in _MEDIA and value:

@@ -80,10 +80,14 @@ def run_batch(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Makes the folder if there is none, and keeps other runs out; the kernel lets go of it, however the run ends.
+    """Create the folder if needed, and lock it against other runs. The kernel releases the lock however the run ends.
 
-    A run that has not begun leaves nothing of its own. InputError while another run works in the folder, StorageError
-    if it cannot be written to.
+    A run that fails before it begins removes the files and folders that it created.
+
+    Raises:
+        InputError: Another run is using the folder.
+        StorageError: The folder cannot be written to.
+
     """
     lock = folder / LOCK_FILE
     with os_errors_as(StorageError, f"{folder} cannot be written to"):
@@ -93,13 +97,13 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         with os_errors_as(StorageError, f"{folder} cannot be locked"):
             if not locked(descriptor, folder) or not is_same(lock, descriptor):
-                raise InputError(f"another run works in {folder}")
+                raise InputError(f"another run is using {folder}")
         try:
             yield
         finally:
             if not (folder / RUN_FILE).exists():
                 lock.unlink(missing_ok=True)
-                with suppress(OSError):  # what others put there meanwhile stays
+                with suppress(OSError):  # the folder stays if another process has put files there
                     for path in missing:
                         path.rmdir()
     finally:

@@ -39,9 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     family: str = ""
     """As `WorkerConfig.family`; empty: the one that the checkpoint names."""
     inputs: tuple[str, ...]
-    """Files of rows, pipes of JSON lines and folders of media, absolute; "-" is standard input."""
+    """Absolute paths of files of rows, pipes with JSON lines and media folders. "-" is standard input."""
     stdin_folder: str = ""
-    """Where the relative paths of rows on standard input and in pipes begin, absolute."""
+    """Absolute base folder of relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
     """Columns of Parquet files, and keys of JSON objects, that are read; none: all."""
     template: str = ""
@@ -95,7 +95,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
-            columns = self.columns if is_stream(given) or not gathered else ()  # what lists a folder's media is our own
+            # Rows of a media folder are written by `gather` and need all their columns.
+            columns = self.columns if is_stream(given) or not gathered else ()
             path = gathered_path(folder, index) if gathered else Path(given)
             found.append(open_source(path, columns, called(given)))
         return found
@@ -161,10 +162,10 @@ def _takes_template(given: str, source: Source) -> bool:
 
 
 def _require_named(source: JSONLines) -> None:
-    """InputError for a column that is chosen, and that no line of a file has: a table has none either.
+    """Raise InputError if a selected column occurs nowhere in a file, as for a missing column of a table.
 
-    It may stand there as something else than a key: what is sought is a slip of the pen. Names that JSON may escape
-    are not sought.
+    The check is meant to find typing errors. It accepts the name anywhere in the text, not only as a key. Names that
+    JSON may escape are not checked.
     """
     missing = {
         f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()

@@ -87,9 +87,9 @@ def read_info(path: Path) -> ShardInfo:
         metadata = pq.read_metadata(path).metadata or {}
         return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise CorruptReference(f"{path} is no table of a shard: {error}") from error
+        raise CorruptReference(f"{path} is not the table of a shard: {error}") from error
     except NOT_JSON as error:
-        raise CorruptReference(f"{path} is no table of a shard: {in_words(error)}") from error
+        raise CorruptReference(f"{path} is not the table of a shard: {in_words(error)}") from error
 
 
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:

@@ -1,4 +1,4 @@
-"""What a file of rows, or a row, is that is not what it should be: the names of common mistakes."""
+"""Detection of common mistakes in files of rows and in single rows."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, BinaryIO
 import msgspec
 
 _PARQUET = b"PAR1"
-"""What a table begins with, and ends with."""
+"""Magic bytes at the beginning and the end of a Parquet file."""
 _MAGICS = {
-    b"\x1f\x8b": "compressed by gzip: unpack it with zcat",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it with zstdcat",
-    b"\xfd7zXZ\0": "compressed by xz: unpack it with xzcat",
-    b"BZh": "compressed by bzip2: unpack it with bzcat",
-    b"PK\x03\x04": "a zip archive: unpack it",
-    _PARQUET: "a Parquet file: write it to a file whose name ends in .parquet",
+    b"\x1f\x8b": "compressed with gzip. Unpack it with zcat",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd. Unpack it with zstdcat",
+    b"\xfd7zXZ\0": "compressed with xz. Unpack it with xzcat",
+    b"BZh": "compressed with bzip2. Unpack it with bzcat",
+    b"PK\x03\x04": "a zip archive. Unpack it",
+    _PARQUET: "a Parquet file. Save it under a name that ends in .parquet",
 }
 _PIECE_BYTES = 1 << 20
 _TAR_MAGIC = slice(257, 262)
 
 
 def packing(data: bytes) -> str | None:
-    """Return what a file is by its first bytes, and what to do about it; None if these name no packing."""
+    """Return the compression or archive format of a file by its first bytes, with advice, or None if there is none."""
     return next((said for magic, said in _MAGICS.items() if data.startswith(magic)), None)
 
 
 def no_lines(head: bytes) -> str | None:
-    """Return what a text, that begins with `head`, is instead of JSON lines; None if nothing says so."""
+    """Return the format of a file that begins with `head` if it is not JSON lines, with advice, or None."""
     if head[_TAR_MAGIC] == b"ustar":
-        return "a tar: write it to a file whose name ends in .tar"
+        return "a tar. Save it under a name that ends in .tar"
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
     if newline and first.strip() in (b"[", b"{"):
-        return "JSON over several lines; each is to be a row: jq -c '.[]' for an array of them, jq -c . for one"
+        return "JSON that spans several lines. Write one row per line: jq -c '.[]' for an array, jq -c . for an object"
     return _no_text(head)
 
 
@@ -41,15 +41,15 @@ def _no_text(head: bytes) -> str | None:
     if packed := packing(head):
         return packed
     if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or head[:2].count(0) == 1:
-        return "text in UTF-16, as PowerShell's > writes it: JSON is UTF-8 (iconv -f UTF-16 -t UTF-8)"
+        return "text in UTF-16, as PowerShell's > writes it. Convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
     row, carriage_return, more = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0].partition(b"\r")
     if carriage_return and more.strip() and _is_json(row):
-        return "lines that end in CR alone: a line of JSON ends in LF (tr '\\r' '\\n')"
+        return "lines that end in CR alone. Convert them to LF: tr '\\r' '\\n'"
     return None
 
 
 def no_json(text: str | bytes) -> str | None:
-    """Return what is known to be wrong with the JSON of a row, such as the NaN of Python's `json.dumps`."""
+    """Return the mistake in the JSON of a row, such as a NaN from Python's `json.dumps`, or None if it is unknown."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     if found := _no_text(data):
         return f"it is {found}"
@@ -57,21 +57,25 @@ def no_json(text: str | bytes) -> str | None:
     try:
         json.loads(data.decode(), parse_constant=constants.append)
     except UnicodeDecodeError as error:
-        return f"byte {error.start} is not UTF-8 (iconv -f LATIN1 -t UTF-8, or whatever the text is in)"
+        return f"byte {error.start} is not UTF-8. Convert the text, for example with iconv -f LATIN1 -t UTF-8"
     except (ValueError, RecursionError):
         return None
-    return f"it has {constants[0]}, which JSON has no number for: write null" if constants else None
+    return f"it has {constants[0]}, which JSON does not allow. Write null" if constants else None
 
 
 def are_tables(file: BinaryIO, metadata: Any) -> bool:
-    """Whether a Parquet file of that metadata is several, one behind another.
+    """Return whether a file with this Parquet metadata consists of several concatenated Parquet files.
 
-    A reader finds the last one's footer, and the first one's data: where these do not fit it fails, where they do the
-    others' rows would be lost. OSError.
+    A reader would combine the footer of the last file with the data of the first one. If they match by chance, the rows
+    of the other files would be lost. Otherwise the reader fails.
+
+    Raises:
+        OSError: The file cannot be read.
+
     """
     file.seek(_data_stop(metadata))
     before = b""
-    while piece := file.read(_PIECE_BYTES):  # of one file: indexes and the footer
+    while piece := file.read(_PIECE_BYTES):  # in a single file, only indexes and the footer follow
         if _PARQUET + _PARQUET in before + piece:
             return True
         before = piece[-2 * len(_PARQUET) :]
@@ -79,7 +83,7 @@ def are_tables(file: BinaryIO, metadata: Any) -> bool:
 
 
 def _data_stop(metadata: Any) -> int:
-    """Where the columns of the last group of rows end, counted from the begin of the first table."""
+    """Return the end of the column data of the last row group, as an offset in its own Parquet file."""
     if not metadata.num_row_groups:
         return 0
     group = metadata.row_group(metadata.num_row_groups - 1)

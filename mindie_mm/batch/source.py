@@ -1,4 +1,4 @@
-"""Files of rows, cut into chunks that any process can read by itself."""
+"""Files of rows, divided into chunks that any process can read independently."""
 
 from __future__ import annotations
 
@@ -76,7 +76,14 @@ class Source(ABC):
     """A file of rows."""
 
     def __init__(self, path: Path, columns: Sequence[str] = (), name: str = "") -> None:
-        """`columns`: the only ones that its rows are read with; none: all. `name`: what the caller knows it by."""
+        """Create a source.
+
+        Args:
+            path: File to read.
+            columns: Columns to read, or all columns if empty.
+            name: Name of the file in messages, by default its path.
+
+        """
         self.path = path
         self.columns = columns
         self.name = name or str(path)
@@ -106,7 +113,7 @@ class Source(ABC):
         """Lets go of what was opened to read on from; the next chunk opens it again."""
 
     def check(self) -> None:
-        """Looks for what would end a run in its midst. InputError."""
+        """Raise InputError for damage that would otherwise end a run halfway."""
 
     @abstractmethod
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
@@ -133,7 +140,7 @@ def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
 
 
 def _without_mark(line: bytes) -> bytes:
-    """A line without the byte order mark that the first one of a file may have, also of files one behind another."""
+    """Return a line without a byte order mark. Every line is checked, because files may be concatenated."""
     return line.removeprefix(BOM_UTF8)
 
 
@@ -202,7 +209,7 @@ class Table(Source):
     def check(self) -> None:
         with _reading(self.path), self.path.open("rb") as file:
             if are_tables(file, self._metadata):
-                raise InputError(f"{self.path} is several Parquet files, one behind another: name each by itself")
+                raise InputError(f"{self.path} is several concatenated Parquet files. Name each of them separately")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):
@@ -251,10 +258,10 @@ def _cell(scalar: Any) -> Any:
 
 
 class Tar(Source):
-    """WebDataset: files of one name up to its first dot are one row, and lie one behind another."""
+    """A tar in WebDataset format. Contiguous files whose names agree up to the first dot form a row."""
 
     _starts: Sequence[int] = ()
-    """Where its rows begin, and the last one stops, once that was looked for."""
+    """Offsets in bytes of all rows, followed by the end of the last row. Empty until `check` has run."""
 
     def check(self) -> None:
         with _reading(self.path):
@@ -285,7 +292,17 @@ class Tar(Source):
 
 
 def open_source(path: Path, columns: Sequence[str], name: str = "") -> Source:
-    """The source that a file is, by the end of its name; `name` is what the caller knows it by. InputError."""
+    """Open a file of rows, in the format that its extension states.
+
+    Args:
+        path: File to read.
+        columns: Columns to read, or all columns if empty.
+        name: Name of the file in messages, by default its path.
+
+    Raises:
+        InputError: The file does not exist, cannot be read, or has an unknown extension.
+
+    """
     with _reading(path):
         try:
             is_file = stat.S_ISREG(path.stat().st_mode)
@@ -300,14 +317,16 @@ def open_source(path: Path, columns: Sequence[str], name: str = "") -> Source:
         return Table(path, columns)
     if ending == ".tar":
         return Tar(path, columns)
-    raise InputError(f"{path} is none of .jsonl, .ndjson, .parquet, .pq and .tar, and no folder of media{_but(path)}")
+    raise InputError(
+        f"{path} is neither a folder of media nor a .jsonl, .ndjson, .parquet, .pq or .tar file{_but(path)}"
+    )
 
 
 def _but(path: Path) -> str:
-    """What a file is that has another ending."""
+    """Return an addition to the message for an unknown extension that names a detected format."""
     with _reading(path), path.open("rb") as file:
         found = packing(file.read(_PIECE_BYTES))
-    return f", but {found}" if found else ""
+    return f". It is {found}" if found else ""
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:

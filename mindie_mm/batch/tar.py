@@ -1,4 +1,4 @@
-"""Tars as WebDataset writes them: their members, and which of these are one row."""
+"""Members and rows of tars in WebDataset format."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ _PIECE_BYTES = 1 << 20
 
 
 def key_of(name: str) -> str:
-    """Return what the files of one row have in common: the name up to its first dot, with the folder."""
+    """Return the key of a row, which its files share: the folder and the name up to its first dot."""
     base = base_of(name)
     return name.removesuffix(base) + base.partition(".")[0]
 
 
 def base_of(name: str) -> str:
-    """Return the name without its folder."""
+    """Return a file name without its folder."""
     return name.rpartition("/")[2]
 
 
 def members(path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar from byte `start` on, in order.
+    """Yield the regular files of a tar in order, from byte `start`.
 
-    Links, sparse files and names that begin with a dot are left out: macOS packs a `._4.jpg` before each 4.jpg. A file
-    of several tars, one behind another (`cat a.tar b.tar`), has the members of all of them. InputError for one that
-    is damaged, was cut short, or is no tar.
+    Links, sparse files and names that begin with a dot are skipped. macOS, for example, packs a `._4.jpg` before each
+    4.jpg. Concatenated tars (`cat a.tar b.tar`) are read to the end.
+
+    Raises:
+        InputError: The file is damaged, truncated or not a tar.
+
     """
     with path.open("rb") as file:
         at: int | None = start
@@ -42,7 +45,7 @@ def members(path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
                 file.seek(at)
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (member := tar.next()) is not None:
-                        tar.members = []  # type: ignore[attr-defined]  # it would keep every one
+                        tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every member
                         if member.isfile() and not member.issparse() and not base_of(member.name).startswith("."):
                             yield member
                     at = _next_tar(path, file, tar.offset)
@@ -53,15 +56,15 @@ def members(path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
 
 
 def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
-    """Return where a further tar begins behind the one whose members stop at `end`. InputError."""
+    """Return the offset of the next concatenated tar after the members that stop at `end`, or None."""
     file.seek(end)
     mark = file.read(tarfile.BLOCKSIZE)
-    if any(mark):  # tarfile takes a damaged header for the end
-        raise InputError(f"{path} is damaged: at byte {end} is no header of a tar")
+    if any(mark):  # tarfile treats a damaged header as the end
+        raise InputError(f"{path} is damaged: there is no tar header at byte {end}")
     if not mark:
         raise InputError(
-            f"{path} ends at byte {end} without the zeros that end a tar: it may have been cut short. If it is whole, "
-            f"`truncate -s +1024` adds them"
+            f"{path} ends at byte {end} without the zero blocks that end a tar. It may be truncated. If it is whole, "
+            "add them with `truncate -s +1024`"
         )
     while piece := file.read(_PIECE_BYTES):
         if rest := piece.lstrip(b"\0"):
@@ -70,9 +73,11 @@ def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
 
 
 def row_starts(path: Path) -> list[int]:
-    """Return at which byte each row begins, and where the last one stops.
+    """Return the offset in bytes of each row, followed by the end of the last row.
 
-    InputError as `members`, or where the files of one row do not lie one behind another.
+    Raises:
+        InputError: The files of a row are not contiguous, or `members` raises it.
+
     """
     starts, stop = list[int](), 0
     seen, split = set[str](), _DottedNames(path)
@@ -80,10 +85,10 @@ def row_starts(path: Path) -> list[int]:
     for member in members(path):
         if (key := key_of(member.name)) != last or not names:
             split.add(last, names)
-            if (same := str(PurePosixPath(key))) in seen:  # `./0` is `0`
+            if (same := str(PurePosixPath(key))) in seen:  # `./0` and `0` are one row
                 raise InputError(
-                    f"{path}: the files of row {key!r} do not lie one behind another: {member.name!r} comes after "
-                    "another row's. Pack them in the order of their names: tar --sort=name -cf"
+                    f"{path}: the files of row {key!r} are not contiguous: {member.name!r} comes after files of "
+                    "another row. Pack the files in the order of their names: tar --sort=name -cf"
                 )
             seen.add(same)
             starts.append(member.offset)
@@ -96,7 +101,7 @@ def row_starts(path: Path) -> list[int]:
 
 
 class _DottedNames:
-    """Rows whose files may have been meant as several: names such as `cat 1.5x.png` have a dot before their ending."""
+    """Detector of rows that may be several rows by mistake, because file names such as `cat 1.5x.png` have two dots."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,7 +109,7 @@ class _DottedNames:
         self._example = ""
 
     def add(self, key: str, names: Collection[str]) -> None:
-        """Look at a row's files."""
+        """Check the file names of a row."""
         whole = {ending for name in names if (ending := name.removeprefix(key).lower()) in (".json", ".txt")}
         passed_over = [name for name in names if ending_of(name) == ".json" and ".json" not in whole]
         media = [name for name in names if kind_of(name)]
@@ -112,16 +117,16 @@ class _DottedNames:
         joined = media if len(media) > 1 and numbered and not whole else []
         if found := passed_over or joined:
             self._count += 1
-            why = "is not looked at" if passed_over else "is of one row with others"
+            why = "is ignored" if passed_over else "shares a row with other media"
             self._example = (
-                self._example or f"{found[0]!r} {why}, since its row is {key!r}, its name up to the first dot"
+                self._example or f"{found[0]!r} {why}, because its row is {key!r}, the name up to the first dot"
             )
 
     def warn(self) -> None:
-        """Say how many there are, if any."""
+        """Log a warning with the number of suspicious rows, if there are any."""
         if self._count:
             _log.warning(
-                "%s: %s. So it is with %d rows; where that is not meant, name the files without that dot",
+                "%s: %s. This affects %d rows. If it is not intended, remove the dot from the file names",
                 self._path,
                 self._example,
                 self._count,

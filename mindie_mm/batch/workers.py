@@ -40,9 +40,13 @@ class Workers:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
 
     async def run(self, num_workers: int | None) -> None:
-        """Run `num_workers` processes until all chunks are done. None: one for each CPU that this process may use.
+        """Run `num_workers` processes until all chunks are done. None means one for each CPU that this process may use.
 
-        Raises ProcessDied, StorageError and TooManyErrors.
+        Raises:
+            ProcessDied: A worker died before it was ready, or on a row that was already left out.
+            StorageError: A shard cannot be written.
+            TooManyErrors: More rows failed than the run allows.
+
         """
         try:
             await gather([self._worker(self._chunks) for _ in range(num_workers or available_cpus())])

@@ -16,10 +16,10 @@ from tests.media_samples import encoded, photograph
 
 
 class Deadly:
-    """A picture that is a pipe: whoever reads it waits, and is killed so many times; after that it gets a picture."""
+    """A named pipe in place of a picture. The first `deaths` readers are killed, and the next one gets a picture."""
 
     def __init__(self, path: Path, deaths: int, spawned: list[int] | None = None) -> None:
-        """Of the workers `spawned`, whose pids are added as they start; else of this process's children."""
+        """Create the pipe. Workers are the pids in `spawned`, which grows as they start, or else all children."""
         os.mkfifo(path)
         self._path, self._deaths, self._spawned = path, deaths, spawned
         self.alone: list[bool] = []

@@ -1,4 +1,4 @@
-"""File systems that lack what local ones have: to sync a folder (CIFS), or locks (Lustre, NFS)."""
+"""Tests of file systems that cannot sync folders (CIFS) or have no locks (Lustre, NFS)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(media: Path) -> Path:
 
 
 def refuse_to_sync(kind: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has fsync fail for files of a kind, as strace injects it."""
+    """Make fsync fail for files whose mode matches `kind`, as fault injection with strace does."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:
@@ -50,17 +50,17 @@ def refuse_to_lock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def test_a_folder_that_cannot_be_synced_is_written_all_the_same(
+def test_a_run_succeeds_if_its_folder_cannot_be_synced(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync_folder(Path("/proc"))  # whose folders answer EINVAL to fsync
+    sync_folder(Path("/proc"))  # fsync of a folder in /proc fails with EINVAL
     refuse_to_sync(stat.S_ISDIR, errno.EINVAL, monkeypatch)
     made(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
 
 
 @pytest.mark.parametrize(("kind", "number"), [(stat.S_ISDIR, errno.EIO), (stat.S_ISREG, errno.EINVAL)])
-def test_other_errors_of_syncing_end_a_run(
+def test_other_sync_errors_end_a_run(
     kind: Any, number: int, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_to_sync(kind, number, monkeypatch)
@@ -72,14 +72,14 @@ def test_other_errors_of_syncing_end_a_run(
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
-def test_a_run_goes_on_without_locks_and_says_so(
+def test_a_run_without_locks_continues_with_a_warning(
     number: int, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_to_lock(number, monkeypatch)
     made(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
-    lacks = f"its file system has no locks (flock: {os.strerror(number)}): let no other call write there"
+    lacks = f"its file system has no locks (flock: {os.strerror(number)}). Do not let another call write there"
     assert warning == f"{tmp_path / 'run'}: {lacks}"
     caplog.clear()
     origin = Origin(run="", model="", model_digest="", sampling=SamplingParams())
@@ -88,7 +88,7 @@ def test_a_run_goes_on_without_locks_and_says_so(
     assert f"answers.jsonl: {lacks}" in caplog.text
 
 
-def test_other_errors_of_locking_end_a_run(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_lock_errors_end_a_run(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_lock(errno.EIO, monkeypatch)
     with pytest.raises(StorageError, match="run cannot be locked: Input/output error"):
         run(settings(rows), tmp_path / "run")
@@ -108,5 +108,5 @@ def test_a_spool_and_an_arena_need_locks(tmp_path: Path, monkeypatch: pytest.Mon
     assert [*(tmp_path / "spool").iterdir()] == []
     finding = doctor._spool(ServiceConfig(spool=tmp_path / "spool"))
     assert (finding.status, "its file system has no locks" in finding.found) == ("error", True)
-    with pytest.raises(SharedMemoryError, match="no file of /dev/shm can be locked: Function not implemented"):
+    with pytest.raises(SharedMemoryError, match="cannot lock a file in /dev/shm: Function not implemented"):
         Arena.create(4096)

@@ -353,8 +353,8 @@ def test_a_damaged_tar_ends_the_run(damage: str, folder: Path, tmp_path: Path) -
     ("name", "data", "why"),
     [
         ("a.parquet", b"PAR1 no", "cannot be read as Parquet"),
-        ("a.csv", b"a,b", r"is none of \.jsonl"),
-        ("a.tar.gz", b"", r"is none of \.jsonl"),
+        ("a.csv", b"a,b", r"is neither a folder of media nor a \.jsonl"),
+        ("a.tar.gz", b"", r"is neither a folder of media nor a \.jsonl"),
     ],
 )
 def test_files_that_are_none(name: str, data: bytes, why: str, tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_endings_beyond_the_eighth_are_others() -> None:
 def test_a_folder_without_media_is_told_by_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "media").mkdir()
     for has in ("0 files$", r"1 file \(\.txt 1\)"):
-        with pytest.raises(InputError, match=f"no file whose name ends as a medium's; it has {has}"):
+        with pytest.raises(InputError, match=f"no file with a media extension; it has {has}"):
             made(settings(tmp_path / "media"), tmp_path / "run")
         (tmp_path / "media/a.txt").touch()
 

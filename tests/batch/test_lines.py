@@ -1,4 +1,4 @@
-"""Files that are called JSON lines and are something else, and pipes, are read or refused by name."""
+"""Tests of files that are named as JSON lines but have another format, and of pipes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.batch.conftest import run, settings, written
 
 LINE = b'{"text": "a"}'
 MISTAKES = {
-    "gzip": (gzip.compress(LINE), "compressed by gzip: unpack it with zcat"),
-    "zstd": (b"\x28\xb5\x2f\xfd" + LINE, "compressed by zstd"),
+    "gzip": (gzip.compress(LINE), "compressed with gzip. Unpack it with zcat"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + LINE, "compressed with zstd"),
     "parquet": (b"PAR1" + LINE, "a Parquet file"),
     "tar": (LINE.ljust(257, b"\0") + b"ustar\0", "a tar"),
     "PowerShell": ("\n".join(['{"text": "a"}'] * 2).encode("utf-16"), "text in UTF-16, as PowerShell's > writes it"),
@@ -32,13 +32,13 @@ MISTAKES = {
     "CR": (b"\r".join([LINE] * 3), "lines that end in CR alone"),
     "CR at the end": (b"\r".join([LINE] * 2) + b"\r", "lines that end in CR alone"),
     "CR, and LF at the end": (b"\r".join([LINE] * 2) + b"\n", "lines that end in CR alone"),
-    "array": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON over several lines"),
-    "object": (b"\xef\xbb\xbf\r\n" + json.dumps({"text": "a"}, indent=1).encode(), "JSON over several lines"),
+    "array": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON that spans several lines"),
+    "object": (b"\xef\xbb\xbf\r\n" + json.dumps({"text": "a"}, indent=1).encode(), "JSON that spans several lines"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_file_that_is_no_json_lines_is_refused_by_name(mistake: str, tmp_path: Path) -> None:
+def test_a_file_in_another_format_is_refused_and_the_format_named(mistake: str, tmp_path: Path) -> None:
     data, why = MISTAKES[mistake]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(data)
@@ -46,14 +46,14 @@ def test_a_file_that_is_no_json_lines_is_refused_by_name(mistake: str, tmp_path:
         run(settings(path), tmp_path / "run")
     done = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run")], input=data)
     assert (done.exit_code, f"standard input is not JSON lines, but {why}" in done.stderr) == (2, True), done
-    assert done.stderr.startswith("Error: "), "no line of progress for a run that was refused"
+    assert done.stderr.startswith("Error: "), "a refused run prints no progress"
     assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b'{"text": "a", "score": NaN}', "the row is not JSON: it has NaN, which JSON has no number for: write null"),
+        (b'{"text": "a", "score": NaN}', "the row is not JSON: it has NaN, which JSON does not allow. Write null"),
         (b'{"text": "a", "score": -Infinity}', "the row is not JSON: it has -Infinity"),
         (b'{"text": "caf\xe9", "id": 1}', "the row is not JSON: byte 13 is not UTF-8"),
         (LINE + b"\r" + LINE, "the row is not JSON: it is lines that end in CR alone"),
@@ -62,12 +62,12 @@ def test_a_file_that_is_no_json_lines_is_refused_by_name(mistake: str, tmp_path:
         (b'{"text": "NaN"', "the row is not JSON: Input data was truncated"),
     ],
 )
-def test_a_line_that_is_no_json_is_told_why(line: bytes, why: str) -> None:
+def test_the_error_for_a_line_explains_why_it_is_not_json(line: bytes, why: str) -> None:
     with pytest.raises(InputError, match=why):
         parse(line, Path(), "")
 
 
-def test_a_carriage_return_may_stand_between_the_parts_of_a_row(tmp_path: Path) -> None:
+def test_a_carriage_return_is_white_space_within_a_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"text":\r"a"}\r')
     (source,) = settings(tmp_path / "rows.jsonl").sources(tmp_path)
     source.check()
@@ -75,8 +75,8 @@ def test_a_carriage_return_may_stand_between_the_parts_of_a_row(tmp_path: Path) 
     assert (rows, parse(next(iter(source.records(start, stop))), tmp_path, "").items is not None) == (1, True)
 
 
-def test_files_of_lines_one_behind_another_are_all_read(tmp_path: Path) -> None:
-    """Each with a byte order mark, as Windows' programs write them."""
+def test_concatenated_files_of_lines_are_read_to_the_end(tmp_path: Path) -> None:
+    """Each file starts with a byte order mark, as programs on Windows write it."""
     (tmp_path / "rows.jsonl").write_bytes((b"\xef\xbb\xbf" + LINE + b"\n") * 2 + b"\xef\xbb\xbf\n" + LINE)
     (source,) = settings(tmp_path / "rows.jsonl").sources(tmp_path)
     source.check()
@@ -86,24 +86,24 @@ def test_files_of_lines_one_behind_another_are_all_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5000])
-def test_tables_one_behind_another_are_refused(num_rows: int, tmp_path: Path) -> None:
-    """Two of one size: the rows of the first would be read, and those of the second be lost."""
+def test_concatenated_tables_are_refused(num_rows: int, tmp_path: Path) -> None:
+    """Of two tables with equal size, a reader would return the rows of the first one and lose the others."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": [f"row {row}" for row in range(num_rows)]}), path, row_group_size=1000)
     (source,) = settings(path).sources(tmp_path)
     source.check()
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(InputError, match=r"rows\.parquet is several Parquet files, one behind another"):
+    with pytest.raises(InputError, match=r"rows\.parquet is several concatenated Parquet files"):
         run(settings(path), tmp_path / "run")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
     (source,) = settings(path).sources(tmp_path)
     source.check()
 
 
-def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
-    """As a shell hands it over for `<(zcat rows.jsonl.gz)`, or one with a name; relative paths are the caller's."""
+def test_a_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
+    """The pipe may come from a shell, as in `<(zcat rows.jsonl.gz)`, or have a name. Its paths are the caller's."""
     os.mkfifo(tmp_path / "named")
-    both = os.open(tmp_path / "named", os.O_RDWR)  # so that neither end waits for the other
+    both = os.open(tmp_path / "named", os.O_RDWR)  # opening both ends prevents a deadlock
     read, write = os.pipe()
     for given, end in ((f"/dev/fd/{read}", write), (str(tmp_path / "named"), both)):
         os.write(end, (LINE + b"\n") * 3)
@@ -119,21 +119,19 @@ def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
     os.close(read)
 
 
-def test_standard_input_has_one_name(tmp_path: Path) -> None:
+def test_standard_input_can_be_named_only_once(tmp_path: Path) -> None:
     assert {*map(input_named, ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))} == {"-"}
     for twice in (("-", "-"), ("/dev/fd/63", "/dev/fd/63")):
-        with pytest.raises(InputError, match="is named 2 times; it can be read once"):
+        with pytest.raises(InputError, match="is named 2 times; it can be read only once"):
             settings(*map(Path, twice))
     with pytest.raises(InputError, match="an input is empty"):
         input_named("")
 
 
-def test_a_folder_of_tables_says_how_they_are_named(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_of_tables_says_how_to_name_them(tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables/0.parquet").write_bytes(b"PAR1")
-    with pytest.raises(
-        InputError, match=r"1 file \(\.parquet 1\)\. Files of rows are named themselves: .*/\*\.parquet"
-    ):
+    with pytest.raises(InputError, match=r"1 file \(\.parquet 1\)\. Name files of rows directly: .*/\*\.parquet"):
         run(settings(tmp_path / "tables"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -149,4 +147,4 @@ def test_a_run_that_has_not_begun_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(InputError, match="there is no file"):
         run(gone, tmp_path / "run")
-    assert [*(tmp_path / "run").iterdir()] == [], "a folder that was there stays"
+    assert [*(tmp_path / "run").iterdir()] == [], "an existing folder is kept"

@@ -66,8 +66,8 @@ def test_the_end_is_always_shown_and_only_once() -> None:
 
 
 @pytest.mark.parametrize("style", ["auto", "json"])
-def test_nothing_is_shown_of_a_run_that_was_refused(style, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, and on a terminal, where a bar that is empty would be a line."""
+def test_a_refused_run_shows_nothing(style, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is refused both with a file and with a terminal, where even an empty bar would leave a line."""
 
     def refuse(out: TextIO) -> None:
         with shown(style, out, interval_s=0.001):

@@ -125,15 +125,15 @@ def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a row a shard, more of them than are open at a time."""
+    """Make a run with one row per shard, and with more shards than a dataset keeps open."""
     folder = tmp_path_factory.mktemp("many")
     rows = [{"inputs": [{"image": str(media / f"{row % 10}.jpg")}]} for row in range(20)]
     made(settings(written(folder / "rows.jsonl", rows), shard_rows=1), folder / "run")
     return folder / "run"
 
 
-def test_threads_read_one_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while other threads read the same rows for the first time, and while what is open is given up."""
+def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads open the same shards, and shards are evicted, at the same time."""
     whole = list(Dataset(many))
     monkeypatch.setattr("mindie_mm.batch.dataset._TABLE_BYTES", 3 * read_table(next(many.glob("*.parquet")), 1).nbytes)
     dataset = Dataset(many)
@@ -149,25 +149,25 @@ def test_threads_read_one_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -
         sys.setswitchinterval(before)
 
 
-def test_a_forked_child_reads_on_whatever_another_thread_was_doing(many: Path) -> None:
-    """As a DataLoader's workers are forked while a thread of the trainer's still reads."""
+def test_a_forked_child_can_read_while_a_thread_of_the_parent_holds_the_lock(many: Path) -> None:
+    """A DataLoader may fork its workers while a thread of the trainer reads."""
     dataset = Dataset(many)
-    with dataset._lock:  # as that thread has it
+    with dataset._lock:  # stands for the reading thread
         child = multiprocessing.get_context("fork").Process(target=dataset.__getitem__, args=(3,))
         child.start()
         child.join(60)
         hangs = child.is_alive()
         child.kill()
     assert (hangs, child.exitcode) == (False, 0)
-    assert copy.copy(dataset)[3].row == 3, "a copy has a lock of its own"
+    assert copy.copy(dataset)[3].row == 3, "a copy has its own lock"
 
 
 def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_samples_that_are_kept_hold_no_descriptor(many: Path) -> None:
-    """A shuffle buffer keeps thousands: of mappings a process has 65,530, of descriptors 1,024."""
+def test_samples_hold_no_file_descriptors(many: Path) -> None:
+    """A shuffle buffer keeps thousands of samples. A process may have 65,530 mappings, but only 1,024 descriptors."""
     dataset = Dataset(many)
     before = descriptors()
     kept = list(dataset)
@@ -354,4 +354,4 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     assert "audio in slots" in inspect(7)
     assert "the row has no pictures" in inspect(7, "--png", "seven.png")
     written = {tmp_path / name for name in ("one.png", "two.png", "six.png")}
-    assert {*tmp_path.rglob("*")} - {*before} == written, "nothing else is written"
+    assert {*tmp_path.rglob("*")} - {*before} == written, "no other file is written"

@@ -308,10 +308,10 @@ def test_what_a_prompt_is_made_of_is_one_thing() -> None:
         *((True, ""), (1.5, ""), (1e16, ""), (Decimal("1.5"), ""), (UUID(int=7).bytes, ""), (date(2026, 1, 1), "")),
     ],
 )
-def test_what_calls_a_row(value: Any, name: str | None) -> None:
-    """pandas makes floats of a table's integers where one is missing; more than 2 ** 53 of them are no more exact.
+def test_the_id_of_a_row(value: Any, name: str | None) -> None:
+    """pandas turns integers into floats if a value is missing. Floats above 2 ** 53 are not exact.
 
-    Databases export integers as decimals, and have UUIDs, which are bytes where the table does not say so.
+    Databases export integers as decimals. Their UUIDs are bytes if the table does not state the type.
     """
     record = {"id": value, "text": "a"}
     assert row_id(record) == (name or None)
@@ -322,8 +322,8 @@ def test_what_calls_a_row(value: Any, name: str | None) -> None:
         assert parse(record, Path(), "") == Row((Text("a"),))
 
 
-def test_a_tables_types_of_ids(tmp_path: Path) -> None:
-    """Also numbers elsewhere in a row may be decimals."""
+def test_ids_of_all_column_types(tmp_path: Path) -> None:
+    """Other numbers in a row may be decimals too."""
     columns = {
         "decimal": pa.array([Decimal(1), Decimal(2)], pa.decimal128(5, 0)),
         "wide": pa.array([Decimal(10**30), None], pa.decimal256(60, 2)),

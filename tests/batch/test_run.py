@@ -183,7 +183,7 @@ def test_the_share_that_is_done_is_of_the_rows_that_are_taken(lines, rows, tmp_p
     shown = []
     run(settings(lines, limit=limit), tmp_path / "run", show=lambda done, _: shown.append(done))
     begin, *steps, end = shown
-    assert (begin.rows, begin.share, end.share) == (0, 0, 1), "a bar stands there before the first row is done"
+    assert (begin.rows, begin.share, end.share) == (0, 0, 1), "a bar is drawn before the first row is done"
     assert steps[-1].share == pytest.approx(1)
     if limit == 14:
         assert [(done.rows, done.share) for done in steps] == [(7, 0.5), (14, 1)]
@@ -211,7 +211,7 @@ def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
 
     run(settings(lines), tmp_path / "run", show=show)
     assert refused[0].returncode == 2
-    assert f"another run works in {tmp_path / 'run'}" in refused[0].stderr
+    assert f"another run is using {tmp_path / 'run'}" in refused[0].stderr
 
 
 def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path):
@@ -313,11 +313,11 @@ def test_an_interrupt_while_standard_input_is_awaited(tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert not (tmp_path / "run").exists(), "it has not begun"
+    assert not (tmp_path / "run").exists(), "the run has not begun"
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_it_though_a_worker_waits_for_a_file(tmp_path):
+def test_an_interrupt_ends_a_run_whose_worker_waits_for_a_file(tmp_path):
     fifo = tmp_path / "never.jpg"
     os.mkfifo(fifo)
     rows = tmp_path / "rows.jsonl"

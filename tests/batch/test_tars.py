@@ -1,4 +1,4 @@
-"""Tars that were not packed in the order of their names, one behind another, cut short, compressed: no row is lost."""
+"""Tests that no row is lost of tars that are unsorted, concatenated, truncated or compressed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(path: Path) -> Source:
 
 
 def ids(source: Source, num_rows: int) -> list[str | None]:
-    """What the rows are called, read in chunks of `num_rows`; each has its picture and its question."""
+    """Read all rows in chunks of `num_rows` and return their ids. Each row must have its picture and question."""
     found = []
     for rows, start, stop in source.cut(num_rows):
         records = [*source.records(start, stop)]
@@ -53,24 +53,24 @@ def ids(source: Source, num_rows: int) -> list[str | None]:
         (("0.jpg", "0.json", "1.jpg", "1.json", "0.jpg", "0.json"), "0.jpg"),
     ],
 )
-def test_a_row_whose_files_lie_apart_is_refused_before_the_run_begins(
+def test_a_row_whose_files_are_not_contiguous_is_refused_before_the_run_begins(
     names: Sequence[str], again: str, tmp_path: Path
 ) -> None:
     path = packed(tmp_path / "apart.tar", [(name, JSON if name.endswith("n") else PICTURE) for name in names])
     for limit in (None, 1):
-        with pytest.raises(InputError, match=rf"apart\.tar: the files of row '.*0' do .*'{again}' comes after another"):
+        with pytest.raises(InputError, match=rf"apart\.tar: the files of row '.*0' are .*'{again}' comes after files"):
             run(settings(path, limit=limit), tmp_path / "deep/run")
     assert [*tmp_path.iterdir()] == [path], "a run that has not begun leaves nothing"
 
 
-def test_one_name_in_several_folders_and_tars_is_several_rows(tmp_path: Path) -> None:
+def test_a_name_in_several_folders_and_tars_gives_several_rows(tmp_path: Path) -> None:
     for name in ("a.tar", "b.tar"):
         path = packed(tmp_path / name, [*pair("0"), *pair("x/0"), *pair("y/0"), *pair("1")])
         assert ids(opened(path), 3) == ["0", "x/0", "y/0", "1"]
 
 
 @pytest.mark.parametrize("between", [b"", bytes(512), bytes(20_480)])
-def test_tars_one_behind_another_are_read_to_the_end(between: bytes, tmp_path: Path) -> None:
+def test_concatenated_tars_are_read_to_the_end(between: bytes, tmp_path: Path) -> None:
     parts = [packed(tmp_path / f"{key}.tar", [*pair(key), *pair(f"{key}1")]).read_bytes() for key in "abc"]
     (tmp_path / "all.tar").write_bytes(between.join(parts))
     source = opened(tmp_path / "all.tar")
@@ -79,18 +79,18 @@ def test_tars_one_behind_another_are_read_to_the_end(between: bytes, tmp_path: P
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "text behind the end": (lambda data: data + b"more", "is damaged: at byte 10240 is no header of a tar"),
-    "a compressed tar behind the end": (lambda data: data + gzip.compress(data), "is damaged: at byte 10240"),
-    "cut behind a file": (lambda data: data[: data.rindex(JSON) + 512], "without the zeros that end a tar"),
+    "text after the end": (lambda data: data + b"more", "is damaged: there is no tar header at byte 10240"),
+    "a compressed tar after the end": (lambda data: data + gzip.compress(data), "there is no tar header at byte 10240"),
+    "cut after a file": (lambda data: data[: data.rindex(JSON) + 512], "without the zero blocks that end a tar"),
     "cut in a file": (lambda data: data[: data.rindex(PICTURE) + 600], "cannot be read as an uncompressed tar"),
-    "compressed": (gzip.compress, r"compressed by gzip: unpack it"),
-    "zstd": (lambda _: b"\x28\xb5\x2f\xfd" + bytes(600), "compressed by zstd"),
+    "gzip": (gzip.compress, "compressed with gzip. Unpack it"),
+    "zstd": (lambda _: b"\x28\xb5\x2f\xfd" + bytes(600), "compressed with zstd"),
     "empty": (lambda _: b"", "cannot be read as an uncompressed tar"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_tar_that_is_not_whole_is_refused_before_the_run_begins(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_tar_is_refused_before_the_run_begins(damage: str, tmp_path: Path) -> None:
     harm, why = DAMAGES[damage]
     path = packed(tmp_path / "t.tar", [*pair("0"), *pair("1")])
     path.write_bytes(harm(path.read_bytes()))
@@ -99,7 +99,7 @@ def test_a_tar_that_is_not_whole_is_refused_before_the_run_begins(damage: str, t
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_one_block_of_zeros_ends_a_tar(tmp_path: Path) -> None:
+def test_a_single_block_of_zeros_ends_a_tar(tmp_path: Path) -> None:
     path = packed(tmp_path / "t.tar", pair("0"))
     path.write_bytes(path.read_bytes().rstrip(b"\0") + bytes(1024 - len(JSON)))
     assert ids(opened(path), 9) == ["0"]
@@ -108,7 +108,7 @@ def test_one_block_of_zeros_ends_a_tar(tmp_path: Path) -> None:
     assert ids(opened(path), 9) == []
 
 
-def test_a_file_of_a_row_that_is_compressed_fails_it(tmp_path: Path) -> None:
+def test_a_compressed_file_fails_its_row(tmp_path: Path) -> None:
     for name in ("0.json.gz", "0.txt.zst", "0.PNG.GZ"):
         source = opened(packed(tmp_path / "t.tar", [("0.jpg", PICTURE), (name, b"\x1f\x8b")]))
         ((_, start, stop),) = source.cut(1)
@@ -119,15 +119,15 @@ def test_a_file_of_a_row_that_is_compressed_fails_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "warned"),
     [
-        (("cat 1.5x.jpg", "cat 1.5x.json", "cat 1.7x.jpg", "cat 1.7x.json"), "'cat 1.5x.json' is not looked at"),
-        (("img_0.5.jpg", "img_0.5.json"), "'img_0.5.json' is not looked at"),
-        (("v1.2.jpg", "v1.3.jpg"), "'v1.2.jpg' is of one row with others"),
+        (("cat 1.5x.jpg", "cat 1.5x.json", "cat 1.7x.jpg", "cat 1.7x.json"), "'cat 1.5x.json' is ignored"),
+        (("img_0.5.jpg", "img_0.5.json"), "'img_0.5.json' is ignored"),
+        (("v1.2.jpg", "v1.3.jpg"), "'v1.2.jpg' shares a row with other media"),
         (("3.jpg", "3.json", "3.meta.json"), ""),
         (("3.left.jpg", "3.right.jpg", "3.json"), ""),
         (("3.1.jpg", "3.2.jpg", "3.txt"), ""),
     ],
 )
-def test_names_with_a_dot_before_their_ending_are_told(
+def test_names_with_a_dot_before_their_extension_cause_a_warning(
     names: Sequence[str], warned: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
