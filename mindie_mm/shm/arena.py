@@ -198,7 +198,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _absolute(path: str | Path) -> bytes:
-    """As `paths.absolute`, in a quarter of its time where the path is absolute."""
+    """Return an absolute path. For an absolute input this is four times as fast as `paths.absolute`."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
         raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")

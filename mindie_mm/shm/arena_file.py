@@ -54,8 +54,8 @@ class ArenaFile:
         if type(capacity_bytes) is not int or capacity_bytes < 1:
             raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
-        # Locked first: to reserve it takes long, and a child that another thread forks meanwhile is to close it.
-        with os_errors_as(SharedMemoryError, f"no file of {SHM_DIRECTORY} can be locked"):
+        # Lock first. Reserving takes long, and a child that another thread forks meanwhile must close the descriptor.
+        with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
             lock = LifeLock(make_nameless())
         try:
             reserve(lock.descriptor, header.file_bytes, "the arena")

@@ -109,9 +109,15 @@ def survey(*, described: bool = True) -> list[ArenaInfo]:
 
 
 def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaInfo]:
-    """The living arenas of these processes of this process's pid namespace; `described` as in `survey`.
+    """Return the living arenas of the processes `pids` in the pid namespace of this process.
 
-    SharedMemoryError without a /proc.
+    Args:
+        pids: Process ids of the owners.
+        described: As in `survey`.
+
+    Raises:
+        SharedMemoryError: /proc is not mounted.
+
     """
     namespace = Owner.current().pid_namespace
     return [

@@ -327,7 +327,7 @@ def _locked(unfinished: Path) -> LifeLock:
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        lock = LifeLock(descriptor, needed=False)  # the run has a lock of its own, and says where there is none
+        lock = LifeLock(descriptor, needed=False)  # the run has its own lock, and warns if locks are missing
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):

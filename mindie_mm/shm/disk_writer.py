@@ -134,12 +134,17 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where its file system can sync a folder. OSError."""
+    """Sync the directory entries of a folder to disk, if its file system supports this.
+
+    Raises:
+        OSError: The sync failed.
+
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # CIFS and some of FUSE sync files alone
+        if error.errno != errno.EINVAL:  # CIFS and some FUSE file systems can only sync files
             raise
     finally:
         os.close(descriptor)

@@ -98,7 +98,7 @@ def require_own(status: os.stat_result) -> None:
 
 @contextmanager
 def needing_proc() -> Iterator[None]:
-    """SharedMemoryError where there is no /proc, as in a chroot."""
+    """Raise SharedMemoryError if the block fails because /proc is not mounted, as in a chroot."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -126,7 +126,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        """The running process. SharedMemoryError without a /proc."""
+        """Return the running process. Raise SharedMemoryError if /proc is not mounted."""
         with needing_proc():
             stat = Path("/proc/self/stat").read_text(encoding="utf-8")
             return cls(

@@ -1,4 +1,4 @@
-"""Locks that say who lives: held for life, dropped by the kernel on any death, seen across containers."""
+"""Locks that show whether a process is alive, also across containers. The kernel drops a lock on any kind of death."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of flock on a file system that has no locks, such as Lustre without its mount option, or NFS without lockd."""
+"""Error numbers of flock on a file system without locks, such as Lustre without `-o flock` or NFS without lockd."""
 
 
 class LifeLock:
@@ -21,9 +21,16 @@ class LifeLock:
     """
 
     def __init__(self, descriptor: int, *, needed: bool = True) -> None:
-        """BlockingIOError if another process holds the lock, OSError; the descriptor then stays the caller's.
+        """Lock the open file and take over its descriptor. On an error the caller keeps the descriptor.
 
-        One that is not `needed` is none on a file system without locks, and held all the same.
+        Args:
+            descriptor: The open file.
+            needed: Whether a file system without locks is an error. If not, the object counts as held there.
+
+        Raises:
+            BlockingIOError: Another process holds the lock.
+            OSError: Locking fails for another reason.
+
         """
         self.descriptor = descriptor
         """The locked file; -1 once released."""

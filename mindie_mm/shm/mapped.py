@@ -73,7 +73,7 @@ class MappedArena:
             if arena is not None:
                 header.require(arena)
             self.map: Buffer
-            if self._on_disk:  # whose pages need not be the machine's, and are nobody's to write
+            if self._on_disk:  # its pages may have another size, and nobody writes them
                 self.map = map_file(descriptor, header.file_bytes)
                 releases = self.map[header.releases_offset : header.data_offset]
             else:
@@ -182,7 +182,7 @@ class MappedArena:
         return pieces
 
     def populate(self) -> None:
-        """Faults the whole mapping in, once, in the background; a file on disk is read as it is used."""
+        """Fault in the whole mapping once, in the background. A file on disk is instead read as it is used."""
         if self._populator is None and isinstance(self.map, mmap.mmap):
             self._populator = Populator(MADV_POPULATE_READ)
             self._populator.start(self.map)

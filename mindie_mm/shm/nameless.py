@@ -17,18 +17,28 @@ _HOW_TO_GET_ROOM = (
 
 
 def make_nameless() -> int:
-    """The descriptor of a new, empty file of mode 0600."""
+    """Create an empty file of mode 0600 without a name, and return its descriptor."""
     try:
         return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         full = error.errno == errno.ENOSPC
         why = (ShmSpace.now().why_no_file() or _HOW_TO_GET_ROOM) if full else None
         said = f"{error.strerror}: {why}" if why else error.strerror
-        raise SharedMemoryError(f"no file can be made in {SHM_DIRECTORY}: {said}") from error
+        raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {said}") from error
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:
-    """Every page now, so that a full /dev/shm is an error here and never a SIGBUS later; `what` is for the message."""
+    """Allocate all pages, so that a full /dev/shm is an error here instead of a SIGBUS later.
+
+    Args:
+        descriptor: The open file.
+        nbytes: Size to allocate in bytes.
+        what: Purpose of the file, for the message.
+
+    Raises:
+        SharedMemoryError: There is not enough space.
+
+    """
     space = ShmSpace.now()
     free = "no room" if space.free_bytes is None else f"{space.free_bytes} bytes free of {space.total_bytes}"
     why = f"{SHM_DIRECTORY} has {free}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
@@ -43,15 +53,22 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
 
 
 def reopened(descriptor: int) -> int:
-    """Another open file description of the same file: a mapping keeps its own, and a lock on it, alive in each fork."""
-    with os_errors_as(SharedMemoryError, f"a file of {SHM_DIRECTORY} cannot be opened again"), needing_proc():
+    """Return a descriptor with a new open file description of the same file.
+
+    A mapping keeps its description, and thus a lock on that description, alive in every forked child.
+    """
+    with os_errors_as(SharedMemoryError, f"cannot reopen a file in {SHM_DIRECTORY}"), needing_proc():
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def give_name(descriptor: int, name: str) -> None:
-    """Links the file into /dev/shm; OSError if it cannot have the name, FileExistsError if another has.
+    """Link the file into /dev/shm.
 
-    SharedMemoryError without a /proc.
+    Raises:
+        FileExistsError: Another file has the name.
+        OSError: The file cannot be linked.
+        SharedMemoryError: /proc is not mounted.
+
     """
     with needing_proc():
         Path(f"/proc/self/fd/{descriptor}").stat()

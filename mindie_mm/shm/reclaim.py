@@ -142,7 +142,7 @@ class _Collection:
 
     def take_blocks(self) -> None:
         here = None
-        with self._going_on("blocks without a request"):  # a lease may have run out all the same
+        with self._going_on("blocks without a request"):  # without an owner, only expired leases are reclaimed
             here = Owner.current()
         for arena in (arena for arena in survey() if arena.alive):
             paths_are_ours = here is not None and arena.owner is not None and _has_same_paths(arena.owner, here)

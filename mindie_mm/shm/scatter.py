@@ -1,7 +1,7 @@
-"""Mappings that Python's mmap does not make: of ranges one behind another, and without a descriptor of their own.
+"""Memory mappings that Python's mmap module cannot make.
 
-A block that fits nowhere in one piece lies in several. A reader of many files keeps their arrays, and each of mmap's
-mappings keeps a descriptor, of which a process has 1,024.
+`map_pieces` maps several ranges contiguously, for a block that is stored in several pieces. `map_file` keeps no file
+descriptor. Each mapping of the mmap module keeps one, and a process has only 1,024 of them by default.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview
 
 
 def map_file(descriptor: int, nbytes: int) -> memoryview:
-    """Map the first bytes of an open file, to read them; gone with the last array. OSError if the kernel refuses."""
+    """Map the first `nbytes` of an open file for reading. The mapping lives as long as any array over it.
+
+    Raises:
+        OSError: The kernel refuses the mapping.
+
+    """
     address = _libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
         number = ctypes.get_errno()
@@ -52,9 +57,9 @@ def map_file(descriptor: int, nbytes: int) -> memoryview:
 
 
 def _buffer(address: int, nbytes: int) -> memoryview:
-    """The mapping that begins there, which ends with its last use."""
+    """Return a buffer over the mapping at `address`. The mapping is removed with the last reference to the buffer."""
     buffer = (ctypes.c_char * nbytes).from_address(address)
-    # Not at the interpreter's exit: arrays may live longer there.
+    # No unmapping at interpreter exit, because arrays may outlive the finalizers.
     finalize(buffer, _libc().munmap, address, nbytes).atexit = False
     return memoryview(buffer).cast("B")
 

@@ -11,25 +11,25 @@ from mindie_mm.shm.layout import SHM_DIRECTORY
 
 @dataclass(frozen=True, slots=True)
 class ShmSpace:
-    """How full the file system is, whoever uses it.
+    """Usage of the /dev/shm file system by all processes.
 
-    A tmpfs that is mounted with `size=0` has no limit but the machine's memory: it does not count its blocks.
+    A tmpfs that is mounted with `size=0` is limited only by the memory of the machine. It does not count its blocks.
     """
 
     total_bytes: int | None
-    """None without a limit."""
+    """Size of the file system in bytes, or None if it is not limited."""
     used_bytes: int | None
-    """None without a limit."""
+    """Used space in bytes, or None if the size is not limited."""
     free_bytes: int | None
-    """None without a limit."""
+    """Free space in bytes, or None if the size is not limited."""
     total_files: int | None
-    """Most files; None without a limit."""
+    """Maximum number of files, or None if it is not limited."""
     free_files: int | None
-    """How many files can still be made; None without a limit."""
+    """Number of files that can still be created, or None if it is not limited."""
 
     @classmethod
     def now(cls) -> ShmSpace:
-        """SharedMemoryError without a /dev/shm."""
+        """Read the current usage. Raise SharedMemoryError if there is no /dev/shm."""
         with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be looked at"):
             space = os.statvfs(SHM_DIRECTORY)
         files = (space.f_files, space.f_favail) if space.f_files else (None, None)
@@ -39,10 +39,10 @@ class ShmSpace:
         return cls(total, total - space.f_bfree * space.f_frsize, free, *files)
 
     def why_no_file(self) -> str | None:
-        """Return why no further file can be made, and what to do; None if there is room for one."""
+        """Return why no file can be created, and what to do, or None if one can."""
         if self.free_files != 0:
             return None
         return (
-            f"all of its {self.total_files} inodes are used: remove files that nobody needs (`mindie-mm shm gc` those "
-            f"of the dead), or `mount -o remount,nr_inodes=<number> {SHM_DIRECTORY}`"
+            f"all of its {self.total_files} inodes are used. Remove unused files (`mindie-mm shm gc` removes those of "
+            f"dead processes), or run `mount -o remount,nr_inodes=<number> {SHM_DIRECTORY}`"
         )

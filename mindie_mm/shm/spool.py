@@ -113,7 +113,13 @@ def require_spool(root: Path) -> None:
 
 
 def require_locks(folder: Path) -> None:
-    """SharedMemoryError for a folder whose file system has no locks; OSError if it cannot be written."""
+    """Check that the file system of a folder has locks.
+
+    Raises:
+        SharedMemoryError: The file system has no locks.
+        OSError: The folder cannot be written to.
+
+    """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -125,8 +131,8 @@ def require_locks(folder: Path) -> None:
 
 def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
     return SharedMemoryError(
-        f"spool {folder}: its file system has no locks (flock: {error.strerror}), which tell whether a request lives: "
-        "mount it with them (Lustre: -o flock), or name another folder with --spool"
+        f"spool {folder}: its file system has no locks (flock: {error.strerror}), which show whether a request is "
+        "alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
     )
 
 
@@ -207,7 +213,7 @@ def _remove(path: Path) -> bool:
         path.rename(hidden)
     except FileNotFoundError:
         return False
-    except OSError:  # the file system is read-only, or broken: the memory is freed all the same
+    except OSError:  # read-only or broken file system; the shared memory is freed nevertheless
         release(path / PATH_FILE_NAME)
         raise
     faults.point("hidden")

@@ -150,7 +150,7 @@ def test_the_owner_frees_a_published_block_at_once_and_maps_nothing_for_it(path_
 
 
 def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "POLL_S", 600.0)  # it is told, and does not look
+    monkeypatch.setattr(waiting, "POLL_S", 600.0)  # a notification must arrive, because polling would take too long
     with Arena.create(PAGE) as arena:
         with arena.allocate(PAGE_SPECS, path_file=None) as block:
             block.publish()

@@ -1,4 +1,4 @@
-"""A /dev/shm without a limit, one whose inodes are used up, and a machine without /proc: real ones, in namespaces."""
+"""Tests in namespaces with an unlimited /dev/shm, with a /dev/shm without free inodes, and without /proc."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for make in (lambda: Arena.create(1 << 20), lambda: create_shm(5000, Path(sys.ar
 """
 
 
-def test_a_shm_without_a_limit_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_an_unlimited_dev_shm_is_usable_and_shown_as_unlimited(tmp_path: Path) -> None:
     require(NO_LIMIT)
     whole = "with Arena.create(1 << 20) as arena: show()\n"
     *made, shown, logged = run(NO_LIMIT, SHOW + MAKE + whole, tmp_path / "shm_name.txt")
@@ -48,17 +48,17 @@ def test_a_shm_without_a_limit_is_used_as_far_as_it_goes(tmp_path: Path) -> None
     assert logged.endswith("dev_shm_free_bytes unlimited dev_shm_bytes unlimited")
 
 
-def test_inodes_that_are_used_up_are_named(tmp_path: Path) -> None:
+def test_the_error_names_used_up_inodes(tmp_path: Path) -> None:
     require(THREE_INODES)
     use = 'for name in "ab": Path("/dev/shm/" + name).touch()\n'
     *told, shown, _ = run(THREE_INODES, SHOW + use + MAKE + "show()", tmp_path / "shm_name.txt")
     for said in (*told, shown):
-        assert "all of its 3 inodes are used: remove files that nobody needs" in said
+        assert "all of its 3 inodes are used. Remove unused files" in said
         assert "mount -o remount,nr_inodes=" in said
-    assert all(said.startswith("SharedMemoryError no file can be made in /dev/shm: No space left") for said in told)
+    assert all(said.startswith("SharedMemoryError cannot create a file in /dev/shm: No space left") for said in told)
 
 
-def test_a_machine_without_proc_is_told_that_it_is_needed(tmp_path: Path) -> None:
+def test_the_error_without_proc_says_how_to_mount_it(tmp_path: Path) -> None:
     require(NO_PROC)
     others = """
 try: arenas_of([1])
@@ -71,7 +71,7 @@ say(failure)
     assert all("needs /proc, which is not mounted: mount -t proc proc /proc" in said for said in told)
 
 
-def test_so_is_the_hosts_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_memory_of_the_host_without_proc_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     with pytest.raises(DeviceError, match=r"the host's memory is told by /proc .*: No such file or directory"):
         available_bytes()
@@ -87,7 +87,7 @@ def test_so_is_the_hosts_memory_without_proc(tmp_path: Path, monkeypatch: pytest
         (ShmSpace(2**20, 0, 2**20, None, None), "error", "/dev/shm has 1 MiB free"),
     ],
 )
-def test_doctor_and_metrics_tell_them(
+def test_doctor_and_metrics_show_limits_of_dev_shm(
     space: ShmSpace, status: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ShmSpace, "now", lambda: space)
