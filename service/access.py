@@ -63,9 +63,9 @@ class OwnHost:
             await self._app(scope, receive, send)
             return
         message = (
-            "the Host that the request names is neither an IP address nor localhost: a service on loopback that asks "
-            "for no API key answers those alone, so that no web page reaches it by a name of its own. Start it with "
-            "--api-key, or have the proxy in front of it send that Host (nginx: proxy_set_header Host 127.0.0.1;)"
+            "the Host header is neither an IP address nor localhost. Without an API key, a service on loopback accepts "
+            "no other Host, so that web pages cannot reach it through a name of their own. Start it with --api-key, or "
+            "let the proxy in front of it set the header (nginx: proxy_set_header Host 127.0.0.1;)"
         )
         await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
 

@@ -92,7 +92,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             CORSMiddleware,
             allow_origins=[origin for origin in config.cors_origin if not origin.endswith(_ANY_PORT)],
             allow_origin_regex=_any_port(config.cors_origin),
-            allow_private_network=True,  # the operator has named the page
+            allow_private_network=True,  # the operator has listed the origin
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
@@ -108,21 +108,27 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
 
 def _any_port(origins: Sequence[str]) -> str | None:
-    """The expression of those `origins` that take any port, the scheme's own included, which browsers leave out."""
+    """Return a regular expression for the `origins` with any port, or None if there are none.
+
+    The port is optional in it, because browsers omit the scheme's default port.
+    """
     names = [re.escape(origin.removesuffix(_ANY_PORT)) for origin in origins if origin.endswith(_ANY_PORT)]
     return rf"(?:{'|'.join(names)})(?::\d+)?" if names else None
 
 
 def require_places(config: ServiceConfig) -> None:
-    """Makes the spool if it is missing; an error unless it, the folder of media and the domains of media will do.
+    """Create the spool if it is missing, and check the folder and the domains that media may come from.
 
-    SharedMemoryError, InputError.
+    Raises:
+        SharedMemoryError: The spool cannot be used.
+        InputError: The spool's name, the media folder or a media domain is wrong.
+
     """
     spool = config.spool or default_spool()
     try:
         str(spool).encode()
     except UnicodeEncodeError:
-        raise InputError(f"the spool's name, {os.fsencode(spool)!r}, is not UTF-8: name another folder") from None
+        raise InputError(f"the spool's name, {os.fsencode(spool)!r}, is not UTF-8; choose another folder") from None
     make_spool(spool)
     require_spool(spool)
     with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):

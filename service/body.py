@@ -27,10 +27,10 @@ from mindie_mm.inputs import OFF, refused_fields, whole
 INT32_MAX = 2**31 - 1
 
 WHOLE = BeforeValidator(whole)
-"""Beside the limits of an integer: 16.0, which clients in languages without integers send, is 16."""
+"""Validator that accepts 16.0 as 16. Clients in languages without integers send numbers that way."""
 
-# Numbers in the ranges of SamplingParams.check, which the interface's description tells (tests/service/test_openapi.py
-# holds them to be the same): a request that leaves them is refused with the field's name before anything is made of it.
+# The ranges of SamplingParams.check, repeated here for the OpenAPI description and for errors that name the field.
+# tests/service/test_openapi.py checks that both are the same.
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -41,14 +41,14 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 T = TypeVar("T")
 
 Array = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong entry is told: an error for each would take a thousand times the request's memory."""
+"""A list that reports only its first wrong entry. An error per entry would need a thousand times the request's size."""
 
 TokenIds = Array[Annotated[int, WHOLE]]
-"""Token ids, whose range the vocabulary decides."""
+"""A list of token ids. The vocabulary decides their range."""
 
 
 def must_be(said: str) -> WrapValidator:
-    """Of a union: one sentence for the mistakes of all its members, which are told by types' names."""
+    """Return a validator for a union that reports one error, `said`, in place of one per member."""
 
     def checked(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -64,24 +64,23 @@ Stop = Annotated[
     must_be("a text or a list of texts"),
     AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given)),
 ]
-"""Stop strings, or one; read as a tuple."""
+"""One stop string or several, read as a tuple."""
 
 Templated = Annotated[bool, must_be("true or false: no template but the checkpoint's is served")]
-"""Whether `inputs` are one user turn through the chat template, or follow one another as they are."""
+"""Whether `inputs` become one user turn through the chat template, or are joined without one."""
 
 NotServed = Mapping[str, tuple[Any, ...]]
-"""Others' fields that would make another answer than the one that comes without them, and the values of each that would
-not, which alone are taken."""
+"""Fields of other servers that would change the answer, and the harmless values of each, which are accepted."""
 
 
 class Fields(BaseModel):
-    """Fields of a request: no number out of a string, no integer out of `true` or 1.5, nothing infinite."""
+    """A request body that converts no types: no string or boolean is a number, and no number is infinite."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     not_served: ClassVar[NotServed] = {}
     instead: ClassVar[Mapping[str, str]] = {}
-    """What to give in the place of some of them."""
+    """Replacement for some of these fields, by name. Error messages suggest it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,9 +91,9 @@ class Fields(BaseModel):
             if name in cls.model_fields:
                 continue
             others = " or ".join(json.dumps(one) for one in cls.not_served[name] if one not in OFF)
-            said = "{name} is not served, but for {others}" if others else "{name} is not served"
+            said = "{name} is not served, except {others}" if others else "{name} is not served"
             if instead := cls.instead.get(name, ""):
-                said += "; give {instead}"
+                said += "; use {instead}"
             raise PydanticCustomError("not_served", said, {"name": name, "others": others, "instead": instead})
         return given
 

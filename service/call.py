@@ -70,7 +70,7 @@ class Call:
             yield [PromptSource(prompt_of_ids(self.service, ids, "prompt")) for ids in given]
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
-        """All choices, once they are finished."""
+        """Return all choices when they are finished."""
         choices = [Choice(index=index) for index in range(len(sources) * self.n)]
         async with aclosing(self.deltas(sources, whole=True)) as deltas:
             async for index, delta in deltas:
@@ -78,15 +78,15 @@ class Call:
         return choices
 
     def timings(self, choices: Sequence[Answer]) -> Timed:
-        """An answer's `timings`, where they are asked for."""
+        """Return the answer's `timings`, or nothing if the request does not ask for them."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
     async def deltas(
         self, sources: Sequence[PromptSource], *, whole: bool = False
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Outputs of `n` choices for each prompt, as they come, each with its choice's index: prompt by prompt.
+        """Yield the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
 
-        `whole` as for `Worker.generate`.
+        Choices are numbered prompt by prompt. `whole` is as in `Worker.generate`.
         """
         n = self.n
         self._require_room(sources)
@@ -147,7 +147,7 @@ class Call:
         *,
         whole: bool,
     ) -> AsyncGenerator[Delta, None]:
-        """One choice, counted, timed and traced. `failed` has the reasons of the request's choices that failed.
+        """Yield the output of one choice, and count, time and trace it. `failed` collects reasons of failed choices.
 
         One that is ended because another failed counts as that one. Latencies count from the arrival.
         The prompt's first choice sets its `prompt_logprobs`; the others, which have the same, wait for them.

@@ -71,7 +71,7 @@ class _Chat(Form):
         }
 
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """The answer's chunks: a first one per choice, its text, and the usage if it was asked for."""
+        """Yield the answer's chunks: a first one per choice, then its text, then the usage if requested."""
         choices = [Choice(index=index) for index in range(self.call.n)]
         told = [self._told() for _ in choices]
         async with (
@@ -95,7 +95,7 @@ class _Chat(Form):
             yield {**self._chunk([]), **used, **timed}
 
     def _so_far(self, prompt: Prompt, choices: Sequence[Choice], num_untold: int = 0) -> Used:
-        """Return the usage up to a chunk, as `usage`, where it is asked for with each of them."""
+        """Return the usage so far, if the request wants it in every chunk. `num_untold` is as in `usage`."""
         return {"usage": usage([prompt], choices, num_untold)} if self.body.continuous_usage else {}
 
     def _spans(self, prompt: Prompt) -> Spanned:
@@ -132,7 +132,7 @@ class _Chat(Form):
         return ToldLogprobs(self.call.service.worker.tokenizer, self.call.params.stop)
 
     async def _logprobs(self, part: Delta | Choice, told: ToldLogprobs) -> ChatLogprobs | None:
-        """Return those of the tokens that are told with a choice, or with its next part; None where a part has none."""
+        """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
         found = await told.push(part)
         if not found.logprobs and isinstance(part, Delta):
             return None
@@ -140,7 +140,7 @@ class _Chat(Form):
 
 
 def _first(index: int) -> ChatChunkChoice:
-    """What a choice's first chunk has in it: its role."""
+    """Return the content of a choice's first chunk, which is its role."""
     return {
         "index": index,
         "delta": {"role": "assistant", "content": ""},

@@ -91,9 +91,10 @@ class Timed(TypedDict):
 
 
 def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int = 0) -> Usage:
-    """Return the usage of as many choices for each prompt; a prompt counts once, as its first choice found it.
+    """Return the usage of the prompts and their choices. Each prompt counts once, as its first choice found it.
 
-    `num_untold` tokens of the choices come with a later chunk, and count from then on.
+    Every prompt has the same number of choices. `num_untold` is the number of generated tokens to leave out, because
+    a later chunk sends them.
     """
     n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)

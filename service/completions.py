@@ -29,14 +29,14 @@ router = APIRouter()
 
 @router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
-    """Continues texts or token ids; streamed on request."""
+    """Complete texts or token ids. Stream the completion on request."""
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """How far a choice's log-probabilities are written."""
+    """State of a streamed choice's log-probabilities."""
 
     offsets: TextOffsets
     told: ToldLogprobs
@@ -109,7 +109,7 @@ class _Completion(Form):
         return _Written(TextOffsets(tokenizer), ToldLogprobs(tokenizer, self.call.params.stop))
 
     async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
-        """Return a choice, or the next part of one; `prompt` is echoed if that was asked for."""
+        """Return a choice, or its next part. Put `prompt` before it if the request asks for echo."""
         tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs: CompletionLogprobs | None = None

@@ -41,9 +41,9 @@ CHUNK_BYTES = 1024
 """What each chunk counts for beside its bytes."""
 
 MOST_RESERVED_DESCRIPTORS = 64
-"""Descriptors that connections leave to files and processes, or an eighth of them all where that is less."""
+"""Number of file descriptors that connections leave free for files and processes, or an eighth of all if fewer."""
 TELL_AGAIN_S = 60.0
-"""How long the log is silent about descriptors once it has told that there are no more."""
+"""Least time in seconds between two log records about missing descriptors."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
-        # The lowest free number is taken: all below it are in use. Where none is left, libuv resets what comes.
+        # A new descriptor gets the lowest free number, so all lower ones are in use. libuv resets new connections when
+        # no descriptor is left.
         descriptor = transport.get_extra_info("socket").fileno()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptor >= limit - min(MOST_RESERVED_DESCRIPTORS, limit // 8):
@@ -323,7 +324,7 @@ _told_of_descriptors_s = -math.inf
 
 
 def _tell_of_descriptors(descriptor: int, limit: int) -> None:
-    """Log that there are no more, once in TELL_AGAIN_S."""
+    """Log that descriptors run out, at most once in TELL_AGAIN_S."""
     global _told_of_descriptors_s  # noqa: PLW0603 - the limit is the process's, and so is its log
     now = time.monotonic()
     if now - _told_of_descriptors_s < TELL_AGAIN_S:

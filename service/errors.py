@@ -84,13 +84,14 @@ def status_of(error: BaseException) -> int:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """OpenAI's error object for `error`; an error of ours speaks for itself, any other keeps its text.
+    """Return OpenAI's error object for `error`.
 
-    So does one of shared memory or the spool: it names files of this machine.
+    Only a `MindieMMError` shows its message to the client. An error of shared memory or the spool does not, because it
+    names files of this machine.
     """
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
     if isinstance(error, errors.SharedMemoryError):
-        message = "shared memory, or the spool, cannot be used; the service's log says why"
+        message = "shared memory or the spool cannot be used; the service's log has the reason"
     param = error.param if isinstance(error, errors.InputError) else None
     body = error_body(message, status_of(error), param)
     if isinstance(error, errors.ContextLengthExceeded):
@@ -114,10 +115,10 @@ def install(app: FastAPI) -> None:
 
 
 def error_response(error: Exception) -> Response:
-    """The answer that tells `error`, whatever it is."""
+    """Return the response for any `error`."""
     status = status_of(error)
     if status == 500 or isinstance(error, errors.SharedMemoryError):
-        # A message of another's may quote what the client sent.
+        # The message of a foreign error may quote the client's input.
         said = error if isinstance(error, errors.MindieMMError) else "internal error"
         _log.error("request failed: %s: %s", type(error).__name__, said)
     headers = {"Retry-After": "1"} if status in (429, 503) else None

@@ -50,9 +50,9 @@ def extension(head: bytes) -> str | None:
 
 
 def is_base64_media(text: str) -> bool:
-    """Say whether `text` begins as base64 of a known format does, and ends as no file name does.
+    """Return whether `text` starts like base64 of a known format and does not end in a file suffix.
 
-    Whether the rest of it is valid is for the decoder to say: a path is nothing that bad base64 should be told of.
+    The decoder validates the rest. Invalid base64 must get an error about base64, not one about a missing file.
     """
     head_chars = HEAD_BYTES // 3 * 4
     begin = text[: 2 * head_chars].translate(dict.fromkeys(map(ord, WHITE_SPACE)))

@@ -40,7 +40,7 @@ from service.state import Service
 _log = logging.getLogger(__name__)
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
-"""The media of a request, and what makes it one whose media are files."""
+"""The media of a request, and a function that returns the request with files in their place."""
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def prompts(
 
 @contextmanager
 def _directory(spool: Path) -> Iterator[RequestDirectory]:
-    """As `request_directory`; one that cannot be removed is left to the next reclaim, and fails no request."""
+    """Open a `request_directory`. Log an error if it cannot be removed, because the request itself has succeeded."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(spool))
         try:
@@ -92,18 +92,18 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
             try:
                 stack.close()
             except SharedMemoryError as error:
-                _log.error("%s; it is left to the next reclaim", error)
+                _log.error("%s; the next reclaim will remove it", error)
 
 
 def _field(request: TokenizeRequest) -> str | None:
-    """The field of the body that holds what is tokenised; None of a text, which has several names."""
+    """Return the body's field with the prompt, or None for a text, whose field has several names."""
     if request.messages is not None:
         return "messages"
     return None if request.items is None else "inputs"
 
 
 def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """`_parsed`; InputError also for what JSON can hold, and the tokenizers' messages cannot."""
+    """Return `_parsed`. Raise InputError also for JSON that a message to a tokenizer process cannot hold."""
     try:
         media, with_files = _parsed(request, config)
         msgspec.msgpack.encode(with_files(repeat(Path())))
@@ -115,7 +115,7 @@ def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
 
 
 def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """InputError and below."""
+    """Parse the media of a request. Raise InputError or a subclass."""
     replace = msgspec.structs.replace
     if request.messages is not None:
         messages = parse_messages(request.messages, strict=config.strict)

@@ -203,18 +203,18 @@ class MediaPolicy:
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
             copy.write(_piece_of(file), status.st_size)
-            while piece := _piece_of(file):  # to its end: it may grow while it is read
+            while piece := _piece_of(file):  # up to its end, because it may grow meanwhile
                 copy.write(piece, status.st_size)
 
 
 def _piece_of(file: FileIO) -> bytes:
-    """The next bytes of a file that a client named; WorldError where its file system fails, which isn't the spool's."""
+    """Read the next bytes of a client's file. Raise WorldError if its file system fails, which is not the spool's."""
     with os_errors_as(WorldError, "the file cannot be read"):
         return file.read(_PIECE_BYTES)
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Opening a pipe waits for its other end otherwise."""
+    """Open without waiting for the other end of a named pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

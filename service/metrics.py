@@ -194,7 +194,7 @@ class _Processes(Collector):
             failed.add_metric((self._model_name, name), restarts.failed)
         yield from (alive, started, failed)
         dropped = CounterMetricFamily(
-            f"{PREFIX}log_lines_dropped", "Lines that standard error did not take.", labels=("model_name",)
+            f"{PREFIX}log_lines_dropped", "Log lines lost because nobody read stderr.", labels=("model_name",)
         )
         dropped.add_metric((self._model_name,), dropped_lines())
         yield dropped
@@ -245,7 +245,7 @@ class _SharedMemory(Collector):
     def _filesystem(self) -> Iterator[Metric]:
         space = ShmSpace.now()
         for name, text, num_bytes in (
-            ("filesystem_bytes", "Size of /dev/shm, whoever uses it; +Inf without a limit.", space.total_bytes),
+            ("filesystem_bytes", "Size of /dev/shm, used by any program. +Inf without a limit.", space.total_bytes),
             ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", space.free_bytes),
         ):
             metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))

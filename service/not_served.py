@@ -1,6 +1,6 @@
-"""Other servers' fields that would make another answer, which is refused: an ignored one would be a wrong answer.
+"""Request fields of other servers that would change the answer. They are refused, so that no answer is silently wrong.
 
-Those that only say how another one works (`mirostat_tau`, `dry_base`) do nothing without it, and are ignored.
+Fields that only tune another field (`mirostat_tau`, `dry_base`) have no effect without that field and are ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "forced_eos_token_id"), OFF),
     "adapter_id": (*OFF, "None"),
-    # of models that think, DashScope's, Anthropic's, Mistral's
+    # Reasoning models', DashScope's, Anthropic's and Mistral's
     **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "reasoning", "safe_prompt"), (None,)),
     **dict.fromkeys(("enable_search", "vl_high_resolution_images", "max_output_tokens", "random_seed"), (None, False)),
     # text-generation-webui's
@@ -56,10 +56,10 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), _ZERO),
     **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), _ZERO),
     **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "tfs"), (None, 1)),
-    # where a client's library would have put others in their place
+    # The OpenAI client replaces these by their content. Only a raw HTTP request sends them.
     **dict.fromkeys(("extra_body", "extra_query"), OFF),
 }
-"""Of all requests, but for what a body has as a field of its own."""
+"""Fields that no request accepts, with the values that are harmless. A field that a body declares itself is exempt."""
 
 MINDIES: NotServed = {
     "parameters": OFF,
@@ -68,7 +68,7 @@ MINDIES: NotServed = {
     "do_sample": (None, True),
     "typical_p": (None, 1),
 }
-"""MindIE's, which OpenAI's forms do not take. MindIE ignores `typical_p` and `watermark`, others do not."""
+"""MindIE's fields that OpenAI's endpoints refuse. MindIE ignores `typical_p` and `watermark`; other servers do not."""
 
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("grammar", "ebnf", "regex", "guided_json", "json_schema", "format"), "response_format"),
@@ -78,8 +78,8 @@ INSTEAD: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "random_seed": "seed",
-    "system": "a message of the role system",
-    "extra_body": "its fields beside the others",
+    "system": "a message with the role system",
+    "extra_body": "its fields as fields of the request",
     "num_return_sequences": "n",
 }
-"""What to give in the place of a field that is not served, of OpenAI's forms."""
+"""Replacement for a refused field in requests to OpenAI's endpoints."""

@@ -38,7 +38,7 @@ from service.not_served import INSTEAD, MINDIES, NOT_SERVED
 MAX_CHOICES = 64
 
 _ID = re.compile(r"0|[1-9][0-9]{0,39}")
-"""A token id in digits; `SamplingParams.check` says which are in the vocabulary."""
+"""Pattern of a token id in digits. `SamplingParams.check` compares it with the vocabulary."""
 
 
 class StreamOptions(Fields):
@@ -51,7 +51,7 @@ class StreamOptions(Fields):
 
 
 class _Closed(Fields, extra="forbid"):
-    """Fields beside which there are no others, the first of which is told; one that is null is none."""
+    """An object without further fields. Only the first unknown field is reported. A null field counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -221,19 +221,19 @@ class ChatBody(GenerationBody):
         )
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return variables of the chat template; InputError as `offered`."""
+        """Return the variables of the chat template. Raise InputError as `offered`."""
         offered(self.tools, self.tool_choice)
         return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
 
 
 def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
-    """Raise InputError for a choice that is not served, for one among no tools, and for tools that are none."""
+    """Raise InputError if `tools` is empty or invalid, or if `tool_choice` is not served or needs tools."""
     if tools is None and tool_choice == "auto":
         raise InputError(
-            "tool_choice is 'auto' and there are no tools; leave it out, or give tools", param="tool_choice"
+            "tool_choice is 'auto' and there are no tools; leave it out, or send tools", param="tool_choice"
         )
     if tools is not None and not tools:
-        raise InputError("tools is an empty list; leave it out, or give one tool at least", param="tools")
+        raise InputError("tools is an empty list; leave it out, or send at least one tool", param="tools")
     template_variables(None, tools, tool_choice)
     require_tools(tools)
 
@@ -253,10 +253,10 @@ class CompletionBody(GenerationBody):
     ]
     """Texts or token ids, one prompt or several."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
-    """0, with `echo`: nothing but the prompt."""
+    """0 returns only the prompt, and requires `echo`."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    """Put around texts what the tokenizer puts there, such as a BOS. None: true."""
+    """Add the tokenizer's special tokens, such as BOS, to texts. Default: true."""
     logprobs: Logprobs | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -280,6 +280,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        said = f"logit_bias names {bad[:40]!r}, it maps token ids, written as digits, each below {2**31}"
+        said = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in digits, each below {2**31}"
         raise InputError(said, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

@@ -36,9 +36,10 @@ _CLOSE_TIMEOUT_S = 2
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP; then no request is taken, running ones get the grace time, all is freed.
+    """Serve until SIGTERM, SIGINT or SIGHUP. Print one line when ready.
 
-    A second signal ends the grace time. Prints one line when requests are taken. Raises what kept it from starting.
+    After the signal, new requests are refused, and running requests have the grace time to finish. A second signal
+    ends the grace time. Errors of the start are raised.
     """
     faults.arm("api", fault_folder())
     logs.adopt()
@@ -69,10 +70,10 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     assert task is not None
 
     def cancel() -> None:
-        if not task.cancelling():  # a second signal is not to cut the cleaning up short
+        if not task.cancelling():  # a second signal must not interrupt the cleanup
             task.cancel()
 
-    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup's choice
+    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup does
     for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
@@ -124,25 +125,25 @@ def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManage
 
 
 def _print(line: str) -> None:
-    """Print `line` on standard output, which may take for ever: nothing waits for this thread."""
+    """Print `line` on standard output. This may block forever, so nothing waits for its thread."""
     try:
         os.write(1, f"{line}\n".encode(errors="surrogateescape"))
-    except OSError as error:  # who read it is gone, or the disk is full
+    except OSError as error:  # the reader is gone, or the disk is full
         _log.warning("%s (standard output: %s)", line, error.strerror)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to us and ends requests before it waits for their connections."""
+    """A uvicorn server without signal handlers, which ends requests before it waits for their connections."""
 
     def __init__(self, app: FastAPI, config: ServiceConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=Connection,
-                ws="none",  # "auto" would import what is installed: no route speaks it
+                ws="none",  # "auto" would import an installed library that no route uses
                 log_config=None,
                 access_log=False,
-                log_level=max(logging.WARNING, logging.root.level),  # starts and stops are told of here
+                log_level=max(logging.WARNING, logging.root.level),  # starts and stops are logged here
                 server_header=False,
                 lifespan="on",
                 timeout_keep_alive=75,

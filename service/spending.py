@@ -18,9 +18,9 @@ from mindie_mm.shm import make_spool
 _log = logging.getLogger(__name__)
 
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors by which a process or the system has no more files."""
+"""Errors that say that the process or the system has no free file descriptor."""
 PROBE_S = 5.0
-"""Longest that the spool's file system may take for a file, before it counts as one that takes none."""
+"""Maximum time in seconds for writing a file to the spool. A slower file system counts as out of order."""
 _PROBE_BYTES = 4096
 
 
@@ -71,9 +71,9 @@ class ItemSpending:
 
 @contextmanager
 def room_to_spool() -> Iterator[None]:
-    """SpoolFull in the place of an error by which the system takes no files there, for whatever reason.
+    """Turn any error of writing to the spool into SpoolFull.
 
-    It says no path, which clients need not know; the log does.
+    The log names the path. The message does not, because clients need not know it.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def room_to_spool() -> Iterator[None]:
 
 
 class SpoolProbe:
-    """Whether the spool takes files, asked by writing one."""
+    """A check of the spool that writes a file."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
@@ -93,7 +93,7 @@ class SpoolProbe:
         self._writing: asyncio.Future[None] | None = None
 
     async def check(self) -> None:
-        """SpoolFull, with the reason, unless a file can be written. One is at a time, whoever asks."""
+        """Raise SpoolFull, with the reason, if no file can be written. Concurrent callers share one attempt."""
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(self._threads.run(self._write))
         done, _ = await asyncio.wait([self._writing], timeout=PROBE_S)

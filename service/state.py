@@ -32,19 +32,19 @@ class Service:
     metrics: Metrics
     tokens: TokenTexts
     spool_probe: SpoolProbe
-    """Asks whether the spool takes files."""
+    """Check of whether the spool accepts files."""
     created: int
     """When it started, Unix time."""
 
     async def check_healthy(self) -> None:
-        """ServiceStopping, ProcessDied or SpoolFull unless a request would be answered."""
+        """Raise ServiceStopping, ProcessDied or SpoolFull if the service cannot answer requests."""
         if self.admission.stopping:
             raise ServiceStopping("the service is stopping")
         self.worker.check()
         await self.spool_probe.check()
 
     def check_model(self, name: str | None) -> None:
-        """ModelNotFound unless `name` is the served model's, or none."""
+        """Raise ModelNotFound if `name` is given and is not the served model's name."""
         if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
 

@@ -79,7 +79,7 @@ _BYTES = _byte_characters()
 
 
 class TokenTexts:
-    """The vocabulary's tokens as text, each made when it is first asked for: an answer may name a million."""
+    """Texts of the vocabulary's tokens, cached because one answer may name a million tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -91,7 +91,7 @@ class TokenTexts:
         """JSON of the text, and that of the list of bytes."""
 
     def cut_name(self, token_id: int, num_bytes: int) -> str:
-        """Return the same of a token's first bytes."""
+        """Return `name` of the first `num_bytes` bytes of a token."""
         own = token_bytes(self._tokenizer, token_id)[:num_bytes]
         try:
             return own.decode()
@@ -99,12 +99,12 @@ class TokenTexts:
             return _spelled(own)
 
     def cut_entry(self, token_id: int, num_bytes: int | None) -> tuple[Raw, Raw]:
-        """Return the same of a token's first bytes."""
+        """Return `entry` of the first `num_bytes` bytes of a token."""
         own = token_bytes(self._tokenizer, token_id)[:num_bytes]
         return _encoded(own.decode(errors="replace"), own)
 
     def piece(self, token_id: int) -> str:
-        """Return the vocabulary's own string, such as `Ġred` or `<0xE6>`; none for ids that only pad it."""
+        """Return the vocabulary's own string, such as `Ġred` or `<0xE6>`, or "" for an id that only pads it."""
         return self._tokenizer.id_to_token(token_id) or ""
 
 
@@ -149,7 +149,7 @@ async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]
 
 
 async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], cut: int | None = None) -> ChatLogprobs:
-    """Return the `logprobs` object of a chat choice; of the last token's bytes the first `cut` alone, unless None."""
+    """Return the `logprobs` object of a chat choice. If `cut` is not None, keep so many bytes of the last token."""
     last = logprobs[-1] if logprobs and cut is not None else None
 
     def entry(token_id: int, logprob: float) -> ChatToken:
@@ -171,9 +171,9 @@ async def completion_logprobs(
     text_offsets: list[int],
     cut: int | None = None,
 ) -> CompletionLogprobs:
-    """Return the `logprobs` object of a text choice, from its token ids; `cut` as in `chat_logprobs`.
+    """Return the `logprobs` object of a text choice. `cut` is as in `chat_logprobs`.
 
-    The first token of an echoed prompt has none.
+    The first token of an echoed prompt has no log-probability.
     """
     found = [logprob for _, logprob in positions]
     last = len(positions) - 1

@@ -39,7 +39,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     """None: true."""
     add_special_tokens: bool | None = None
-    """Put around a prompt what the tokenizer puts there, such as a BOS. None: true; of a chat, false alone."""
+    """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Array[dict[str, Any]] | None = None
     """As in a chat completion, and so are `tool_choice` and `reasoning_effort`."""
@@ -62,7 +62,7 @@ class TokenizeAnswer(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: NotRequired[list[str]]
-    """As they stand in the vocabulary."""
+    """Strings of the vocabulary, such as `Ġred`."""
 
 
 class DetokenizeAnswer(TypedDict):

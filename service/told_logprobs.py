@@ -1,4 +1,7 @@
-"""Which tokens an answer's text is made of: a stop string, or what begins one, is cut from the text and from these."""
+"""Log-probabilities of the tokens in an answer's text.
+
+A stop string is cut from the text, and so are its tokens. Tokens whose text may begin a stop string are held back.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,32 @@ from service.token_text import in_turns, token_bytes
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Tokens of a part of an answer's text, with their log-probabilities."""
+    """Log-probabilities of the tokens in a part of an answer's text."""
 
     logprobs: Sequence[TokenLogprob]
     cut: int | None = None
-    """Bytes of the last of them that are in the text, where a stop string begins within it; None: all."""
+    """Number of bytes of the last token in the text, if a stop string begins within that token. None: all of them."""
 
 
 class ToldLogprobs:
-    """Tells of each token once its text is told, which may yet turn out to belong to a stop string."""
+    """A buffer that releases each token with its text. Unreleased text may turn out to belong to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Without stop strings nothing is held back."""
+        """Create a buffer. Without stop strings it holds nothing back."""
         self._tokenizer = tokenizer
         self._holds = bool(stop)
         self._stream = TextStream(tokenizer)
         self._text = ""
-        """Of all tokens."""
+        """Text of all tokens so far."""
         self._num_told = 0
-        """Characters of it that were told."""
+        """Number of characters of this text that were released."""
         self._waiting: list[TokenLogprob] = []
         self._stops: list[int] = []
-        """Where the text of each that waits ends; of the last ones, whose character has not ended, it is not known."""
+        """Offset in characters at which the text of each waiting token ends. The last tokens have no offset while
+        their character is incomplete."""
 
     async def push(self, part: Delta | Answer) -> Told:
-        """Return what is told with a further part of the answer, or with all of it."""
+        """Return the log-probabilities to send with the next part of the answer, or with the whole answer."""
         logprobs = part.logprobs or []
         if not self._holds:
             return Told(logprobs)
@@ -49,7 +53,7 @@ class ToldLogprobs:
                 self._push(one)
         if part.finish_reason is None:
             return Told(self._take(sum(stop <= self._num_told for stop in self._stops)))
-        if self._num_told < len(self._text):  # what is not decoded yet comes behind the cut
+        if self._num_told < len(self._text):  # tokens without decoded text lie behind the cut
             del self._waiting[len(self._stops) :]
         else:
             self._text += self._stream.flush()
@@ -66,7 +70,10 @@ class ToldLogprobs:
         return taken
 
     def _last(self) -> Told:
-        """Return the rest, less the bytes that were not told. They count from the end: a first blank may be missing."""
+        """Return the waiting tokens without the bytes that the text lacks.
+
+        Bytes are counted from the end, because the text may lack the blank at the beginning.
+        """
         excess, cut = len(self._text[self._num_told :].encode()), None
         if excess and not self._num_told:
             return Told([])
@@ -81,7 +88,7 @@ class ToldLogprobs:
         return Told(self._take(len(self._waiting)), cut)
 
     def _has_text(self, token_id: int) -> bool:
-        """Whether a token is none of the special ones, which answers leave out."""
+        """Return whether a token is in the text. Special tokens are not."""
         return bool(self._tokenizer.decode([token_id], skip_special_tokens=True)) or not self._tokenizer.decode(
             [token_id], skip_special_tokens=False
         )

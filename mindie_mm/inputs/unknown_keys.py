@@ -1,7 +1,7 @@
-"""Keys of an item, or of a chat's content part, that mean nothing here: which are passed over, and which are refused.
+"""Unknown keys of an item, or of a chat's content part.
 
-Clients send what other servers take, such as `id`, `annotations` or a picture's `format`. A key that may have been
-meant to change how the item is read is refused.
+Clients send keys of other servers, such as `id`, `annotations` or a picture's `format`. These are ignored. A key that
+may be meant to change how the item is read is refused.
 """
 
 from __future__ import annotations
@@ -19,31 +19,37 @@ _OTHERS_OPTIONS = frozenset(
     {
         # qwen-vl-utils, DashScope
         *("nframes", "resized_height", "resized_width", "total_pixels", "video_start", "video_end"),
-        # of a clip, a crop or a rate
+        # Clips, crops and rates
         *("start", "end", "start_time", "end_time", "start_offset", "end_offset", "speed", "crop", "rotation"),
         *("sample_rate", "frame_rate", "framerate", "rate"),
         # Gemini, transformers, vLLM
         *("video_metadata", "frames", "do_sample_frames", "frames_indices", "size", "resolution", "media_resolution"),
         # SGLang, LMDeploy, InternVL, MiniCPM
         *("max_dynamic_patch", "min_dynamic_patch", "max_num", "max_slice_nums", "use_image_id"),
-        # another source, or features in its place
+        # Other sources, or features in place of a source
         *("url", "path", "base64", "data", "bytes", "file", "file_id", "file_data", "embeds", "image_embeds"),
         *("audio_embeds", "precomputed_embeddings"),
     }
 )
-"""What other servers and libraries call options and sources, which would make another prompt."""
+"""Names of options and sources in other servers and libraries. Ignoring one of them would change the prompt."""
 _MAX_TOLD = 256
-"""Keys that are told: a client can think of any number."""
+"""Maximum number of keys to warn about, because clients may send any number of different ones."""
 _MAX_SHOWN = 40
 _MIN_SHORTENED = 6
 _told: set[str] = set()
 
 
 def pass_over(keys: Iterable[object], where: str, takes: str, *, strict: bool) -> None:
-    """Pass over unknown keys of an item that errors call `where`, each with a warning, the first time that it comes.
+    """Ignore the unknown `keys` of an item. Warn the first time that a key occurs.
+
+    Args:
+        keys: Unknown keys of the item.
+        where: Name of the item in errors.
+        takes: End of the error message, about the keys that the item takes.
+        strict: Refuse every unknown key.
 
     Raises:
-        InputError: A key is an option of another kind of items, or looks like one; if `strict`, any key.
+        InputError: A key is an option of another kind of item, looks like an option, or `strict` is set.
 
     """
     for key in map(str, keys):
@@ -55,7 +61,10 @@ def pass_over(keys: Iterable[object], where: str, takes: str, *, strict: bool) -
 
 
 def _near(key: str) -> str | None:
-    """Return the option that `key` is, or is within a slip of the pen: a letter more, fewer, another, or swapped."""
+    """Return the option that `key` equals, or differs from by one typing error, or None.
+
+    A typing error is one letter that was added, left out or replaced, or two letters that were swapped.
+    """
     if len(key) > _MAX_SHOWN:
         return None
     letters = _letters(key)
@@ -67,11 +76,11 @@ def _letters(name: str) -> str:
 
 
 def _shortened(letters: str) -> list[str]:
-    """`letters` without one of them; of a short word, which would be another word, none."""
+    """Return `letters` with each letter left out in turn. Short words have too many neighbours and return none."""
     return [letters[:i] + letters[i + 1 :] for i in range(len(letters))] if len(letters) >= _MIN_SHORTENED else []
 
 
-# Words of which one letter is left out meet where the words differ by one letter.
+# Two words that differ by one letter become equal when that letter is left out of both.
 _SPELLED: Mapping[str, str] = {
     spelled: name for name in MediaOptions.__slots__ for spelled in (*_shortened(_letters(name)), _letters(name))
 }
@@ -80,4 +89,4 @@ _SPELLED: Mapping[str, str] = {
 def _warn_once(key: str) -> None:
     if key not in _told and len(_told) < _MAX_TOLD:
         _told.add(key)
-        _log.warning("an item's key %r means nothing here, and is passed over from now on", key)
+        _log.warning("ignoring the unknown key %r of an item; this warning is not repeated", key)

@@ -109,9 +109,7 @@ PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Pr
 @pytest.mark.parametrize(
     "origin", [ORIGIN, "http://localhost", "http://localhost:3000", "https://[::1]:8443", "https://[::1]"]
 )
-def test_a_page_may_ask_from_any_port_and_a_private_network_where_that_is_said(
-    bare: httpx2.Client, origin: str
-) -> None:
+def test_an_origin_with_any_port_is_allowed_from_a_private_network(bare: httpx2.Client, origin: str) -> None:
     answer = bare.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": origin})
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == origin
@@ -122,7 +120,7 @@ def test_a_page_may_ask_from_any_port_and_a_private_network_where_that_is_said(
     "origin",
     ["https://localhost:3000", "http://localhost:1.evil.example", "http://localhostx", "https://example.org:1"],
 )
-def test_a_page_that_is_like_one_may_not(bare: httpx2.Client, origin: str) -> None:
+def test_a_similar_origin_is_not_allowed(bare: httpx2.Client, origin: str) -> None:
     answer = bare.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": origin})
     assert answer.status_code == 400
     assert "access-control-allow-origin" not in answer.headers

@@ -211,7 +211,7 @@ ANSWER = CHAT_ANSWERS["hello"]
     ],
 )
 def test_logprobs_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, stop: str, stream: bool) -> None:
-    """Also within a token. What may begin a stop string is held back with its text, and comes with it."""
+    """The cut may be within a token. A token that may begin a stop string is held back together with its text."""
     answer: Any = ask(client, "Hello!", logprobs=True, top_logprobs=1, max_tokens=64, stop=[stop], stream=stream)
     parts = [part.choices[0] for part in answer] if stream else answer.choices
     texts = [(part.delta if stream else part.message).content for part in parts]
@@ -223,7 +223,7 @@ def test_logprobs_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, s
 
 
 @pytest.mark.parametrize(("stop", "kept"), [("本", '"日'), ("🎉", '"日本 '), ("日", '"'), (" ", '"日本')])
-def test_logprobs_of_parts_of_characters_that_a_stop_string_cuts(client: openai.OpenAI, stop: str, kept: str) -> None:
+def test_logprobs_end_at_a_cut_within_a_character(client: openai.OpenAI, stop: str, kept: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 🎉"]}}}
     settings: dict[str, Any] = {"logprobs": True, "response_format": form, "stop": stop}
     answer = ask(client, "Hello!", **settings)

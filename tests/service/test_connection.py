@@ -47,7 +47,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
-    """Yield the address of a server, which closes connections that pause for so long between requests."""
+    """Run a server that closes a connection after `pause_s` seconds between requests. Yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
             uvicorn.Config(
@@ -67,7 +67,7 @@ async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """A server that nothing is too late for."""
+    """A server without short time limits."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", WAIT_S)
     async with serving() as found:
         yield found
@@ -75,14 +75,14 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
 
 @pytest.fixture
 async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """A server that waits `TIMEOUT_S` for a head."""
+    """A server that waits only `TIMEOUT_S` for a request's head."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
     async with serving() as found:
         yield found
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n", b"GET"])
-async def test_a_head_that_does_not_come(hasty: tuple[str, int], sent: bytes) -> None:
+async def test_a_missing_head_ends_the_connection(hasty: tuple[str, int], sent: bytes) -> None:
     reader, writer = await asyncio.open_connection(*hasty)
     writer.write(sent)
     async with asyncio.timeout(WAIT_S):
@@ -90,7 +90,7 @@ async def test_a_head_that_does_not_come(hasty: tuple[str, int], sent: bytes) ->
     writer.close()
 
 
-async def test_the_second_head_is_waited_for_no_longer(hasty: tuple[str, int]) -> None:
+async def test_the_second_head_has_the_same_time_limit(hasty: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*hasty)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE + b"hi")
@@ -103,8 +103,8 @@ async def test_the_second_head_is_waited_for_no_longer(hasty: tuple[str, int]) -
 EARLY = WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length: %d")
 
 
-async def test_a_body_behind_its_answer_is_read_and_the_connection_goes_on() -> None:
-    """However it comes, and with a whole new measure each time."""
+async def test_a_body_after_its_answer_is_read_and_the_connection_stays_open() -> None:
+    """The body may come in pieces or chunks. Each body has the full limit again."""
     long = b"h" * (connection.MAX_DROPPED_BYTES * 2 // 3)
     chunks = b"1\r\nh\r\n" * 100
     early_chunks = CHUNKED.replace(b"POST /", b"POST /early")
@@ -127,7 +127,7 @@ async def test_a_body_behind_its_answer_is_read_and_the_connection_goes_on() -> 
 
 
 @pytest.mark.parametrize("piece", [b"", b"h"])
-async def test_a_body_that_does_not_end_behind_its_answer_holds_no_connection(
+async def test_a_body_that_never_ends_after_its_answer_ends_the_connection(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, piece: bytes
 ) -> None:
     monkeypatch.setattr(connection, "LINGER_S", 0.5)
@@ -143,7 +143,9 @@ async def test_a_body_that_does_not_end_behind_its_answer_holds_no_connection(
     writer.close()
 
 
-async def test_a_body_without_end_behind_its_answer(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_body_after_its_answer_ends_the_connection(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "LINGER_S", WAIT_S)
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S / 2):
@@ -157,7 +159,7 @@ async def test_a_body_without_end_behind_its_answer(address: tuple[str, int], mo
 
 
 async def test_small_chunks_without_end(address: tuple[str, int]) -> None:
-    """Behind an answer they end the connection, in a body that is read they are refused."""
+    """After an answer they end the connection. In a body that the application reads they are refused."""
     chunk = b"1\r\nh\r\n"
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
@@ -388,7 +390,7 @@ async def test_who_leaves_ends_its_request_whatever_stands_behind_it(
         await asyncio.gather(*(await left).tasks)
 
 
-async def test_what_stands_behind_requests_comes_in_pieces(hasty: tuple[str, int]) -> None:
+async def test_pipelined_requests_may_come_in_pieces(hasty: tuple[str, int]) -> None:
     """Answers before it take longer than a head may."""
     late = WHOLE.replace(b"/", b"/late", 1)
     sent = late + b"hi" + late + b"ho" + WHOLE + b"he" + WHOLE + b"hu"
@@ -409,8 +411,8 @@ async def test_what_stands_behind_requests_comes_in_pieces(hasty: tuple[str, int
         await asyncio.gather(*map(assert_answered, cuts))
 
 
-async def test_a_head_that_does_not_come_behind_a_request(hasty: tuple[str, int]) -> None:
-    async with asyncio.timeout(WAIT_S / 2):  # a pause between requests would not be over then
+async def test_a_missing_head_after_a_request_ends_the_connection(hasty: tuple[str, int]) -> None:
+    async with asyncio.timeout(WAIT_S / 2):  # shorter than the pause between requests
         answer = await answers_to(hasty, WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE + b"ho" + WHOLE[:20])
     assert answer.count(b"HTTP/1.1 200") == 2
     assert answer.endswith(b"\r\n\r\nho")

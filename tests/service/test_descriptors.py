@@ -1,4 +1,4 @@
-"""A service whose limit of open files is reached says so, and goes on."""
+"""The service at its limit of open files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ IDLE = 80
 
 
 def is_refused(connection: socket.socket) -> bool:
-    """Whether it was told so; those for which there is no descriptor at all are reset."""
+    """Return whether a connection got 503. It is reset instead if there was no descriptor for it."""
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
         return connection.recv(12, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"HTTP/1.1 503"
     return False
 
 
 def told(service: RunningService) -> list[str]:
-    """Lines of the log about it."""
+    """Return the log lines about descriptors."""
     return [line for line in service.log.read_text().splitlines() if "descriptors (open files) are in use" in line]
 
 
-def test_more_connections_than_descriptors(service: RunningService, http: Any) -> None:
+def test_more_connections_than_descriptors_are_refused_and_logged(service: RunningService, http: Any) -> None:
     pid = service.process.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     limit = len(list(Path(f"/proc/{pid}/fd").iterdir())) + IDLE // 2

@@ -120,31 +120,31 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         (CHAT, {"echo": True}, "not served"),
         (CHAT, {"add_special_tokens": True}, "not served"),
         (CHAT, {"best_of": 3}, "not served"),
-        (CHAT, {"skip_special_tokens": False}, "not served, but for true"),
-        (CHAT, {"detokenize": False}, "not served, but for true"),
-        (CHAT, {"modalities": ["text", "audio"]}, 'not served, but for ["text"]'),
-        (CHAT, {"function_call": {"name": "weigh"}}, 'not served, but for "none" or "auto"'),
+        (CHAT, {"skip_special_tokens": False}, "not served, except true"),
+        (CHAT, {"detokenize": False}, "not served, except true"),
+        (CHAT, {"modalities": ["text", "audio"]}, 'not served, except ["text"]'),
+        (CHAT, {"function_call": {"name": "weigh"}}, 'not served, except "none" or "auto"'),
         (CHAT, {"web_search_options": {}}, "not served"),
-        (CHAT, {"guidance_scale": 3}, "not served, but for 1"),
+        (CHAT, {"guidance_scale": 3}, "not served, except 1"),
         (CHAT, {"mirostat_mode": 2}, "not served"),
-        (CHAT, {"grammar": 'root ::= "a"'}, "not served; give response_format"),
-        (CHAT, {"repeat_penalty": 1.3}, "not served, but for 1; give repetition_penalty"),
-        (CHAT, {"n_predict": 5}, "not served; give max_tokens"),
-        (CHAT, {"n_predict": -1}, "not served; give max_tokens"),
-        (CHAT, {"min_new_tokens": 5}, "not served; give min_tokens"),
-        (CHAT, {"enable_thinking": False}, "not served; give chat_template_kwargs"),
-        (CHAT, {"thinking": {"type": "enabled"}}, "not served; give chat_template_kwargs"),
-        (CHAT, {"format": "json"}, "not served; give response_format"),
-        (CHAT, {"system": "Be brief."}, "not served; give a message of the role system"),
+        (CHAT, {"grammar": 'root ::= "a"'}, "not served; use response_format"),
+        (CHAT, {"repeat_penalty": 1.3}, "not served, except 1; use repetition_penalty"),
+        (CHAT, {"n_predict": 5}, "not served; use max_tokens"),
+        (CHAT, {"n_predict": -1}, "not served; use max_tokens"),
+        (CHAT, {"min_new_tokens": 5}, "not served; use min_tokens"),
+        (CHAT, {"enable_thinking": False}, "not served; use chat_template_kwargs"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "not served; use chat_template_kwargs"),
+        (CHAT, {"format": "json"}, "not served; use response_format"),
+        (CHAT, {"system": "Be brief."}, "not served; use a message with the role system"),
         (CHAT, {"top_n_tokens": 3}, "not served"),
         (CHAT, {"truncate": 3}, "not served"),
-        (CHAT, {"num_beams": 4}, "not served, but for 1"),
-        ("/v1/completions", {"repeat_penalty": 1.3}, "not served, but for 1; give repetition_penalty"),
-        ("/v1/completions", {"n_predict": 5}, "not served; give max_tokens"),
+        (CHAT, {"num_beams": 4}, "not served, except 1"),
+        ("/v1/completions", {"repeat_penalty": 1.3}, "not served, except 1; use repetition_penalty"),
+        ("/v1/completions", {"n_predict": 5}, "not served; use max_tokens"),
         ("/v1/completions", {"raw": True}, "not served"),
-        (CHAT, {"typical_p": 0.1}, "not served, but for 1"),
+        (CHAT, {"typical_p": 0.1}, "not served, except 1"),
         (CHAT, {"max_new_tokens": 3}, "not served"),
-        ("/v1/completions", {"do_sample": False}, "not served, but for true"),
+        ("/v1/completions", {"do_sample": False}, "not served, except true"),
         ("/v1/completions", {"dry_multiplier": 0.8}, "not served"),
         ("/v1/completions", {"prompt_embeds": "AAAA"}, "not served"),
         ("/v1/completions", {"suffix": "x"}, "not served"),
@@ -254,7 +254,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
 @pytest.mark.parametrize(
     ("path", "change", "param", "said"),
     [
-        (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias names 'x', it maps token ids"),
+        (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x'; keys must be token ids"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "logit_bias is 101"),
         (CHAT, {"stop": ["a", ""]}, "stop", "stop string 1 of 2 is empty"),
         (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids names token 100000000"),
@@ -568,7 +568,9 @@ def test_every_error_class_has_a_status() -> None:
         caller = issubclass(kind, errors.InputError)
         assert (400 <= status < 500) or (not caller and status >= 500)
         told = error_object(kind("said"))["error"]["message"]
-        assert (told == "said") is not issubclass(kind, errors.SharedMemoryError), "that names files of this machine"
+        assert (told == "said") is not issubclass(kind, errors.SharedMemoryError), (
+            "the message names files of this machine"
+        )
     assert error_object(ValueError("secret"))["error"]["message"] == "internal error"
     assert set(TABLE) <= {*classes, Exception}
 

@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talk(
     request: pytest.FixtureRequest, settings: dict[str, object], folder: Path, red_square: str
 ) -> tuple[bool, str, str, RunningService]:
-    """Whether prompts are logged, what was logged in a service's life, and the picture that was sent.
+    """Return whether the service logs prompts, its whole log, the picture that was sent, and the service.
 
-    The one that logs prompts is strict, too.
+    The service that logs prompts is strict too.
     """
     log = folder / f"log-{request.param}"
     given = settings | {"log_format": "json", "log_level": "debug", "spool": folder / "spool", "api_key": KEY}
@@ -104,11 +104,11 @@ def test_every_line_is_an_object(talk: Talk) -> None:
     assert not [record for record in found if record["level"] in ("error", "critical")]
 
 
-def test_an_unknown_key_is_told_once_unless_it_is_refused(talk: Talk) -> None:
+def test_an_ignored_key_is_logged_once(talk: Talk) -> None:
     strict, log, _, _ = talk
     told = [record["message"] for record in records(log) if record["level"] == "warning"]
     assert [said for said in told if "annotations" in said or "'id'" in said] == [
-        f"an item's key {key!r} means nothing here, and is passed over from now on"
+        f"ignoring the unknown key {key!r} of an item; this warning is not repeated"
         for key in ([] if strict else ["annotations", "id"])
     ]
 

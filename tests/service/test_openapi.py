@@ -65,7 +65,7 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
             else:
                 last = kind(number[f"m{side}"])
                 outside = last + step
-            # All, which is vLLM's word; and an answer, without which nothing is left where no prompt is echoed.
+            # -1 is vLLM's word for all. Without echo, a completion needs at least one token.
             if (name, last) in {("top_k", -1), ("max_tokens", 1), ("max_completion_tokens", 1)}:
                 continue
             setting = NAMES.get(name, name)

@@ -1,4 +1,4 @@
-"""The configurations of nginx and HAProxy in docs/operations.md, run before the service."""
+"""The nginx and HAProxy configurations of docs/operations.md, in front of a service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = {"nginx": ("nginx", "-c"), "haproxy": ("haproxy", "-db", "-f")}
 def proxied(
     request: pytest.FixtureRequest, service: RunningService, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx2.Client]:
-    """A client of a proxy that is configured as the page says, but for both ports."""
+    """A client of a proxy with the page's configuration, except for both ports."""
     command = COMMANDS[request.param]
     program = shutil.which(command[0], path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:
@@ -88,7 +88,7 @@ def test_answers_are_those_of_the_service(proxied: httpx2.Client, http: Any, red
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_ends_its_request(
+def test_a_disconnected_client_aborts_its_request(
     proxied: httpx2.Client, service: RunningService, *, stream: bool
 ) -> None:
     before = metric(service, "request_success_total", finished_reason="abort")

@@ -66,8 +66,8 @@ BODIES: list[tuple[type[Fields], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("body", "rest"), BODIES)
-def test_an_integer_may_be_written_with_a_point(body: type[Fields], rest: dict[str, Any]) -> None:
-    """As by clients whose language has floats alone; what has a fraction, or is true, stays refused."""
+def test_an_integer_may_be_written_as_a_float(body: type[Fields], rest: dict[str, Any]) -> None:
+    """Some languages only have floats. Numbers with a fraction, and `true`, are still refused."""
     names = [name for name, field in body.model_fields.items() if "int" in str(field.annotation).split(" | ")[0]]
     integers = [name for name in names if name not in ("prompt", "stop_token_ids")]
     assert len(integers) >= 4
@@ -79,7 +79,7 @@ def test_an_integer_may_be_written_with_a_point(body: type[Fields], rest: dict[s
                 body(**rest | {name: wrong})
 
 
-def test_token_ids_may_be_written_with_a_point() -> None:
+def test_token_ids_may_be_written_as_floats() -> None:
     assert ChatBody(messages=[], stop_token_ids=[4.0, 5]).stop_token_ids == (4, 5)
     assert CompletionBody(prompt=[4.0, 5]).prompts() == [[4, 5]]
     assert CompletionBody(prompt=[[4.0], [5]]).prompts() == [[4], [5]]

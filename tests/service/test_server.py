@@ -215,7 +215,7 @@ def test_clients_that_write_and_read_slowly_do_not_keep_it_from_stopping(
         start_endless_stream(service, red_square),
     ):
         writer.sendall(head_and_body(asked(red_square, 1, 1))[:-1])
-        service.get("/health")  # and so the half of a body has been seen
+        service.get("/health")  # answered after the half body was read
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(300) == 0
     assert list((tmp_path / "spool").iterdir()) == []
@@ -328,7 +328,7 @@ def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readine
         assert enough.wait(300)
         killer.join()
         body = {"prompt": "What?", "max_tokens": 1}
-        answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=300)  # waits for the next one
+        answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=300)  # waits for the restart
         assert answer.status_code == 200
         assert httpx2.get(f"{service.url}/health").status_code == 200
         found = metrics(service)
@@ -358,7 +358,7 @@ def test_a_killed_service_is_cleaned_up_by_the_next(
         running_service(settings | {"spool": spool}, tmp_path / "log2") as service,
     ):
         assert not left.exists()
-        assert living.path_file.exists(), "a service that lives may have the same spool"
+        assert living.path_file.exists(), "another living service may use the same spool"
         assert service.shm()["blocks"] == 0
         collect()
         assert wait_until_gone(arenas) == []

@@ -1,4 +1,4 @@
-"""The code in README.md and docs/python.md runs as it stands there, against a real service and real engines."""
+"""Code blocks of README.md and docs/python.md, run unchanged against a real service and real engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVED_AT = "http://127.0.0.1:8000"
 
 
 def snippet(page: str, language: str, holding: str) -> str:
-    """Return the one code block of `page` that contains `holding`."""
+    """Return the only code block of `page` that contains `holding`."""
     (found,) = [
         code for code in re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if holding in code
     ]
@@ -39,7 +39,7 @@ def run(source: str) -> dict[str, Any]:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a folder that holds the files of a checkout that the pages name."""
+    """Change into a folder with the files that the pages name."""
     (tmp_path / "docs/images").mkdir(parents=True)
     shutil.copy(ROOT / "docs/images/red_circle.png", tmp_path / "docs/images")
     monkeypatch.chdir(tmp_path)

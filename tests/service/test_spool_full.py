@@ -88,9 +88,7 @@ async def test_no_more_descriptors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EDQUOT, errno.ENOSPC, errno.EACCES, errno.ESTALE])
-def test_whatever_keeps_files_out_of_the_spool_is_said_without_its_path(
-    number: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_error_of_the_spool_is_reported_without_its_path(number: int, caplog: pytest.LogCaptureFixture) -> None:
     for wrapped in (False, True):
         wrapping = os_errors_as(SharedMemoryError, "/the/spool") if wrapped else nullcontext()
         with pytest.raises(SpoolFull) as raised, room_to_spool(), wrapping:
@@ -99,7 +97,7 @@ def test_whatever_keeps_files_out_of_the_spool_is_said_without_its_path(
     assert all("/the/spool" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_folder_that_is_none(tmp_path: Path) -> None:
+async def test_a_spool_that_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpoolFull, match="File exists"), room_to_spool(), request_directory(tmp_path / "file"):
         pass
@@ -113,7 +111,7 @@ async def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 async def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread waits for it, however many ask."""
+    """Concurrent checks share one thread."""
     answer, asked = threading.Event(), []
     monkeypatch.setattr(spending, "PROBE_S", 0.01)
     monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))
@@ -129,7 +127,7 @@ async def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A folder that is a file system of its own."""
+    """A folder with its own file system."""
     folder = tmp_path / "mounted"
     folder.mkdir(mode=0o700)
     mount = ("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(folder))
@@ -169,15 +167,15 @@ def test_a_file_system_that_becomes_read_only(mounted: Path, tmp_path: Path, red
 
 
 def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its memory is freed; the folder is left to the next reclaim."""
+    """Its memory is freed. The next reclaim removes the folder."""
     with Arena.create(2**16) as arena:
         with _directory(tmp_path / "spool") as directory:
-            bind = ("mount", "--bind", str(directory.path), str(directory.path))  # which makes it busy
+            bind = ("mount", "--bind", str(directory.path), str(directory.path))  # makes it busy
             if subprocess.run(bind, capture_output=True, check=False).returncode:
                 pytest.skip("this user may mount nothing")
             with arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=directory.path_file) as block:
                 ref = block.publish()
-        assert "it is left to the next reclaim" in caplog.text
+        assert "the next reclaim will remove it" in caplog.text
         with pytest.raises(StaleReference), attach(ref) as view:
             view.verify()
         subprocess.run(("umount", str(directory.path)), check=True)

@@ -57,7 +57,7 @@ async def test_an_item_may_be_as_long_as_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["QUJD\nRA==\n", "data:;base64,QUJDRA==\r\n", "data:;base64, Q U J D R A = ="])
-async def test_white_space_in_base64_counts_for_no_limit(tmp_path: Path, source: str) -> None:
+async def test_white_space_in_base64_does_not_count(tmp_path: Path, source: str) -> None:
     policy = MediaPolicy(ServiceConfig(max_item_bytes=4, max_media_bytes=4))
     (path,) = await policy.spool([Media("image", source)], tmp_path)
     assert path.read_bytes() == b"ABCD"
@@ -224,7 +224,7 @@ async def test_a_request_has_so_many_frames(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["", "\n"])
 @pytest.mark.parametrize("width", [3, 64, 76])
-async def test_jpeg_as_base64_is_no_path(tmp_path: Path, width: int, end: str) -> None:
+async def test_base64_of_a_jpeg_is_not_a_path(tmp_path: Path, width: int, end: str) -> None:
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
     text = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBD" * 3
     source = end.join(text[at : at + width] for at in range(0, len(text), width)) + end

@@ -1,4 +1,4 @@
-"""A service whose standard streams are closed, or read by nobody."""
+"""A service with closed or unread standard streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.watching import wait_until
 
 @contextmanager
 def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Iterator[tuple[warm.Popen, str]]:
-    """The process of a service that is ready, and its URL."""
+    """Start a service. Yield its process and URL when it is ready."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     process = warm.Popen(
         [str(BIN), "serve", "--port=0", *flags],
@@ -41,8 +41,8 @@ def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Itera
         process.stdout.close()
 
 
-def test_nobody_reads_the_log(settings: dict[str, object], tmp_path: Path) -> None:
-    """It starts, answers and ends, whatever any of its processes has to say."""
+def test_a_log_that_nobody_reads_blocks_nothing(settings: dict[str, object], tmp_path: Path) -> None:
+    """The service starts, answers and stops, although its processes log more than the pipe holds."""
     read, write = os.pipe()
     size = fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     given = settings | {"spool": tmp_path / "spool", "log_level": "debug"}
@@ -52,7 +52,7 @@ def test_nobody_reads_the_log(settings: dict[str, object], tmp_path: Path) -> No
         (engine,) = [
             child for child in psutil.Process(process.pid).children() if "mindie_mm.engine.process" in child.cmdline()
         ]
-        engine.kill()  # the next one has as much to say at its start
+        engine.kill()  # its successor logs as much at its start
         body = {"prompt": "What?", "max_tokens": 1}
         wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
@@ -60,12 +60,12 @@ def test_nobody_reads_the_log(settings: dict[str, object], tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) == size
-        assert len(os.read(read, 2 * size)) > size // 2, "the log is as full as ever"
+        assert len(os.read(read, 2 * size)) > size // 2, "the pipe is still full"
 
 
 @pytest.mark.parametrize("closed", [("stdin",), ("stderr",), ("stdin", "stderr")], ids="-".join)
 def test_started_without_standard_streams(settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]) -> None:
-    """A socket that got such a number would hold what libraries print; and libuv closes none of that number."""
+    """A socket with such a descriptor would receive whatever libraries print, and libuv refuses to close it."""
     with (
         (tmp_path / "log").open("w") as errors,
         serving(settings | {"spool": tmp_path / "spool"}, errors, closed=closed) as (process, url),
@@ -79,8 +79,8 @@ def test_started_without_standard_streams(settings: dict[str, object], tmp_path:
         assert process.wait(30) == 0
 
 
-def test_a_terminal_that_is_closed_ends_it_as_sigterm_does(settings: dict[str, object], tmp_path: Path) -> None:
-    """SIGHUP reaches the whole foreground group: the processes leave it to the service, which grants the grace time."""
+def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str, object], tmp_path: Path) -> None:
+    """SIGHUP reaches the whole foreground group. Workers ignore it, and the service grants the grace time."""
     with (
         (tmp_path / "log").open("w") as errors,
         serving(settings | {"spool": tmp_path / "spool", "grace_s": 600}, errors) as (process, url),
@@ -95,4 +95,4 @@ def test_a_terminal_that_is_closed_ends_it_as_sigterm_does(settings: dict[str, o
             process.send_signal(signal.SIGHUP)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(30) == 0
-    assert "stopping: 1 requests are being answered" in (tmp_path / "log").read_text()
+    assert "stopping; 1 requests are running" in (tmp_path / "log").read_text()

@@ -137,7 +137,7 @@ async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_leve
 
 
 async def told(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
-    """The text that a Detokenizer tells, and the bytes of the tokens that are told with it."""
+    """Return the text that a Detokenizer outputs, and the bytes of the tokens that are released with it."""
     detokenizer, found, text, spelled = Detokenizer(tokenizer, stop), ToldLogprobs(tokenizer, stop), "", b""
     for start in range(0, len(ids), at_once):
         some = ids[start : start + at_once]
@@ -152,7 +152,7 @@ async def told(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_o
             own[-1] = own[-1][: part.cut]
         spelled += b"".join(own)
         begun = spelled.decode(errors="ignore")
-        assert text.startswith(begun) or f" {text}".startswith(begun), "none is told before its text"
+        assert text.startswith(begun) or f" {text}".startswith(begun), "a token was released before its text"
         if ended:
             break
     return text, spelled
@@ -169,10 +169,10 @@ async def test_bytes_of_tokens_end_with_the_text(
     pieces = [257, *(1 + byte for byte in "日本".encode()), 257]
     text, spelled = await told(byte_fallback, pieces, (stop, "zz"), at_once)
     assert text == "red日本 red".partition(stop)[0]
-    assert spelled.decode() == (f" {text}" if text else ""), "the first token's own bytes have a blank"
+    assert spelled.decode() == (f" {text}" if text else ""), "the bytes of the first token start with a blank"
 
 
-async def test_special_tokens_are_told_up_to_the_cut(byte_level: Tokenizer) -> None:
+async def test_special_tokens_before_the_cut_are_kept(byte_level: Tokenizer) -> None:
     end, red = byte_level.token_to_id("<|im_end|>"), byte_level.encode("red", add_special_tokens=False).ids
     found = ToldLogprobs(byte_level, ("red", "x"))
     ids = [*byte_level.encode("a ", add_special_tokens=False).ids, end, *red, end]

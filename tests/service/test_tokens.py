@@ -75,11 +75,13 @@ def test_what_changes_no_prompt_is_taken(http: Any) -> None:
     off = {"tools": None, "tool_choice": "none", "continue_final_message": False, "add_special_tokens": False}
     assert tokenize(http, messages=messages, **off) == tokenize(http, messages=messages)
     assert tokenize(http, prompt="Hello!", add_special_tokens=True) == tokenize(http, prompt="Hello!")
-    assert tokenize(http, prompt="Hello!", add_special_tokens=False) == tokenize(http, prompt="Hello!"), "it adds none"
+    assert tokenize(http, prompt="Hello!", add_special_tokens=False) == tokenize(http, prompt="Hello!"), (
+        "this tokenizer adds none"
+    )
 
 
-def test_token_strings_are_the_vocabularys_own(http: Any) -> None:
-    """As convert_ids_to_tokens gives them: also for a part of a character, and a blank."""
+def test_token_strings_are_those_of_the_vocabulary(http: Any) -> None:
+    """They equal those of `convert_ids_to_tokens`, also for a part of a character and for a blank."""
     vocabulary = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     found = tokenize(http, prompt="red square 日本 🎉", return_token_strs=True)
     assert found["token_strs"] == [vocabulary.id_to_token(token) for token in found["tokens"]]

@@ -74,7 +74,7 @@ def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, giv
         ({"tools": [], "tool_choice": "none"}, "tools", "tools is an empty list"),
     ],
 )
-def test_a_choice_among_no_tools_is_refused(
+def test_a_tool_choice_without_tools_is_refused(
     handy_http: httpx2.Client, path: str, given: Any, param: str, said: str
 ) -> None:
     answer = handy_http.post(path, json={"messages": MESSAGES} | given)

@@ -69,7 +69,7 @@ def test_a_picture_stands_at_its_place(client: openai.OpenAI, http: httpx2.Clien
 @pytest.mark.parametrize(
     "change", [lambda found: found.replace("base64,", "base64, "), lambda found: f'{found[:-2]}\n">']
 )
-def test_white_space_in_base64_is_passed_over(http: httpx2.Client, red: str, change: Any) -> None:
+def test_white_space_in_base64_is_ignored(http: httpx2.Client, red: str, change: Any) -> None:
     assert ids_of(http, prompt=f"{change(red)}{WHAT}") == ids_of(http, prompt=f"{red}{WHAT}")
     lines = re.sub("(.{76})", r"\1\r\n", source(red).partition("base64,")[2])
     in_lines = red.replace(lines.replace("\r\n", ""), lines)
