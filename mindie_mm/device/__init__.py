@@ -18,12 +18,12 @@ KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
 """Every kind, the one that auto prefers first."""
 
 
-SLOW_DTYPE = "the {device} has no instructions for {dtype}, and takes several times as long as for float32"
-"""What is said of a dtype that the device does not multiply."""
+SLOW_DTYPE = "the {device} has no instructions for {dtype} and is several times slower than with float32"
+"""Warning about a dtype that the device does not multiply."""
 
 
 def open_device(name: str = "auto") -> Device:
-    """The device `name`; auto is the first of the accelerators that is there, else the CPU.
+    """Open the device `name`. auto is the first accelerator that is present, else the CPU.
 
     InputError for an unknown name, DeviceError with the reason for one that can't be used.
     """
@@ -43,7 +43,7 @@ def kind_of(device: torch.device) -> type[Device]:
 
 
 def slow_dtype(module: torch.nn.Module) -> str | None:
-    """Return what is to be said where weights of `module` are in a dtype that their device has no instructions for."""
+    """Return a warning if weights of `module` have a dtype for which their device has no instructions."""
     for kind, dtype in {(kind_of(weight.device), weight.dtype) for weight in module.parameters()}:
         if not kind().multiplies(dtype):
             return SLOW_DTYPE.format(dtype=str(dtype).removeprefix("torch."), device=kind.name)

@@ -1,4 +1,4 @@
-"""The engine as its clients see it: an async iterator for each request, over a process of its own."""
+"""The client side of the engine process: one async iterator per request."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """Starts the engine process and speaks with it. Its death fails what runs; another is started in its place."""
+    """An engine process and its client. If the process dies, its requests fail and another process is started."""
 
     def __init__(self, model: Path | None, config: EngineConfig, family: str | None) -> None:
-        """For `start`."""
+        """Prepare an engine. Use `start` to create one."""
         self._start = Start(None if model is None else str(model), config, family)
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
-        """Those that the engine has not finished, whether or not their callers have read what came of them."""
+        """Requests that the engine has not finished. Their callers may not have read all of the progress yet."""
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
         self._starter = Starter("the engine process")
         self._up = False
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         self._settled = asyncio.Event()
-        """Set where nothing is to be waited for: requests are taken, or cannot be."""
+        """Set if waiting is pointless, because the engine accepts requests or cannot accept any."""
         self._closed = False
         self._why_down = "is not started"
         self._num_steps = 0
@@ -62,9 +62,9 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, model: Path | None, config: EngineConfig, family: str | None = None) -> Self:
-        """Starts the process and waits until it takes requests.
+        """Start the process and wait until it accepts requests.
 
-        Raises what kept it from starting: UnsupportedCheckpoint, DeviceError, InputError, ProcessDied.
+        Raises the error of the process: UnsupportedCheckpoint, DeviceError, InputError or ProcessDied.
         """
         engine = cls(model, config, family)
         await engine._launch()
@@ -122,22 +122,22 @@ class AsyncEngine:
                     self._send(Abort(request_id))
 
     def mount(self, path: Path, number: int) -> None:
-        """From here on requests may have words of arena `number` that lead to the file of blocks at `path`.
+        """Let requests refer to the file of blocks at `path` as arena `number`, which the caller has reserved.
 
-        The caller reserves the number. A file that cannot be mounted fails those requests.
+        If the file cannot be mounted, these requests fail.
         """
         self._mounts[number] = Mount(str(absolute(path)), number)
         if self._alive:
             self._send(self._mounts[number])
 
     def unmount(self, number: int) -> None:
-        """Once no request has words of that arena any more."""
+        """Remove arena `number`. No request may refer to it."""
         del self._mounts[number]
         if self._alive:
             self._send(Unmount(number))
 
     async def close(self) -> None:
-        """Ends the process; requests that run fail with ProcessDied."""
+        """End the process. Running requests fail with ProcessDied."""
         self._closed = True
         if self._keeper is not None:
             self._keeper.cancel()
@@ -150,10 +150,12 @@ class AsyncEngine:
         return self._up and not self._closed
 
     async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
-        """Wait until requests are taken.
+        """Wait until the engine accepts requests.
 
-        NoProcess if they are not in so many seconds, or there is no hope of it (`Starter.patience_s`). ProcessDied if
-        it is closed.
+        Raises:
+            NoProcess: The engine is not up after `wait_s` seconds, or a restart is hopeless (`Starter.patience_s`).
+            ProcessDied: The engine is closed.
+
         """
         try:
             async with asyncio.timeout(self._starter.patience_s(wait_s)):
@@ -166,7 +168,7 @@ class AsyncEngine:
             raise NoProcess(f"the engine {self._why_down}")
 
     async def _launch(self) -> None:
-        """Starts a process and waits until it takes requests; nothing of it is left if it fails."""
+        """Start a process and wait until it accepts requests. Clean up if it fails."""
         config = self._start.config
         ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
         try:
@@ -184,14 +186,14 @@ class AsyncEngine:
             raise
         for mount in self._mounts.values():
             self._send(mount)
-        # The next process gets what this one had, without a trial: by then neighbours may have taken what was measured.
+        # A successor gets the same cache without measuring. By then other programs may use some of the free memory.
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
         self._start = msgspec.structs.replace(self._start, config=config)
         self._up = True
         self._settled.set()
 
     async def _keep(self) -> None:
-        """Serves the process, and its successors, until cancelled."""
+        """Serve the process and its successors until cancelled."""
         while True:
             hung = ""
             with logged(f"engine process {self.pid} cannot be served"):
@@ -202,9 +204,9 @@ class AsyncEngine:
             await self._starter.again(self._launch)
 
     async def _serve(self) -> str:
-        """Until the process is gone, or hangs: it makes no step for so long, though a request waits all the while.
+        """Serve until the process is gone or hangs, that is, makes no step for `step_timeout_s` while a request waits.
 
-        What there is to say of one that hangs; empty of one that is gone.
+        Return a description of the hang, or "" if the process is gone.
         """
         patience_s = self._start.config.step_timeout_s
         dispatching = asyncio.create_task(self._dispatch())
@@ -220,7 +222,7 @@ class AsyncEngine:
             dispatching.cancel()
 
     async def _dispatch(self) -> None:
-        """Hands each request its progress, until the process is gone."""
+        """Pass progress to its request, until the process is gone."""
         while True:
             try:
                 stepped = self._decoder.decode(await self._child.channel.recv())
@@ -238,7 +240,7 @@ class AsyncEngine:
                 queue.put_nowait(progress)
 
     async def _bury(self, why: str, hung: str = "") -> None:
-        """Ends and reaps the process, and fails what it has not answered."""
+        """End and reap the process, and fail its unfinished requests."""
         self._up = False
         self._settled.clear()
         self._why_down = why

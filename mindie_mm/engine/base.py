@@ -201,7 +201,7 @@ class BaseEngine(ABC):
             sequence.first_token_s = time.monotonic()
         sequence.append(token)
         faults.point("first-token" if first else "mid-decode")
-        alone = sequence.params.max_tokens == 0  # the prompt is asked for; its last token draws one that nobody gets
+        alone = sequence.params.max_tokens == 0  # only the prompt is scored; the drawn token is dropped
         reason, stop_token_id = ("length", None) if alone else self._finished(sequence, token)
         if reason is not None:
             self._forget(sequence)

@@ -81,7 +81,7 @@ class Grammars:
         try:
             grammar = LLMatcher.grammar_from_json_schema(read, defaults=_STYLE)  # type: ignore[arg-type] # a stub alone
         except ValueError as error:
-            raise InputError(f"the JSON schema is no JSON: {str(error)[:_MAX_SAID]}") from error
+            raise InputError(f"the JSON schema is not valid JSON: {str(error)[:_MAX_SAID]}") from error
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InputError(f"the JSON schema cannot be served: {matcher.get_error()[:_MAX_SAID]}")

@@ -26,17 +26,17 @@ _ONE_LIST_PER_PROMPT = (
     "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or a text"
 )
 _THREADS = "mindie_mm"
-"""What the names of an LLM's threads begin with."""
+"""Prefix of the names of an LLM's threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came of one input."""
+    """The result of one input."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """None where `error` says why there is none."""
+    """Why generation ended. None if `error` is set."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
     timings: Timings | None = None
@@ -47,13 +47,13 @@ class Output:
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
     error: MindieMMError | None = None
-    """What ended this input, where `on_error="return"` was asked for."""
+    """The error of this input, with `on_error="return"`."""
 
 
 class LLM:
-    """A worker for a plain script, a notebook, standard input: no `__main__` guard is needed.
+    """A worker for scripts, notebooks and standard input, without a `__main__` guard.
 
-    A context manager; without `with`, everything ends at `close` or with the interpreter.
+    This is a context manager. Without `with`, its processes end at `close` or with the interpreter.
     """
 
     def __init__(
@@ -88,12 +88,20 @@ class LLM:
         chat_template: bool = True,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
-        """Return one output for each of `inputs`, in order; they run together.
+        """Run all inputs together, and return one output for each, in order.
 
-        An input is a text, or a `List[Dict]`, one user turn through the checkpoint's chat template
-        (`chat_template=False`: as it stands); tuples are as good as lists. One that fails leaves the others alone: its
-        error is raised once they are done, or returned in its Output. InputError before anything is made of any for
-        what is no list of inputs, or a setting in `params` that is none.
+        An input that fails does not affect the others.
+
+        Args:
+            inputs: Texts, or item lists (`List[Dict]`). Tuples work like lists.
+            params: Sampling settings.
+            chat_template: Format each input as one user turn of the checkpoint's chat template.
+            on_error: "raise" raises the error of an input when all inputs are done. "return" puts each error into its
+                Output.
+
+        Raises:
+            InputError: `inputs` is not a list of inputs, or a setting in `params` is wrong. Nothing was run.
+
         """
         if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
             raise InputError(f"inputs is a {type(inputs).__name__}, {_ONE_LIST_PER_PROMPT}")
@@ -182,13 +190,13 @@ class LLM:
 
 
 class _Loop:
-    """An event loop on a thread of its own, for callers that have none, or are in one."""
+    """An event loop on its own thread, for callers without a loop or inside another one."""
 
     def __init__(self) -> None:
-        """Start the thread. WorldError where the interpreter ends, and starts none."""
+        """Start the thread. Raise WorldError if the interpreter is shutting down and starts none."""
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may ask, too
+        self._lock = threading.RLock()  # a signal handler may call this on a thread that holds it
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=_THREADS, daemon=True)
@@ -196,12 +204,14 @@ class _Loop:
             self._thread.start()
         except RuntimeError as error:
             self._loop.close()
-            raise WorldError(f"an LLM takes a thread, and none can be started: {error}") from error
+            raise WorldError(f"the LLM cannot start a thread: {error}") from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. An interrupt cancels it, and is raised again once it has cleaned up.
+        """Return the result of `work`. An interrupt cancels it, and is raised again when it has cleaned up.
 
-        InputError once the loop is closed, which cancels what runs, and in a forked process, which has no such thread.
+        Raises:
+            InputError: The loop is closed, or was closed meanwhile, or this is a forked process without the thread.
+
         """
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
@@ -215,7 +225,7 @@ class _Loop:
 
         if self._forked:
             work.close()
-            raise InputError(f"the LLM is that of process {self._pid}, which this one was forked from")
+            raise InputError(f"the LLM belongs to process {self._pid}, from which this process was forked")
         if not self._call(begin):
             work.close()
             raise _closed()
@@ -230,13 +240,14 @@ class _Loop:
         return tasks[0].result()
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancel what runs, do `last`, and end the thread, also if this is interrupted. Nothing if forked.
+        """Cancel running work, run `last`, and end the thread, even if this call is interrupted.
 
-        The garbage collector may call this on any thread. Those of an LLM do not wait for the end: it may be their own.
+        In a forked process this does nothing. The garbage collector may call it on any thread. A thread of an LLM does
+        not wait for the end, because it might be its own.
         """
         if self._forked:
             return
-        with self._lock:  # what was called before has begun before the end does
+        with self._lock:  # earlier calls start before the end does
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
         ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
@@ -253,7 +264,7 @@ class _Loop:
         return os.getpid() != self._pid
 
     def _call(self, function: Callable[[], object]) -> bool:
-        """Has it called on the loop's thread, unless that ends: whether it is."""
+        """Schedule a call on the loop's thread. Return False if the loop is closed."""
         with self._lock:
             if not self._closed:
                 self._loop.call_soon_threadsafe(function)
@@ -268,8 +279,8 @@ class _Loop:
 
 
 def _closed() -> InputError:
-    """What is said to whoever asks a closed LLM. The interpreter closes those that nobody did, at its exit."""
-    ends = "" if threading.main_thread().is_alive() else ": the interpreter ends"
+    """Return the error for calls of a closed LLM. The interpreter closes an open one at its exit."""
+    ends = "" if threading.main_thread().is_alive() else ": the interpreter is shutting down"
     return InputError(f"the LLM is closed{ends}")
 
 

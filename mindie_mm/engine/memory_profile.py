@@ -65,7 +65,7 @@ def kv_cache_bytes(
         _log.info("%s, the KV cache %s (kv_cache_bytes)", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
-    # Of one layer, a decode step gathers what the sequences hold, padded to twice as much at most.
+    # A decode step gathers one layer of the sequences' cache, padded to at most twice its size.
     left -= 2 * left // (spec.num_layers + 2)
     if left < block_bytes:
         raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")

@@ -84,7 +84,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int] = []
-    """Tokens of output that this step drew; none where a prompt alone is asked for."""
+    """Output tokens of this step. Empty if the request only scores its prompt."""
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None

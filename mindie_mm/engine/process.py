@@ -122,7 +122,7 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
 
 def _load(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
-    # Where one rank alone fails, the others must hear of it before they wait for it inside an operation.
+    # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
     device = ranks.together(lambda: ranks.open_device(config.device))
     torch.set_num_threads(config.num_threads or ranks.num_threads)
     model = ranks.together(
@@ -137,7 +137,7 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
         LOADING_PATIENCE,
     )
     if ranks.number == 0 and (said := slow_dtype(model.module)):
-        _log.warning("%s: --dtype float32, or 32 bits of that part, is faster", said)
+        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", said)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):

@@ -17,11 +17,11 @@ from mindie_mm.standard_streams import use_utf8
 
 
 def main() -> None:
-    """Serves until the parent closes the channel, or it, the launcher or another rank dies."""
+    """Serve until the parent closes the channel, or until the parent, the launcher or another rank dies."""
     use_utf8()
     door, log_settings, number, device, num_threads = sys.argv[1:]
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), f"engine.{number}")
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent decides when to stop
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # sent by the terminal, but the parent decides when to stop
         signal.signal(ignored, signal.SIG_IGN)
     connection = socket.socket(socket.AF_UNIX)
     try:

@@ -40,16 +40,16 @@ class Ranks:
     """An engine of one process: nobody to ask."""
 
     number = 0
-    """This process's, from 0; the first one speaks with the parent."""
+    """Number of this process, from 0. Rank 0 communicates with the parent."""
     count = 1
 
     @property
     def num_threads(self) -> int:
-        """Threads of the host that this process computes with, unless a setting gives their number."""
+        """Number of host threads for computing, unless a setting overrides it."""
         return default_num_threads()
 
     def open_device(self, name: str) -> Device:
-        """As device.open_device, with one device a rank; DeviceError where there are fewer."""
+        """Open a device as `device.open_device`, one per rank. Raise DeviceError if there are fewer."""
         return open_device(name)
 
     def same(self, kind: Any, make: Callable[[], T]) -> T:
@@ -109,7 +109,7 @@ class _Group(Ranks):
         self.num_threads = num_threads
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
-        # Its own, so that nothing of the model's is in the way of words about a failure, and without a time limit.
+        # A separate group without a time limit, so that the model's collectives do not delay reports of a failure.
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def open_device(self, name: str) -> Device:
@@ -174,15 +174,19 @@ class _Group(Ranks):
 
 
 def join(number: int, device: str, num_threads: int) -> Ranks:
-    """The ranks that this process is started as one of, by torchrun, with the variables that torch reads.
+    """Join the ranks of which torchrun has started this process as one. torch reads torchrun's variables.
 
-    `number` is its own, `device` what the engine runs on, `num_threads` its share of the host's threads.
+    Args:
+        number: Rank of this process.
+        device: Device that the engine runs on.
+        num_threads: Share of the host's threads for this process.
+
     """
     keep_collectives_local()
     backend = "gloo"
-    with suppress(MindieMMError):  # a device that is not there is told when it is opened: then there is whom to tell
+    with suppress(MindieMMError):  # `open_device` reports a missing device later, when all ranks can hear it
         if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
-            torch.accelerator.set_device_index(number)  # before anything else is asked of one: it would be the first
+            torch.accelerator.set_device_index(number)  # first, because any other call would initialize device 0
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend)
     return _Group(num_threads)

@@ -1,13 +1,14 @@
-"""What of a request is tried again when a process dies: the one rule, for the service and the library alike.
+"""Retries of a request when a process dies, for the service and the library alike.
 
-Until a request's client may have had output, a death costs it time:
+While the client cannot have received output, a request survives these deaths:
 
-- its tokenizer died over it, or before the engine had attached its blocks: it is tokenised again, once;
-- the engine died: it is sent to the engine that is started in its place, once.
+- The tokenizer died during the request, or before the engine attached its blocks. The request is tokenized once more.
+- The engine died. The request is sent once more, to the next engine.
 
-Where none came back in time (NoProcess) it has waited for that already. A client that streams may have the first output
-already, and drawn tokens would be others: after that nothing is tried again. One that is answered whole has nothing
-until the end: what was drawn before the engine died is void, and the same seed draws the same again.
+NoProcess is not retried, because the request has already waited for a process. A streaming client may have received the
+first output, and a second try would draw other tokens, so nothing is retried after that. A client that gets a whole
+answer receives nothing before the end. The tokens drawn before the death are dropped, and the same seed draws the same
+tokens again.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ T = TypeVar("T")
 
 
 class PromptSource:
-    """A request's prompt, and another one should its blocks be lost."""
+    """A request's prompt, and a way to make it again if its blocks are lost."""
 
     def __init__(self, prompt: Prompt, again: Callable[[], Awaitable[Prompt]] | None = None) -> None:
-        """`again` makes the prompt anew; None: there is no further try."""
+        """Hold `prompt`. `again` makes it again; None means that it cannot be made again."""
         self.prompt = prompt
-        """As it is now."""
+        """The current prompt."""
         self.on_settled: Callable[[], None] | None = None
-        """Drops what a further try would need."""
+        """Callback that drops the resources for another try."""
         self._again = again
         self._lock = asyncio.Lock()
 
     async def replace(self, lost: Prompt) -> Prompt:
-        """The prompt in place of `lost`, whose blocks are gone: made once, for all who lost it. ProcessDied."""
+        """Return the replacement of the prompt `lost`, whose blocks are gone. It is made once for all callers.
+
+        Raises:
+            ProcessDied: The prompt was lost again, or cannot be made again.
+
+        """
         async with self._lock:
             if self.prompt is lost:
                 again, self._again = self._again, None
@@ -48,14 +54,14 @@ class PromptSource:
             return self.prompt
 
     def settle(self) -> None:
-        """Whoever uses the prompt has had output of it: there is no further try."""
+        """Rule out another try, because there is output of the prompt."""
         self._again = None
         if self.on_settled is not None:
             self.on_settled()
 
 
 async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
-    """A tokenizer whose arena was lost ends over the next request: that is no fault of the request's."""
+    """Make a prompt. Try twice, because a tokenizer that lost its arena dies at its next request, whatever that is."""
     try:
         return await make()
     except NoProcess:
@@ -65,7 +71,7 @@ async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
 
 
 async def tokenized(stage: TokenizerStage, request: TokenizeRequest) -> PromptSource:
-    """The request's prompt; ProcessDied if two tokenizers die over it, other errors as the stage's."""
+    """Tokenize a request. Raise ProcessDied if two tokenizers die during it, and the errors of the stage."""
     try:
         return PromptSource(await stage.tokenize(request), lambda: stage.tokenize(request))
     except NoProcess:
@@ -77,9 +83,17 @@ async def tokenized(stage: TokenizerStage, request: TokenizeRequest) -> PromptSo
 async def generated(
     source: PromptSource, generate: Callable[[Prompt], AsyncGenerator[T, None]], void: T | None = None
 ) -> AsyncGenerator[T, None]:
-    """What `generate` gives for the source's prompt, which may take two of them; ProcessDied, and its own errors.
+    """Yield the outputs of `generate` for the source's prompt. Call it again if the engine or the blocks are lost.
 
-    `void` tells that all outputs before it count for nothing; None: nobody can take back what was given.
+    Args:
+        source: Prompt of the request.
+        generate: Function that yields the outputs for a prompt.
+        void: Output that says that all outputs before it are void. None: outputs cannot be taken back, so there is no
+            second call after the first output.
+
+    Raises:
+        ProcessDied: The engine died twice, or after outputs that cannot be taken back.
+
     """
     prompt, engine_died, begun = source.prompt, False, False
     while True:

@@ -24,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling settings of one request; checked by `check`, which every way into the engine calls."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; None: what the context still holds. 0: none, to score a prompt, which may fill it."""
+    """Maximum number of tokens to generate. None: as many as the context holds. 0: only score the prompt, which may
+    fill the context."""
     min_tokens: int = 0
     """No end-of-sequence and no stop before this many tokens."""
     temperature: float = 1.0
@@ -47,9 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids, in [-100, 100]."""
     seed: int | None = None
-    """The same seed, prompt and settings draw the same tokens, whatever else is in the batch."""
+    """The same seed, prompt and settings draw the same tokens, independent of other requests in the batch."""
     stop: tuple[str, ...] = ()
-    """Generation ends before the first of these strings. `check` takes a list, and one string, too."""
+    """Generation ends before the first of these strings. `check` also accepts a list, or one string."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends with the first of these ids."""
     ignore_eos: bool = False
@@ -61,22 +62,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Only requests with the same one share what is kept: preprocessed media, a tower's features, the KV cache."""
     json_schema: str | None = None
-    """A JSON schema, as JSON: the output fits it, unless `max_tokens` ends it first (grammar.py)."""
+    """A JSON schema, as JSON. The output conforms to it, unless `max_tokens` ends it first (grammar.py)."""
 
     @property
     def least_room(self) -> int:
-        """Tokens that the context has to hold behind a prompt."""
+        """Number of tokens that must fit the context after the prompt."""
         return 1 if self.max_tokens is None else self.max_tokens
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken: below 1e-5 a temperature no longer divides a float32."""
+        """Whether to take the most likely token. A float32 cannot be divided by a temperature below 1e-5."""
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
-        """Return the same, each setting of its type; InputError names the setting, its value and its limits.
+        """Return the same settings, each converted to its type.
 
-        `vocab_size` may be math.inf before the model is loaded: all but the upper limit of ids is checked.
+        Args:
+            vocab_size: Upper limit of token ids. math.inf skips this check before the model is loaded.
+
+        Raises:
+            InputError: A setting is wrong. The message names the setting, its value and its limits.
+
         """
         _require_ranges(self)
         typed = self._typed()
@@ -99,11 +105,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         except UnicodeEncodeError as error:
             raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
         if typed.json_schema is not None and (typed.ignore_eos or typed.min_tokens):
-            raise InputError("a JSON schema says where the output ends: neither ignore_eos nor min_tokens goes with it")
+            raise InputError("a JSON schema determines the end of the output; leave out ignore_eos and min_tokens")
         return typed
 
     def _typed(self) -> SamplingParams:
-        """Return the same with each setting of its type: 16.0 is 16, and one stop string a tuple of it. InputError."""
+        """Convert each setting to its type: 16.0 to 16, and one stop string to a tuple. Raise InputError."""
         given = {
             name: whole(value) if name in _INTEGERS else value for name, value in msgspec.structs.asdict(self).items()
         }
@@ -138,7 +144,7 @@ _INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "logprobs", 
 
 
 def _require_ranges(params: SamplingParams) -> None:
-    """Raise InputError for a number outside its range, before it becomes one of 64 bits."""
+    """Raise InputError if a number is outside its range. Do so before the conversion to 64 bits."""
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if isinstance(value, int | float) and not low <= value <= high:
@@ -146,9 +152,9 @@ def _require_ranges(params: SamplingParams) -> None:
 
 
 def _require_stop(stop: Sequence[str]) -> None:
-    """Raise InputError for stop strings that are too many, too long, or empty."""
+    """Raise InputError if there are too many stop strings, or one is too long or empty."""
     if len(stop) > MAX_STOP_STRINGS:
-        raise InputError(f"{len(stop)} stop strings, at most {MAX_STOP_STRINGS} are taken")
+        raise InputError(f"there are {len(stop)} stop strings, the limit is {MAX_STOP_STRINGS}")
     if "" in stop:
         raise InputError(f"stop string {stop.index('')} of {len(stop)} is empty")
     if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
@@ -156,7 +162,7 @@ def _require_stop(stop: Sequence[str]) -> None:
 
 
 def _require_ids(params: SamplingParams, vocab_size: float) -> None:
-    """Raise InputError for token ids outside the vocabulary, too many of them, or a bias outside its range."""
+    """Raise InputError if a token id is outside the vocabulary, a bias is outside its range, or there are too many."""
     limit = min(vocab_size, _INT32 + 1)
     for name, ids, most in (
         ("logit_bias", params.logit_bias, MAX_BIASES),
@@ -171,7 +177,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
 
 
 def _mistyped(given: Mapping[str, Any], said: str) -> InputError:
-    """Return the error that has `said` begin with the setting's value, where it is short."""
+    """Return the error for `said`, which gets the setting's value if that is short."""
     name = said.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
     value = given.get(name)
     if said.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:

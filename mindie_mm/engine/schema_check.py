@@ -1,8 +1,8 @@
-"""Whether a JSON schema can be served, which nobody can tell without compiling it.
+"""A trial compilation of JSON schemas, before they reach the engine.
 
-How long that takes is not to be seen from a schema: 42 bytes may take half a minute, and nothing stops llguidance. So
-each is compiled as the engine will, with the checkpoint's own tokens, in a process that the kernel ends when its time
-is up. A process that has read the vocabulary is kept for that, and makes a copy of itself for each schema.
+The compile time cannot be predicted from a schema. 42 bytes may take half a minute, and llguidance cannot be
+interrupted. So each schema is compiled as the engine would, with the checkpoint's tokens, in a process that the kernel
+kills when its time is up. One process has read the vocabulary and forks for each schema.
 """
 
 from __future__ import annotations
@@ -23,39 +23,45 @@ from mindie_mm.nn.checkpoint import Checkpoint
 
 MAX_SCHEMA_BYTES = 32768
 COMPILE_S = 0.1
-"""Processor time that compiling a schema may take; one of a hundred fields takes 5 ms."""
+"""Maximum CPU time in seconds to compile a schema. A schema with a hundred fields takes 5 ms."""
 
 _REST = 4
-"""How many times as long as a schema took it is until the next: the engine, which compiles it too, has other work."""
+"""Pause before the next schema, as a multiple of the last compile time. The engine compiles it too, beside its work."""
 _WALL_S = 10.0
-"""Time by the clock after which a schema that took less processor time is given up: nothing is known of it."""
+"""Maximum wall-clock time in seconds. A schema that takes longer without using up `COMPILE_S` stays unchecked."""
 _REPLY_S = 60.0
 _WHAT = "the process that checks JSON schemas"
 
 
 class _Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The process's first message: the vocabulary is read. A Failure in its place says what kept it from that."""
+    """The first message of a process that has read the vocabulary. A Failure in its place tells why it has not."""
 
 
 class SchemaCheck:
-    """Checks schemas one by one, in a process that is started for the first one, and remembers what came of them."""
+    """A process that checks schemas one by one, and a cache of results. The first check starts the process."""
 
     def __init__(self, model: Path, family: str | None) -> None:
-        """For answers of the checkpoint directory `model`; `family` as in `family_of`."""
+        """Prepare checks for the checkpoint directory `model`. `family` is as in `family_of`."""
         self._arguments = (str(model), family or "")
         self._child: Child | None = None
         self._closed = False
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
         self._known: dict[str, str] = {}
-        """What is wrong with the last `KEPT` schemas, empty where nothing is; the latest at the end.
+        """Error of each of the last `KEPT` schemas, or "" for a good one, the latest last.
 
-        As many as the engine keeps compiled, in the order in which it takes them: what it has to compile again is
-        tried again, with its rest.
+        The engine keeps as many compiled schemas, in the same order. So a schema that the engine has to compile again
+        is also checked again, with its pause.
         """
 
     async def check(self, schema: str) -> None:
-        """InputError for what is no schema, cannot be enforced, is too large, or takes too long. ProcessDied."""
+        """Check a schema.
+
+        Raises:
+            InputError: It is no schema, cannot be enforced, is too large, or takes too long to compile.
+            ProcessDied: The process died twice, cannot start, or is closed.
+
+        """
         if (num_bytes := len(schema.encode())) > MAX_SCHEMA_BYTES:
             raise InputError(f"the JSON schema has {num_bytes} bytes, the limit is {MAX_SCHEMA_BYTES}")
         said = self._known.get(schema)
@@ -64,7 +70,7 @@ class SchemaCheck:
                 said = self._known.get(schema)  # others may have asked the same
                 if said is None:
                     if self._asking is not None:
-                        await asyncio.wait({self._asking})  # whose caller was cancelled: its answer is read, at least
+                        await asyncio.wait({self._asking})  # its caller was cancelled, but its answer must be read
                     self._asking = asyncio.create_task(self._ask(schema))
                     said = await asyncio.shield(self._asking)
         self._remember(schema, said)
@@ -72,7 +78,7 @@ class SchemaCheck:
             raise InputError(said, param="response_format")
 
     async def close(self) -> None:
-        """Ends the process; what is asked fails."""
+        """End the process. A running check fails."""
         self._closed = True
         if self._asking is not None:
             self._asking.cancel()
@@ -87,7 +93,7 @@ class SchemaCheck:
             del self._known[next(iter(self._known))]
 
     async def _ask(self, schema: str) -> str:
-        """Return what is wrong with `schema`, from the process, or from another one if that dies. ProcessDied."""
+        """Ask the process for the error of `schema`, and ask a second process if it dies. Raise ProcessDied."""
         for _ in range(2):
             if self._closed:
                 break
@@ -106,7 +112,7 @@ class SchemaCheck:
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 
     async def _started(self) -> Child:
-        """Start the process. EOFError where it died before it was ready, ProcessDied where it says what kept it."""
+        """Start the process. Raise EOFError if it dies before it is ready, or ProcessDied if it reports a failure."""
         child = await Child.start(__name__, *self._arguments)
         try:
             reply = msgspec.msgpack.decode(await child.channel.recv(), type=_Ready | Failure)
@@ -120,13 +126,13 @@ class SchemaCheck:
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
-    """Answer each schema with what is wrong with it, until the channel closes."""
+    """Answer each schema with its error, or "", until the channel closes."""
     try:
         tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
-    grammars = Grammars(tokenizer, [0])  # where texts end is all the same
+    grammars = Grammars(tokenizer, [0])  # the end-of-sequence token does not matter here
     channel.send(msgspec.msgpack.encode(_Ready()))
     while True:
         try:
@@ -140,12 +146,12 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
 
 
 def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
-    """Return what is wrong with `schema`, and the processor time, in seconds, that a copy of this process took.
+    """Compile `schema` in a fork of this process. Return the error, or "", and the CPU time in seconds.
 
-    Such a copy also bears what ends a process that compiles: a stack that overflows, memory that is short.
+    The fork also contains crashes of the compiler, such as a stack overflow or a lack of memory.
 
     Raises:
-        TimeoutError: The machine was too busy, which is no fault of the schema.
+        TimeoutError: The machine was too busy, so nothing is known about the schema.
 
     """
     read, write = os.pipe()
@@ -168,7 +174,7 @@ def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
     _, status, usage = os.wait4(pid, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if ended_by == signal.SIGALRM:
-        raise TimeoutError(f"the machine gave no processor time to compile a JSON schema within {_WALL_S:g} s")
+        raise TimeoutError(f"the machine is too busy to compile a JSON schema within {_WALL_S:g} s")
     if ended_by == signal.SIGPROF:
         said = f"compiling the JSON schema takes more than {COMPILE_S:g} s of processor time, the limit"
     elif status:

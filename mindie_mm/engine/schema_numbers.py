@@ -1,4 +1,4 @@
-"""Numbers of a JSON schema, written so that llguidance, which reads them as float64, lets no other number pass."""
+"""Rewriting of large numbers in JSON schemas. llguidance reads them as float64, and must not accept other numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import shown
 
 _EXACT = 2**53
-"""Up to here float64 holds every integer."""
+"""float64 holds every integer up to this one."""
 _INT64_MAX = 2**63 - 1
 _LARGEST = 2**63 - 1024
-"""The largest float64 that is an int64: llguidance computes ranges in int64, and negates them."""
+"""The largest float64 that fits an int64. llguidance computes ranges in int64, and negates them."""
 _MOST = 2**31 - 1
-"""Stands for any larger limit of a length: no answer is as long."""
+"""Replacement for any larger limit of a length. No answer is that long."""
 _MAX_DIVISOR = 2**32 // 10
-"""llguidance divides in 32 bits, digit by digit."""
+"""Largest divisor, because llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18
 _MAX_SHOWN = 40
 _MAX_DIGITS = sys.get_int_max_str_digits()
@@ -32,13 +32,13 @@ _MOST_LENGTHS = ("maxLength", "maxItems", "maxProperties")
 
 
 def with_exact_numbers(schema: str) -> str:
-    """Return a schema, as JSON, that llguidance reads as `schema` is meant.
+    """Rewrite the numbers of a JSON schema so that llguidance reads them correctly.
 
-    A bound above 2**53 moves inwards to the next float64, so every answer is within it. A limit of a length that no
-    answer reaches is written smaller.
+    A bound above 2**53 moves inwards to the next float64, so that every answer satisfies it. A limit of a length that
+    no answer reaches becomes smaller.
 
     Raises:
-        InputError: The schema is no JSON, or has a number that llguidance would read as another one.
+        InputError: The schema is not JSON, or has a number that llguidance would read as another one.
 
     """
     try:
@@ -46,14 +46,14 @@ def with_exact_numbers(schema: str) -> str:
     except RecursionError as error:
         raise InputError("the JSON schema nests too deeply") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"the JSON schema is no JSON: {error}") from error
+        raise InputError(f"the JSON schema is not valid JSON: {error}") from error
     except ValueError as error:
-        raise InputError(f"the JSON schema is no JSON: an integer has more than {_MAX_DIGITS} digits") from error
+        raise InputError(f"the JSON schema is not valid JSON: an integer has more than {_MAX_DIGITS} digits") from error
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise InputError(f"the JSON schema is no JSON: it holds {text[:_MAX_SHOWN]}, which is no finite number")
+        raise InputError(f"the JSON schema is not valid JSON: {text[:_MAX_SHOWN]} is not a finite number")
     return number
 
 
@@ -80,7 +80,7 @@ def _rewritten(schema: Any) -> Any:
 
 
 def _require_exact(value: Any, keyword: str) -> None:
-    """Raise InputError for a number in `value` that float64, or int64, does not hold."""
+    """Raise InputError if float64 or int64 cannot hold a number in `value`."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -88,24 +88,24 @@ def _require_exact(value: Any, keyword: str) -> None:
             _require_exact(part, keyword)
     elif _is_number(value) and abs(value) > _EXACT and not (abs(value) <= _LARGEST and _is_read_exactly(value)):
         raise InputError(
-            f"the JSON schema has {shown(value)} in {keyword}, which cannot be told from its neighbours: "
-            f"numbers there are exact from -{_EXACT} to {_EXACT}. Ask for a string"
+            f"the JSON schema has {shown(value)} in {keyword}; "
+            f"numbers there are exact only from -{_EXACT} to {_EXACT}. Use a string"
         )
 
 
 def _is_read_exactly(value: float) -> bool:
-    """Whether all that llguidance may make of a number is that number; an integer literal is an integer there, too."""
+    """Return whether llguidance reads a number exactly. It reads an integer literal as an integer."""
     return _as_read(value, integers=isinstance(value, int)) == {value}
 
 
 def _rewrite_bounds(schema: dict[str, Any]) -> None:
-    """Move bounds of numbers inwards, in place, to such as llguidance reads without rounding."""
+    """Move bounds of numbers inwards, in place, to numbers that llguidance reads without rounding."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     integers = "integer" in kinds and "number" not in kinds
     _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
     _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
-    # Of a range that is open at one end llguidance computes all of the other end's digits.
+    # For a range with one end, llguidance computes all digits of that end, so the range gets a second end.
     if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
         schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
     if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:
@@ -125,7 +125,7 @@ def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: i
 
 
 def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> int | float:
-    """The first bound from `bound` on that is read exactly; beyond it where it is `strict`."""
+    """Return the bound nearest to `bound`, inwards, that llguidance reads exactly. `strict` excludes `bound` itself."""
     if abs(bound) < _EXACT:
         if not strict:
             return bound
@@ -148,13 +148,16 @@ def _next_integer(bound: float, inwards: int) -> int:
 
 
 def _as_read(value: float, *, integers: bool) -> set[Fraction]:
-    """What llguidance may make of a number: the float64 itself if integers are asked for, else its fewest digits."""
+    """Return the numbers as which llguidance may read `value`: its float64, or the shortest digits of that float64.
+
+    With `integers` it only reads the float64.
+    """
     found = float(value)
     return {Fraction(found)} if integers else {Fraction(found), Fraction(repr(found))}
 
 
 def _rewrite_lengths(schema: dict[str, Any]) -> None:
-    """Write limits of lengths, in place, as integers that llguidance takes: 5.0 is 5."""
+    """Rewrite limits of lengths, in place, as integers that llguidance accepts. 5.0 becomes 5."""
     for name in (*_LEAST_LENGTHS, *_MOST_LENGTHS):
         value = schema.get(name)
         if isinstance(value, float) and value.is_integer():

@@ -35,10 +35,10 @@ Part = TypeVar("Part", TokenizerStage, AsyncEngine)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a request's output grew by, or that it begins anew."""
+    """An addition to a request's output, or a restart of it."""
 
     text: str
-    """New text; stop strings are cut, and what may begin one is held back."""
+    """New text. Stop strings are cut. Text that may begin a stop string is held back."""
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
@@ -53,7 +53,8 @@ class Delta:
     timings: Timings | None = None
     """Up to this delta."""
     restarted: bool = False
-    """Whether all deltas before it are void: the engine died, and the output begins anew. Nothing else is set then."""
+    """Whether all earlier deltas are void, because the engine died and the output starts again. All other fields are
+    empty then."""
 
 
 _RESTARTED = Delta(text="", token_ids=[], restarted=True)
@@ -61,7 +62,7 @@ _RESTARTED = Delta(text="", token_ids=[], restarted=True)
 
 @dataclass(slots=True)
 class Answer:
-    """What a request's output has come to: the sum of its deltas, each field as theirs."""
+    """A request's output so far. Each field is the sum of those of its deltas."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Answer:
 
     @classmethod
     async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
-        """All of `deltas`, which are closed however this ends."""
+        """Collect `deltas`, and close them in any case."""
         answer = cls()
         async with aclosing(deltas):
             async for delta in deltas:
@@ -82,7 +83,7 @@ class Answer:
         return answer
 
     def add(self, delta: Delta) -> None:
-        """Appends `delta`; begins anew with one that says so."""
+        """Append `delta`, or clear the answer if the delta is a restart."""
         if delta.restarted:
             empty = Answer()
             for one in fields(empty):
@@ -105,8 +106,8 @@ class Answer:
 class Worker:
     """Tokenizer processes and an engine process over one checkpoint.
 
-    A context manager. `answer` is a request's whole way. A service that spools media first has its own directory for
-    each request, and calls `tokenize` and `generate` inside it.
+    This is a context manager. `answer` handles a request completely. A service that spools media first has a directory
+    per request, and calls `tokenize` and `generate` while it exists.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class Worker:
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
-        """Starts tokenizers and engine together; what one of them fails with is raised, and nothing is left.
+        """Start tokenizers and engine in parallel. If one fails, raise its error and clean up.
 
-        `in_process` tokenises on a thread of this process. UnsupportedCheckpoint, SharedMemoryError, DeviceError,
-        InputError, ProcessDied.
+        `in_process` tokenizes on a thread of this process. Raises UnsupportedCheckpoint, SharedMemoryError,
+        DeviceError, InputError or ProcessDied.
         """
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
@@ -146,10 +147,7 @@ class Worker:
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """The line as one function: what the request put into shared memory is freed on every way out.
-
-        `whole` as for `generate`.
-        """
+        """Answer a request, and free its shared memory in any case. `whole` is as in `generate`."""
         await self.check_schema(params)
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
@@ -159,21 +157,22 @@ class Worker:
                     yield delta
 
     def check(self) -> None:
-        """ProcessDied, with the reason, unless a request would be answered."""
+        """Raise ProcessDied, with the reason, if requests cannot be answered."""
         self.engine.check()
         self.tokenizer_stage.check()
 
     async def check_schema(self, params: SamplingParams) -> None:
-        """InputError for a JSON schema that cannot be served, as `SchemaCheck.check`."""
+        """Raise InputError if the JSON schema cannot be served, as `SchemaCheck.check`."""
         if params.json_schema is not None:
             await self._schemas.check(params.json_schema)
 
     def limited(
         self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
     ) -> TokenizeRequest:
-        """Return `request` with the tokens that the context leaves a prompt beside what `params` ask for, and its salt.
+        """Return `request` with the cache salt and with the maximum number of prompt tokens.
 
-        With `truncate_to` a longer prompt is cut to so many tokens. ContextLengthExceeded.
+        The limit is the context length minus the tokens that `params` ask for. With `truncate_to`, a longer prompt is
+        truncated to so many tokens. Raises ContextLengthExceeded.
         """
         info, wanted = self.engine.info, params.least_room
         left_tokens = info.max_model_len - wanted
@@ -191,11 +190,11 @@ class Worker:
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
-        """The request's prompt, its media in shared memory; errors as TokenizerPool.tokenize."""
+        """Return the request's prompt, with its media in shared memory. Errors are those of TokenizerPool.tokenize."""
         try:
             return await tokenized(self.tokenizer_stage, request)
         except ContextLengthExceeded as error:
-            if request.options.truncate:  # to a length of the request's own, maybe
+            if request.options.truncate:  # the limit may be the request's own
                 raise
             limit = self.engine.info.max_model_len
             wanted = limit - request.options.max_prompt_tokens
@@ -205,10 +204,10 @@ class Worker:
     def generate(
         self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """The output for a prompt, as it comes; closing it early aborts it. Errors as AsyncEngine.generate.
+        """Yield the output for a prompt. Closing the generator aborts the request.
 
-        `whole`: nobody has any of it before the end, so that it may begin anew (`Delta.restarted`) where the engine
-        dies.
+        Errors are those of AsyncEngine.generate. With `whole`, the caller uses the output only when it is complete, so
+        that it can start again (`Delta.restarted`) if the engine dies.
         """
         void = _RESTARTED if whole else None
         return generated(source, lambda prompt: self.generate_once(prompt, params, request_id), void)
@@ -216,7 +215,7 @@ class Worker:
     async def generate_once(
         self, prompt: Prompt, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Delta, None]:
-        """As `generate`, with no second try where the engine dies."""
+        """Yield the output as `generate`, without a second try if the engine dies."""
         detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:
@@ -239,7 +238,7 @@ class Worker:
                     return
 
     async def close(self) -> None:
-        """Ends every process; the arenas go with the tokenizers."""
+        """End all processes. The arenas end with the tokenizers."""
         await asyncio.gather(self.engine.close(), self.tokenizer_stage.close(), self._schemas.close())
 
     async def __aenter__(self) -> Self:

@@ -34,11 +34,11 @@ def test_it_is_said_at_the_start_of_an_engine_and_by_doctor():
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = "the cpu has no instructions for bfloat16, and takes several times as long as for float32"
+    said = "the cpu has no instructions for bfloat16 and is several times slower than with float32"
     assert ended.stdout.splitlines() == [
         f"['warning {said}; --dtype float32']",
         "[]",
-        f"{said}: --dtype float32, or 32 bits of that part, is faster",
+        f"{said}; --dtype float32, or 32 bits for that part, is faster",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Time that tests of the engine let pass as they need it."""
+"""Fake time for tests of the engine."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 STEP_TIMEOUT_S = 86.0
-"""What EngineConfig.step_timeout_s is where a test has its time pass."""
+"""EngineConfig.step_timeout_s of tests with fake time."""
 
 
 class Periods:
-    """Periods of `STEP_TIMEOUT_S` in which an engine may make no step: each is over when the test says so."""
+    """Periods of `STEP_TIMEOUT_S` without an engine step. The test decides when each period ends."""
 
     def __init__(self) -> None:
         self._begun = self._over = 0
         self._changed = asyncio.Condition()
 
     async def passed(self, number: int) -> None:
-        """End so many periods, and wait until the next one has begun, or the engine is ended."""
+        """End `number` periods. Wait until the next one has begun, or the engine is stopped."""
         async with self._changed:
             for _ in range(number):
                 await self._changed.wait_for(lambda: self._begun > self._over)
@@ -28,7 +28,7 @@ class Periods:
                 self._changed.notify_all()
 
     async def wait(self) -> None:
-        """Wait for the end of a period that begins now."""
+        """Begin a period, and wait for its end."""
         async with self._changed:
             self._begun += 1
             period = self._begun
@@ -38,7 +38,7 @@ class Periods:
 
 @pytest.fixture
 def periods(monkeypatch: pytest.MonkeyPatch) -> Periods:
-    """Periods for the test's engine, whatever else waits for as long as it says."""
+    """Replace the step timeout of the test's engine by `Periods`. Other timeouts stay real."""
     made, wait = Periods(), asyncio.wait
 
     async def waiting(tasks: Iterable[asyncio.Task[Any]], **options: Any) -> Any:

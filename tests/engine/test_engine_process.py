@@ -141,8 +141,8 @@ async def test_what_runs_keeps_the_pages_of_a_removed_arena_until_it_ends(engine
     assert removed_arenas([engine.pid]) == set()
 
 
-async def test_no_request_waits_for_an_engine_that_cannot_be_started_again(engine, tmp_path, monkeypatch):
-    """Its checkpoint is gone: those who wait hear of it at once, and so do those who come later, until it is back."""
+async def test_no_request_waits_for_an_engine_that_cannot_restart(engine, tmp_path, monkeypatch):
+    """While the checkpoint is missing, waiting and new requests fail at once. They succeed when it is back."""
     start = engine._start
     monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))
     os.kill(engine.pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ async def test_no_request_waits_for_an_engine_that_cannot_be_started_again(engin
             ):
                 await tokens(engine, request_id)
         monkeypatch.setattr(engine, "_start", start)
-        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - nor this
+        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - nor for this
             await asyncio.sleep(0.01)
     assert len(await tokens(engine, "once it is back")) == 16
 
@@ -202,7 +202,7 @@ async def test_the_next_engine_has_the_cache_of_the_first_whatever_neighbours_to
         await engine.close()
 
 
-async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, device, caplog, periods):
+async def test_an_engine_that_hangs_is_restarted(random_checkpoint, device, caplog, periods):
     engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=STEP_TIMEOUT_S))
     try:
         right, before = await tokens(engine, "before"), engine.pid
@@ -220,13 +220,13 @@ async def test_an_engine_that_hangs_is_ended_and_comes_back(random_checkpoint, d
         await engine.close()
 
 
-async def test_an_engine_at_rest_is_left_alone_however_long_a_caller_takes_to_read(random_checkpoint, device, periods):
+async def test_an_idle_engine_is_not_stopped_while_a_caller_is_slow_to_read(random_checkpoint, device, periods):
     engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, step_timeout_s=STEP_TIMEOUT_S))
     try:
         before, params = engine.pid, SamplingParams(temperature=0, max_tokens=3)
         async with aclosing(engine.generate("slow", np.arange(10, 14), params)) as progress:
             assert (await anext(progress)).finish_reason is None
-            while engine.stats.num_running:  # noqa: ASYNC110 - no event says so
+            while engine.stats.num_running:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
             await periods.passed(3)
             assert engine.pid == before

@@ -65,7 +65,7 @@ def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
 def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
     schema = '{"type": "integer", "multipleOf": 20011}'
     first = grammars.constraint(schema)
-    with processor_time_below(0.5):  # what compiling it 64 times takes is seconds
+    with processor_time_below(0.5):  # compiling it 64 times takes seconds
         further = [grammars.constraint(schema) for _ in range(64)]
     assert walk(first, 0) == walk(further[0], 0)
     assert walk(further[1], 1) != walk(further[2], 2), "each goes its own way"

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 @pytest.fixture(scope="module")
 def llm(random_checkpoint):
-    """By a relative path, of a script that has moved on."""
+    """The path is relative, and the script has changed its working directory since."""
     with contextlib.chdir(random_checkpoint.parent):
         llm = LLM(random_checkpoint.name)
     with llm:
@@ -142,7 +142,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_by_option_truncated(random_chec
         assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
 
 
-def test_an_arena_is_waited_for_where_it_is_small_and_made_anew_where_it_is_removed(random_checkpoint, monkeypatch):
+def test_a_small_arena_is_waited_for_and_a_removed_one_is_replaced(random_checkpoint, monkeypatch):
     inputs = [[{"image": Image.new("RGB", (200, 200), (i, i, i))}, {"text": "What?"}] for i in range(12)]
     with LLM(random_checkpoint, WorkerConfig(arena_bytes=300_000)) as llm:
         first = llm.generate(inputs, GREEDY)
@@ -163,12 +163,12 @@ def test_an_arena_is_waited_for_where_it_is_small_and_made_anew_where_it_is_remo
 
 
 def remove_arenas():
-    """As systemd-logind does when the user logs out (RemoveIPC)."""
+    """systemd-logind removes shared memory when the user logs out (RemoveIPC)."""
     for arena in arenas_of([os.getpid()]):
         Path(arena.file).unlink()
 
 
-def test_media_and_schemas_are_found_from_where_the_script_was(llm, picture, tmp_path, monkeypatch):
+def test_relative_paths_are_resolved_when_the_call_is_made(llm, picture, tmp_path, monkeypatch):
     own = llm._answer
 
     async def answer(request, params):
@@ -196,7 +196,7 @@ def test_an_engine_that_dies_between_two_calls_is_started_again(llm, picture):
     assert after.token_ids == before.token_ids
 
 
-def test_a_tuple_is_as_good_as_a_list(llm, picture):
+def test_a_tuple_works_like_a_list(llm, picture):
     inputs = [[{"image": picture}, {"text": "What?"}], "Hello"]
     listed, tuples = (llm.generate(given, GREEDY) for given in (inputs, (tuple(inputs[0]), inputs[1])))
     assert [output.token_ids for output in tuples] == [output.token_ids for output in listed]
@@ -216,7 +216,7 @@ def test_a_tuple_is_as_good_as_a_list(llm, picture):
         ([[{"text": "a"}], 5], r"inputs\[1\] is a int, wrap it in a list"),
     ],
 )
-def test_inputs_that_are_not_wrapped_are_told_how(llm, inputs, said):
+def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, said):
     with pytest.raises(InputError, match=said):
         llm.generate(inputs, GREEDY)
 
@@ -256,7 +256,7 @@ def test_a_forked_process_has_no_part_in_it(llm):
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(120)
-            with pytest.raises(InputError, match=f"process {os.getppid()}, which this one was forked from"):
+            with pytest.raises(InputError, match=f"process {os.getppid()}, from which this process was forked"):
                 llm.generate(["Hello"], GREEDY)
             llm.close()
             status = 0
@@ -290,7 +290,7 @@ async def test_a_start_that_fails_in_the_end_leaves_no_process(random_checkpoint
     assert psutil.Process().children() == children
 
 
-def test_a_program_that_embeds_python_is_told_what_it_lacks(random_checkpoint, monkeypatch):
+def test_an_embedded_python_without_an_executable_is_refused(random_checkpoint, monkeypatch):
     monkeypatch.setattr(sys, "executable", None)
     with pytest.raises(ProcessDied, match=r"no worker process can be started: sys.executable is None"):
         LLM(random_checkpoint)
@@ -322,14 +322,14 @@ threading.Thread(target=work).start()
 """
 
 
-def test_a_script_on_standard_input_has_answers_to_its_very_end(random_checkpoint):
-    """Without a main guard, and without closing: workers do not import __main__ again, and nothing is left.
+def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint):
+    """The script has no main guard and closes nothing. Workers do not import __main__ again, and nothing is left.
 
     A thread may outlive the main one. What is registered before the LLM is there comes when it has gone.
     """
     script = SCRIPT.format(path=str(random_checkpoint))
     ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = ["first 3", "late 3", "at exit 3", "last the LLM is closed: the interpreter ends"]
+    said = ["first 3", "late 3", "at exit 3", "last the LLM is closed: the interpreter is shutting down"]
     assert ended.stdout.splitlines() == said
     assert "Traceback" not in ended.stderr

@@ -105,7 +105,7 @@ async def test_after_the_first_output_nothing_is_tried_again():
         await outputs(PromptSource(FIRST), Script(["a", DIED]))
 
 
-async def test_what_nobody_has_yet_begins_anew_once():
+async def test_output_that_nobody_has_read_starts_again_once():
     engine = Script(["a", "b", DIED], ["a", "b", "c"])
     source = PromptSource(FIRST)
     assert [one async for one in generated(source, engine.generate, "void")] == ["a", "b", "void", "a", "b", "c"]
@@ -119,7 +119,7 @@ async def test_what_nobody_has_yet_begins_anew_once():
     assert [one async for one in generated(source, engine.generate, "void")] == ["a", "void", "b"]
 
 
-def test_an_answer_that_begins_anew_holds_nothing_of_before():
+def test_a_restarted_answer_is_empty():
     answer = Choice(index=3)
     logprob = TokenLogprob(1, 0.0, [])
     first = Delta(

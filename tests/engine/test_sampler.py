@@ -289,13 +289,13 @@ def test_settings_out_of_range_are_named(settings, words):
         SamplingParams(**settings).check(VOCABULARY)
 
 
-def test_ids_have_a_limit_before_the_model_is_loaded():
+def test_token_ids_are_limited_before_the_model_is_loaded():
     with pytest.raises(InputError, match=rf"names token {2**64}, ids are in \[0, {2**31}\)"):
         SamplingParams(stop_token_ids=(2**64,)).check(np.inf)
 
 
-def test_settings_of_other_types_that_mean_the_same():
-    """Integers with a point, as JSON's of some languages, one stop string, and lists."""
+def test_settings_of_equivalent_types_are_converted():
+    """These are floats without a fraction, as some JSON libraries write, one stop string, and lists."""
     integers = {"max_tokens": 16.0, "min_tokens": 1.0, "top_k": 40.0, "seed": 3.0, "logprobs": 2.0}
     given = SamplingParams(**integers, stop="word", stop_token_ids=[4.0], logit_bias={5.0: 1}).check(VOCABULARY)
     meant = {name: int(value) for name, value in integers.items()}

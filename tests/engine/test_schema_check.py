@@ -49,7 +49,7 @@ def process() -> psutil.Process:
 
 
 def used_s() -> float:
-    """Return the processor time of the process and its copies."""
+    """Return the CPU time of the process and its forks."""
     return processor_s(process().pid)
 
 
@@ -126,7 +126,7 @@ async def test_what_the_engine_has_to_compile_again_is_tried_again(
     assert tried == [first, second, *others, second]
 
 
-async def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     check = SchemaCheck(tmp_path / "gone", None)
     with pytest.raises(ProcessDied, match=f"JSON schemas did not start: {tmp_path}/gone is no checkpoint directory"):
         await check.check("{}")
@@ -193,7 +193,7 @@ async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monk
     end, reply_s = child.end, schema_check._REPLY_S
 
     async def ended() -> None:
-        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # the next one has its time to start
+        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # the next process has the usual time to start
         await end()
 
     monkeypatch.setattr(child, "end", ended)
@@ -216,13 +216,13 @@ async def test_closing_waits_for_no_schema() -> None:
     assert not [child for child in psutil.Process().children() if schema_check.__name__ in child.cmdline()]
 
 
-def test_a_schema_that_the_machine_gave_no_processor_time_is_not_refused() -> None:
-    """Nothing is known of it: the process ends, and another one is asked."""
+def test_a_schema_is_not_refused_because_the_machine_is_busy() -> None:
+    """Nothing is known about the schema, so the process ends and another one is asked."""
 
     def wait(_: str) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own time limit has a handler
-        signal.setitimer(signal.ITIMER_REAL, 0.01)  # sooner than in 10 s
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has set a handler
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # sooner than the 10 s of the code
         time.sleep(60)
 
-    with pytest.raises(TimeoutError, match="no processor time to compile a JSON schema within 10 s"):
+    with pytest.raises(TimeoutError, match="too busy to compile a JSON schema within 10 s"):
         schema_check._tried(cast("Grammars", SimpleNamespace(constraint=wait)), "{}")

@@ -200,7 +200,7 @@ async def test_a_killed_process_ends_all_and_they_come_back(engine, which):
 
 
 @pytest.mark.slow
-async def test_a_rank_that_hangs_ends_all_and_they_come_back(random_checkpoint, periods):
+async def test_a_rank_that_hangs_restarts_all_ranks(random_checkpoint, periods):
     engine = await AsyncEngine.start(random_checkpoint, dataclasses.replace(TWO, step_timeout_s=STEP_TIMEOUT_S))
     try:
         right, processes = await tokens(engine, "before"), everything(engine)
