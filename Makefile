@@ -46,11 +46,11 @@ browser:
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium; } \
 	  || echo 'no Chromium: the tests of the web page will be skipped'
 
-# For tests/service/test_proxies.py, which is skipped where there are none.
+# tests/service/test_proxies.py needs these, and is skipped without them.
 proxies:
 	@{ command -v nginx && command -v haproxy; } >/dev/null \
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends nginx-light haproxy; } \
-	  || echo 'no nginx, or no HAProxy: the tests of their configurations will be skipped'
+	  || echo 'no nginx or no HAProxy: the tests of their configurations will be skipped'
 
 demo: install
 	$(BIN)/python -m tools.demo

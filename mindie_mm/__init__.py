@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Dataset", "EngineConfig", "MindieMMError", "Output", "SamplingParams", "Tokenizer", "WorkerConfig"]
 __version__ = "0.1.0"
 
-limit_spinning()  # here, because it has to come before torch is loaded, in every process that runs it
+limit_spinning()  # here, because every process must call it before it loads torch
 
 _HOMES = {
     "LLM": "mindie_mm.engine.llm",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 MOUNT = Path("/sys/fs/cgroup")
-"""Where the control groups are mounted."""
+"""Mount point of the control groups."""
 OWN = Path("/proc/self/cgroup")
 """The file that lists the control groups of this process."""
 
@@ -16,8 +16,9 @@ OWN = Path("/proc/self/cgroup")
 def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list[Path], list[Path]]:
     """Return the folders of the groups that limit this process by `controller`, such as "memory" or "cpu".
 
-    The first list has the folders of version 2, the second those of version 1. A group's ancestors limit it too. Some
-    folders may not exist: a container often mounts its own group as the root, whatever its path is on the host.
+    The first list holds the folders of cgroup version 2, the second those of version 1. Both include the ancestors of
+    the groups, because these limit the process too. Some folders may not exist, because a container often mounts its
+    own group as the root.
     """
     groups = {PurePosixPath("/")}
     for line in read(own).splitlines():
@@ -29,16 +30,16 @@ def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list
 
 
 def available_cpus(mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Return how many CPUs this process may use: those of its affinity mask, or fewer if a control group has a quota.
+    """Return the number of CPUs of the affinity mask, or a control group's CPU quota if that is lower.
 
-    A quota is rounded up. With 1.5 CPUs, two threads do more than one, though both pause when the quota is spent.
+    A quota is rounded up. With 1.5 CPUs, two threads do more than one, although both pause when the quota is used up.
     """
     quotas = [max(1, math.ceil(quota)) for quota in _quotas(mount, own)]
     return min([len(os.sched_getaffinity(0)), *quotas])
 
 
 def _quotas(mount: Path, own: Path) -> Iterator[float]:
-    """Yield each group's quota of processor time, in CPUs. Groups without one are left out."""
+    """Yield the CPU quota of each group that has one, in CPUs."""
     version_2, version_1 = folders("cpu", mount, own)
     texts = [read(folder / "cpu.max").split() for folder in version_2]
     texts += [[read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")] for folder in version_1]
@@ -49,7 +50,7 @@ def _quotas(mount: Path, own: Path) -> Iterator[float]:
 
 
 def read(file: Path) -> str:
-    """Return the text of a kernel's file, empty if there is none."""
+    """Return the text of a kernel file, or "" if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -1,7 +1,7 @@
-"""What every worker process begins with: `python -m mindie_mm.child FD LOGS MODULE ARGUMENTS...`.
+"""Entry point of every worker process: `python -m mindie_mm.child FD LOGS MODULE ARGUMENTS...`.
 
-`ipc.spawn` starts it so; LOGS is the parent's LogSettings as JSON. The lifeline is held before MODULE is imported,
-which may take seconds; then its `main` gets the channel, the lifeline and the arguments.
+`ipc.spawn` starts it. LOGS is the parent's LogSettings as JSON. The lifeline exists before MODULE is imported, which
+may take seconds. Then MODULE's `main` gets the channel, the lifeline and the arguments.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mindie_mm.standard_streams import use_utf8
 
 
 def main() -> None:
-    """Runs the module's `main`."""
+    """Run the module's `main`."""
     use_utf8()
     descriptor, log_settings, module, *arguments = sys.argv[1:]
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
     if not working_directory():
-        os.chdir("/")  # torch, for one, cannot be imported where the working directory was removed
+        os.chdir("/")  # torch cannot be imported in a removed working directory
     # Ctrl-C and a closed terminal signal the whole foreground group. The parent decides when to stop, and closes the
     # channel.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # A client's picture is no news for the log; and round each decoding it would change what other threads see.
+    # Warnings about a client's picture do not belong in the log. A filter around each decoding would affect all threads.
     warnings.filterwarnings("ignore", module="PIL")
     with ChildChannel(int(descriptor)) as channel:
         lifeline = Lifeline(channel)

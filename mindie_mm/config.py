@@ -267,11 +267,11 @@ def _require_origin(origin: str) -> None:
     port = parts[3] if parts is not None else None
     if origin != "*" and (parts is None or (port not in (None, "*") and int(port or 0) > 65535)):
         raise InputError(
-            f"cors_origin is {origin!r}, it must be * or such as https://example.org, in small letters, in ASCII "
-            "(xn--), a port behind it where there is one, or :* for any, no slash"
+            f"cors_origin is {origin!r}, it must be * or an origin such as https://example.org, in lower case and "
+            "ASCII (xn--), without a slash at its end. A port may follow, or :* for any port"
         )
     if parts is not None and port is not None and port == _DEFAULT_PORTS.get(parts[1]):
-        raise InputError(f"cors_origin is {origin!r}: browsers leave out :{port}, the port of {parts[1]}; so must it")
+        raise InputError(f"cors_origin is {origin!r}; leave out :{port}, because browsers omit the port of {parts[1]}")
 
 
 def _require_url(name: str, url: str) -> None:

@@ -1,4 +1,4 @@
-"""What of this machine is fine for serving, and what to do about what is not."""
+"""Checks of whether this machine can serve, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MIN_OPEN_FILES = 1024
 
 
 def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Finding]:
-    """Looks at everything that serving `configuration` needs, one finding at a time.
+    """Check everything that serving `configuration` needs. Yield one finding at a time.
 
-    `root` is where the files of accelerators' drivers and libraries are looked for.
+    `root` is the folder in which to look for drivers and libraries of accelerators.
     """
     config, service = configuration.worker, configuration.service
     for said in misspelt_variables():
-        yield Finding("settings", "warning", said, "`mindie-mm serve --help` lists all of them; unset what is none")
+        yield Finding("settings", "warning", said, "unset it; `mindie-mm serve --help` lists all settings")
     yield _libraries()
     yield from _devices(config.engine, root)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
@@ -62,7 +62,7 @@ def _libraries() -> Finding:
 
 
 def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
-    """Yield findings about the device that `config` asks for, then what each kind of device says of the machine."""
+    """Yield a finding about the device that `config` asks for, then the findings of each kind of device."""
     said = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in said.items() if any(one.status == "error" for one in findings)]
     device, chosen = _device(config.device, config.tensor_parallel, broken)
@@ -71,14 +71,14 @@ def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
         yield from _dtype(chosen, config.dtype)
     for kind, findings in said.items():
         for one in findings:
-            # What is wrong with a device that would not be taken keeps nothing from starting.
+            # An error of a device that is not chosen does not prevent the start.
             spared = one.status == "error" and kind.name != chosen
             yield replace(one, status="warning") if spared else one
 
 
 def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
-    """The device that `name` means, with the name that it has itself; `broken` are kinds that have errors."""
-    usable = [kind for kind in KINDS if kind.name not in broken]  # of the others not even the library is loaded here
+    """Return a finding about the device that `name` means, and its own name. `broken` are kinds with errors."""
+    usable = [kind for kind in KINDS if kind.name not in broken]  # a broken library must not even be loaded
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
@@ -86,7 +86,9 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
         return Finding("device", "error", absent, f"see what is said of {chosen} below"), chosen
     try:
         device = open_device(chosen)
-        torch_device = torch.empty(1, device=device.torch_device).device  # starts it: some say nothing before
+        torch_device = torch.empty(
+            1, device=device.torch_device
+        ).device  # starts the device, which reports some errors only then
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
@@ -101,7 +103,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
 
 
 def _dtype(device: str, name: str) -> Iterator[Finding]:
-    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` is a dtype that each device has."""
+    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` always chooses a fast dtype."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and not open_device(device).multiplies(dtype):
         said = SLOW_DTYPE.format(dtype=name, device=device)
@@ -126,9 +128,9 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     space = ShmSpace.now()
     if why := space.why_no_file():
         return Finding("shared memory", "error", f"no file can be made in {SHM_DIRECTORY}", why)
-    if (free := space.free_bytes) is None:  # it takes of the host's memory, which is looked at below
+    if (free := space.free_bytes) is None:  # `_memory` checks the host's memory instead
         return Finding(
-            "shared memory", "ok", f"{SHM_DIRECTORY} is not limited, {needed / MiB:.0f} MiB will be reserved"
+            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit, {needed / MiB:.0f} MiB will be reserved"
         )
     found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
@@ -146,7 +148,7 @@ def _memory(config: WorkerConfig) -> Finding:
             needed += config.num_tokenizers * config.arena_bytes
             what = "the caches and arenas need"
     except MindieMMError as error:
-        return Finding("host memory", "error", "it cannot be looked at", str(error))
+        return Finding("host memory", "error", "the free memory cannot be read", str(error))
     found = f"{free / GiB:.1f} GiB available, {what} {needed / GiB:.1f} GiB"
     if config.engine.device in ("auto", "cpu") and free < needed:
         return Finding("host memory", "warning", found, "lower --kv-cache-bytes or --encoder-cache-bytes")
@@ -155,15 +157,15 @@ def _memory(config: WorkerConfig) -> Finding:
 
 def _open_files(_: WorkerConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < MIN_OPEN_FILES:  # which the service takes, whatever the soft limit is
+    if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard one
         return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
     return Finding("open files", "ok", f"{soft} of at most {hard}")
 
 
 def _spool(config: ServiceConfig) -> Finding:
-    """Whether the spool can be written to and locked, or made where it is not there yet; it is not made here."""
+    """Check that the spool can be written and locked, or created if it is missing. Do not create it."""
     spool = (config.spool or default_spool()).absolute()
-    advice = "--spool: a folder of the service's user, that nobody else may write"
+    advice = "set --spool to a folder that only the service's user may write"
     try:
         require_spool(spool)
         folder = next(one for one in (spool, *spool.parents) if os.path.lexists(one))

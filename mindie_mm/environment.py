@@ -1,4 +1,4 @@
-"""The environment, which this module alone reads: variables of settings, and of other programs."""
+"""Environment variables of settings and of other programs. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindie_mm.errors import InputError
 
 _PREFIX = "MINDIE_MM_"
 _NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
-"""Variables that are read and set no field."""
+"""Variables that are read but set no field."""
 _SERVICE_LINK = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
 )
@@ -25,9 +25,9 @@ _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
 """What such a Service's variable holds that ends with PORT alone."""
 
 _WAIT_POLICIES = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
-"""Variables by which an operator chooses how long OpenMP threads spin. Intel's and LLVM's OpenMP have KMP_* for it."""
+"""Variables that set how long OpenMP threads spin. Intel's and LLVM's OpenMP use KMP_* variables."""
 SPIN_COUNT = 1000
-"""Rounds that an OpenMP thread spins at a barrier before it sleeps."""
+"""Number of iterations that an OpenMP thread spins at a barrier before it sleeps."""
 
 
 def variable(name: str) -> str:
@@ -80,47 +80,47 @@ def keep_backends_out() -> None:
 
 
 def limit_spinning() -> None:
-    """Make OpenMP threads of this process and its children yield soon at a barrier, unless the operator has chosen.
+    """Let OpenMP threads of this process and its children sleep soon at a barrier, unless a variable sets this.
 
-    GNU OpenMP reads GOMP_SPINCOUNT when torch loads it. By its own default a thread that waits spins for milliseconds.
-    When other programs share the CPUs, it spins while the thread that it waits for is not scheduled.
+    GNU OpenMP reads GOMP_SPINCOUNT when torch loads it. By default, a waiting thread spins for milliseconds. If other
+    programs share the CPUs, it takes time from the thread that it waits for.
     """
     if not any(name in _WAIT_POLICIES or name.startswith("KMP_") for name in os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def has_thread_count() -> bool:
-    """Return whether the operator has set the number of OpenMP or MKL threads."""
+    """Return whether a variable sets the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
 def keep_python_path() -> None:
-    """Make the entries of PYTHONPATH absolute, so that children of this process import what it imports.
+    """Make the entries of PYTHONPATH absolute, so that child processes import the same modules as this one.
 
-    A script may change its working directory before it starts them, or starts them again.
+    A script may change its working directory before a child starts or restarts.
     """
     given = os.environ.get("PYTHONPATH")
     if given and not all(map(os.path.isabs, given.split(os.pathsep))):
-        with suppress(FileNotFoundError):  # the working directory was removed: nothing lies in it any more
+        with suppress(FileNotFoundError):  # a removed working directory contains no modules
             os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, given.split(os.pathsep)))
 
 
 def restart_in_utf8() -> None:
-    """Begin this process anew in Python's UTF-8 mode, where its locale has another encoding; so do its children.
+    """Restart this process in Python's UTF-8 mode if the locale has another encoding. Its children inherit the mode.
 
-    Libraries of Rust and C++ take the names of files as UTF-8, and open text by the locale.
+    Rust and C++ libraries take file names as UTF-8. Libraries that open text files use the locale's encoding.
     """
     name = codecs.lookup(locale.getencoding()).name
     if sys.flags.utf8_mode or name == "utf-8" or not sys.executable or os.environ.get("PYTHONUTF8") == "1":
         return
     os.environ["PYTHONUTF8"] = "1"
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - itself
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the same program
 
 
 def text_of(name: str, text: str) -> str:
-    """Decode a text of the command line, or of a variable, that Python left undecoded because it is not UTF-8.
+    """Decode a text of the command line or of a variable, which holds surrogates if it is not UTF-8.
 
-    Raises InputError, with `name`, unless the text is in UTF-8 or in the locale's encoding. The message does not show
+    Raises InputError, with `name`, if the text is neither UTF-8 nor in the locale's encoding. The message does not show
     the text, because it may be a secret.
     """
     if _is_utf8(text):
@@ -128,7 +128,7 @@ def text_of(name: str, text: str) -> str:
     try:
         return os.fsencode(text).decode(locale.getencoding())
     except UnicodeError:
-        raise InputError(f"{name} is text neither in UTF-8 nor in the locale's encoding") from None
+        raise InputError(f"{name} is encoded neither in UTF-8 nor in the locale's encoding") from None
 
 
 def _is_utf8(text: str) -> bool:

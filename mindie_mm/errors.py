@@ -3,7 +3,7 @@
     MindieMMError
     |-- InputError                  the caller's mistake: mend the call and it works
     |   |-- MediaError              media that cannot be read, fetched or decoded
-    |   |   `-- FramesMiscounted    a video with other frames than its packets told
+    |   |   `-- FramesMiscounted    a video's frame count differs from its packets
     |   |-- LimitExceeded           too many, too large, too long
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
@@ -55,7 +55,7 @@ class MediaError(InputError):
 
 
 class FramesMiscounted(MediaError):
-    """A video with other frames than its packets told; what was planned of it has to be planned anew."""
+    """A video whose decoded frames differ in number from its packets. Its plan has to be made again."""
 
 
 class LimitExceeded(InputError):

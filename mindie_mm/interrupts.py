@@ -1,7 +1,7 @@
-"""End of a command on SIGINT while it imports: at once, with the status that a shell gives an interrupt.
+"""Immediate exit on SIGINT while a command imports its modules, with the shell's status for an interrupt.
 
-During an import a KeyboardInterrupt may turn into another error of a library, or be lost in a callback. The process
-holds nothing yet that it would have to free. This module imports nothing slow.
+During an import, a library may turn a KeyboardInterrupt into another error, or a callback may lose it. The process
+holds no resources yet. This module imports nothing slow.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ INTERRUPTED = 130
 
 
 def end_at_once(*_: object) -> None:
-    """Handle SIGINT by ending the process, without a trace."""
+    """Handle SIGINT by ending the process, without a traceback."""
     os.write(2, b"Interrupted\n")
     os._exit(INTERRUPTED)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """End at once on SIGINT inside the block, which holds nothing. Leave an ignored SIGINT and other handlers alone."""
+    """End the process at once on SIGINT inside the block, which may hold no resources.
+
+    An ignored SIGINT and other handlers stay as they are.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -36,6 +39,6 @@ def importing() -> Iterator[None]:
 
 
 def interruptible() -> None:
-    """Let SIGINT raise KeyboardInterrupt again, where it ends the process at once."""
+    """Let SIGINT raise KeyboardInterrupt again, if `end_at_once` handles it."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -86,7 +86,7 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
     A standard stream that this process lacks is /dev/null in the worker.
     """
     interpreter = _interpreter()
-    standard_streams.open_missing()  # else the channel may get one of these numbers, and receive what libraries print
+    standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries print into it
     ours, theirs = socket.socketpair()
     _sockets.update((ours, theirs))
     with theirs:
@@ -112,7 +112,7 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
 
 
 def _interpreter() -> str:
-    """Return the path of this process's Python. ProcessDied where it is not known."""
+    """Return the path of this process's Python. Raise ProcessDied if it is unknown."""
     if not sys.executable:
         raise ProcessDied(
             f"no worker process can be started: sys.executable is {sys.executable!r}, as in a program that embeds "
@@ -178,7 +178,7 @@ class Child:
 
     @classmethod
     async def start(cls, module: str, *arguments: str) -> Self:
-        """Starts `module` as `spawn` does. ProcessDied if that cannot be done."""
+        """Start `module` as `spawn` does. Raise ProcessDied if it cannot be started."""
         with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable, {sys.executable}"):
             process, sock = spawn(module, *arguments)
         try:
@@ -199,12 +199,15 @@ class Child:
         return self._process.returncode
 
     async def ready(self, kind: type[T], what: str) -> T:
-        """The worker's first message, a `kind`. Raises the Failure in its place; ProcessDied where `what` ended."""
+        """Return the worker's first message, a `kind`. `what` names the worker in errors.
+
+        Raises the error of a Failure in its place, or ProcessDied if the worker has ended.
+        """
         try:
             reply: T | Failure = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure)
         except EOFError:
             await self.end()
-            # In a program that embeds Python, sys.executable may be that program.
+            # sys.executable may be a program that embeds Python.
             by = "" if (self.status or 0) < 0 else f"; it was started with sys.executable, {sys.executable}"
             raise ProcessDied(f"{what} exited with {self.status} before it was ready{by}") from None
         if isinstance(reply, Failure):

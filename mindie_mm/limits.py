@@ -1,4 +1,4 @@
-"""Types of settings that hold their limits, and what is said of a value that is none of them."""
+"""Types of settings with their limits, and the errors for wrong values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from mindie_mm.paths import absolute
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
-"""Where 0 means something: no limit, no cache, none allowed."""
+"""A count for which 0 has a meaning, such as no limit, no cache or none allowed."""
 Seconds = Annotated[float, Meta(gt=0)]
 _SHOWN = (str, int, float, list, tuple)
 _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 def converted(name: str, value: object, hint: Any, *, strict: bool = True, secret: bool = False) -> Any:
-    """`value` as the type `hint`; InputError names the setting, its value unless it is secret, and what it must be.
+    """Convert `value` to the type `hint`.
 
-    Not `strict`, texts are read as numbers and truth values, as in the environment. An empty text is none: it is how
-    scripts spell what is not set, and the path of that name is the working directory.
+    Unless `strict`, texts are parsed as numbers and booleans, as for environment variables. An empty text is refused,
+    because scripts write one for an unset variable, and as a path it would mean the working directory.
+
+    Raises:
+        InputError: The value is wrong. The message names the setting, its value unless it is `secret`, and the type.
+
     """
     if isinstance(value, str) and not value.strip():
         raise InputError(f"{name} is {value!r}, which holds no value: leave it out, or give one")
@@ -39,7 +43,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
 
 
 def require(settings: Any) -> None:
-    """Raise InputError for a field of a settings dataclass that is not of its type, or beyond its limits."""
+    """Raise InputError if a field of a settings dataclass has the wrong type or exceeds its limits."""
     hints = get_type_hints(type(settings), include_extras=True)
     for field in fields(settings):
         if not is_dataclass(value := getattr(settings, field.name)):
@@ -47,7 +51,7 @@ def require(settings: Any) -> None:
 
 
 def complete_paths(settings: Any) -> None:
-    """Make the paths of a settings dataclass absolute, in its `__post_init__`. Errors as `absolute`."""
+    """Make the paths of a settings dataclass absolute. Call this in its `__post_init__`. Errors are as in `absolute`."""
     hints = get_type_hints(type(settings))
     for field in fields(settings):
         value = getattr(settings, field.name)

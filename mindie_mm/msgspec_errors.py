@@ -1,4 +1,4 @@
-"""What msgspec says of bytes that are no JSON, or of another type, in the words of this project."""
+"""Messages for msgspec's errors about invalid JSON and wrong types, in the words of this project."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TYPES = {
     "object": "an object",
 }
 _GOT = {"float": "a number with a fraction"}
-"""Types that are called otherwise where a value has them, and should not."""
+"""Names of types that differ when they describe the value that was given."""
 
 
 def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
-    """Return what is wrong, as a sentence without a full stop; the value itself is not told."""
+    """Return a message without a full stop and without the value."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
     if not isinstance(error, msgspec.ValidationError):
         at = _BYTE.search(str(error))
-        return f"byte {at['number']} is no part of JSON" if at else "the JSON breaks off"
+        return f"byte {at['number']} is not valid JSON" if at else "the JSON is incomplete"
     place = _PLACE.fullmatch(str(error))
     assert place is not None
     where = place["where"] or "the value"
@@ -43,11 +43,11 @@ def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
         got = f", not {_GOT.get(expected['got']) or _type_in_words(expected['got'])}" if expected["got"] else ""
         return f"{where} must be {_type_in_words(expected['wanted'])}{got}"
     if place["what"].startswith("Invalid enum value"):
-        return f"{where} is none of the values that are taken"
+        return f"{where} is not one of the allowed values"
     return f"{where} is outside its range"
 
 
 def _type_in_words(names: str) -> str:
-    """The union of types `names`; null is told where it is alone."""
+    """Name the types of a union. Leave out null unless it is the only one."""
     parts = names.split(" | ")
     return " or ".join(_TYPES.get(name, f"of type {name}") for name in parts if name != "null" or len(parts) == 1)

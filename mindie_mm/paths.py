@@ -1,7 +1,7 @@
-"""Paths as their caller means them: absolute from the moment at which they are taken.
+"""Absolute paths, resolved when the caller passes them.
 
-A script may change its working directory at any time, as Hydra does, and another thread may do it. Worker processes
-that are started again later begin in the new one.
+A script may change its working directory at any time, as Hydra does, and so may another thread. Worker processes that
+restart later start in the new directory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from mindie_mm.errors import InputError
 
 
 def working_directory() -> str:
-    """Return the working directory; empty where it was removed."""
+    """Return the working directory, or "" if it was removed."""
     try:
-        return os.getcwd()  # noqa: PTH109 - a text, which costs a tenth
+        return os.getcwd()  # noqa: PTH109 - Path.cwd takes ten times as long
     except FileNotFoundError:
         return ""
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as it is seen from the working directory. InputError for a relative one where that was removed."""
+    """Return `path`, resolved against the working directory if it is relative.
+
+    Raises:
+        InputError: The path is relative, and the working directory was removed.
+
+    """
     path = Path(path)
     if path.is_absolute():
         return path

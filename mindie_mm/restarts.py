@@ -18,12 +18,12 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 RESTART_WAIT_S = 120.0
-"""How long a request waits for a process that is started again."""
+"""Maximum time in seconds that a request waits for a process to restart."""
 
 
 @contextmanager
 def logged(what: str) -> Iterator[None]:
-    """One failure, whatever it is, does not end what goes on for as long as the service does."""
+    """Log any exception of the block and continue. Use this in loops that run as long as the service."""
     try:
         yield
     except Exception:  # noqa: BLE001 - whatever it is
@@ -32,54 +32,55 @@ def logged(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """How often processes were started in place of dead ones."""
+    """Counts of restarts of dead processes."""
 
     started: int
     failed: int
-    """Tries at it that failed."""
+    """Number of failed attempts."""
 
     @classmethod
     def of(cls, starters: Iterable[Starter]) -> Restarts:
-        """The sums over all `starters`."""
+        """Return the sums over all `starters`."""
         counts = [(starter.restarts, starter.failures) for starter in starters]
         return cls(sum(started for started, _ in counts), sum(failed for _, failed in counts))
 
 
 class Starter:
-    """Starts a process again and again, after pauses that grow as long as none of them proves of any use."""
+    """Restarts of a process, with pauses that grow until a process has answered a request."""
 
     def __init__(self, what: str, first_pause_s: float = 0.5, last_pause_s: float = 30.0) -> None:
         self._what = what
         self._first_pause_s = first_pause_s
         self._last_pause_s = last_pause_s
         self.pause_s = 0.0
-        """How long the next try waits."""
+        """Pause in seconds before the next attempt."""
         self.restarts = 0
-        """Processes that were started in place of one that died."""
+        """Number of restarts."""
         self.failures = 0
-        """Tries at it that failed."""
+        """Number of failed attempts."""
         self._failing_since_s = math.inf
-        """When its first try failed since it last ran, on the clock of time.monotonic."""
+        """Time of the first failed attempt since the process last ran, in seconds of time.monotonic."""
         self._is_hopeless = False
-        """Whether the last try failed by a mistake, such as a checkpoint that is gone, which no other try mends."""
+        """Whether the last attempt failed with an InputError, such as a missing checkpoint, which restarts cannot fix."""
 
     def patience_s(self, wait_s: float = RESTART_WAIT_S) -> float:
-        """Return how long a request is to wait for the process: at most `wait_s`, and not at all without hope.
+        """Return how many seconds a request should wait for the process. Return 0 if a restart is hopeless.
 
-        `wait_s` counts from the first failed try on, so that many requests wait no longer, one after another, than one.
+        The wait ends `wait_s` after the first failed attempt, so that successive requests do not each wait that long.
         """
         if self._is_hopeless:
             return 0.0
         return max(0.0, min(wait_s, self._failing_since_s + wait_s - time.monotonic()))
 
     def proved(self) -> None:
-        """The process has answered: whatever ends it, the next one is started at once."""
+        """Record that the process has answered, so that the next restart follows at once."""
         self.pause_s = 0.0
 
     async def again(self, start: Callable[[], Awaitable[T]]) -> T:
-        """What `start` gives, called for as long as it fails: at once, then after pauses that double up to the last.
+        """Call `start` until it succeeds, and return its result.
 
-        A process that dies before it has `proved` counts as a failure for the pause.
+        The first attempt follows at once, and later ones after pauses that double. A process that dies before `proved`
+        was called counts as a failure for the pause.
         """
         while True:
             if self.pause_s:
@@ -88,11 +89,11 @@ class Starter:
             self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
             try:
                 started = await start()
-            except Exception as error:  # noqa: BLE001 - whatever keeps it from starting may pass
+            except Exception as error:  # noqa: BLE001 - any cause may be temporary
                 self.failures += 1
                 self._failing_since_s = min(self._failing_since_s, time.monotonic())
                 self._is_hopeless = isinstance(error, InputError)
-                _log.exception("%s did not start, try %d", self._what, self.failures)
+                _log.exception("%s did not start (attempt %d)", self._what, self.failures)
             else:
                 self.restarts += 1
                 self._failing_since_s, self._is_hopeless = math.inf, False

@@ -111,9 +111,9 @@ def _parse(name: str, text: str, hint: Any) -> Any:
 
 
 def misspelt_variables() -> list[str]:
-    """Return a warning for each MINDIE_MM_ variable that is no setting, without its value, which may be secret.
+    """Return a warning for each MINDIE_MM_ variable that is not a setting. Leave out its value, which may be secret.
 
-    Such a variable stops no start, unlike an unknown key of the file, because the user may not have set it.
+    Unlike an unknown key of the file, such a variable does not prevent the start, because somebody else may have set it.
     """
     hints = _hints()
     said = []
@@ -124,7 +124,7 @@ def misspelt_variables() -> list[str]:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """The settings of a TOML file; InputError names the file, the key and what it should be."""
+    """Return the settings of a TOML file. InputError names the file, the key and the expected value."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

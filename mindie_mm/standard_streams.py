@@ -1,4 +1,4 @@
-"""Descriptors 0 to 2 and Python's streams over them: open, in UTF-8, and standard error never waited for."""
+"""Standard streams. They are always open and in UTF-8, and writing to standard error never blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from secrets import token_hex
 _log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 2**20
-"""Most bytes of the log that wait for who reads standard error; further lines are dropped."""
+"""Maximum size in bytes of log lines that wait for the reader of standard error. More lines are dropped."""
 MAX_LINE_BYTES = 2**16
-"""Longest line that is kept in one piece."""
+"""Maximum size in bytes of a line that is written in one piece."""
 CLOSE_TIMEOUT_S = 1.0
-"""How long the reader of standard error may take for what waits when the process ends."""
+"""Maximum time in seconds to write the waiting lines when the process ends."""
 
 _PIPE_BYTES = 2**20
 _NAMES = ("stdin", "stdout", "stderr")
@@ -30,10 +30,10 @@ _dropped_lines = 0
 
 
 def open_missing() -> None:
-    """Open those of descriptors 0 to 2 on /dev/null that are closed.
+    """Open the closed ones of descriptors 0 to 2 on /dev/null.
 
-    Else the next file or socket gets such a number, and what a library prints goes into it; and libuv aborts when it
-    is to close one of them.
+    Otherwise the next file or socket gets such a descriptor, and libraries print into it. libuv also aborts if it has
+    to close one of them.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(_NAMES):
         os.set_inheritable(descriptor, True)
@@ -41,20 +41,20 @@ def open_missing() -> None:
 
 
 def missing() -> list[str]:
-    """Return which of stdin, stdout and stderr this process was started without."""
+    """Return the names of the standard streams that were closed when this process started."""
     return [name for name in _NAMES if getattr(sys, f"__{name}__") is None]
 
 
 def use_utf8() -> None:
-    """Have sys.stdin, sys.stdout and sys.stderr speak UTF-8, whatever the locale; what was closed reads as empty.
+    """Set sys.stdin, sys.stdout and sys.stderr to UTF-8 in any locale, and open the closed ones on /dev/null.
 
-    What cannot be encoded, as the undecodable bytes of a file's name, is escaped on standard error and kept on
-    standard output.
+    Characters that cannot be encoded, such as undecodable bytes of a file name, are escaped on standard error and
+    written as their original bytes on standard output.
     """
     open_missing()
     for name in missing():
         mode = "r" if name == "stdin" else "w"
-        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - open for good
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - stays open
     for name in _NAMES:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's, is not
@@ -63,7 +63,7 @@ def use_utf8() -> None:
 
 @contextmanager
 def stderr_without_waiting() -> Iterator[None]:
-    """Put a pipe that is always read in the place of descriptor 2, for this process and those that it starts."""
+    """Replace descriptor 2 by a pipe that is always read, for this process and its children."""
     drained = _DrainedStderr()
     try:
         yield
@@ -72,21 +72,21 @@ def stderr_without_waiting() -> Iterator[None]:
 
 
 class _DrainedStderr:
-    """Standard error behind a pipe: one thread reads it, another writes to whatever standard error was.
+    """A pipe in place of standard error. One thread reads it, and another writes to the original standard error.
 
-    A terminal that is stopped, or a log driver that hangs, holds up the second thread alone. Then lines wait, up to
-    MAX_WAITING_BYTES; later ones are dropped and counted, and the count is logged once lines are taken again.
-    Not only records go this way, but whatever a library of any process prints by itself.
+    A stopped terminal or a log driver that hangs only blocks the second thread. Lines then wait, up to
+    MAX_WAITING_BYTES. More lines are dropped and counted, and the count is logged when lines can be written again.
+    The pipe also carries the output that libraries of any process print themselves.
     """
 
     def __init__(self) -> None:
         self._untold_lines = 0
-        """Lines that were dropped, which the log does not tell of yet."""
+        """Number of dropped lines that were not logged yet."""
         self._last_line = f"{token_hex(16)}\n".encode()
-        """What this process writes last. Others may have the pipe for longer."""
+        """Marker that this process writes last. Other processes may keep the pipe open for longer."""
         self._target = os.dup(2)
         self._source, pipe = os.pipe()
-        with suppress(OSError):  # the system grants this user no larger one
+        with suppress(OSError):  # the user's limit for pipes is reached
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.dup2(pipe, 2, inheritable=True)
         os.close(pipe)
@@ -102,7 +102,7 @@ class _DrainedStderr:
             thread.start()
 
     def close(self) -> None:
-        """Give descriptor 2 back, once all is written. Where that takes too long it is /dev/null for the rest."""
+        """Write all lines and restore descriptor 2. If writing takes too long, leave descriptor 2 on /dev/null."""
         os.write(2, self._last_line)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2, inheritable=True)
@@ -115,7 +115,7 @@ class _DrainedStderr:
             os.close(self._source)
 
     def _read(self) -> None:
-        """Move what comes from the pipe to the queue, whole lines at a time."""
+        """Move whole lines from the pipe to the queue."""
         begun, ended = b"", False
         while not ended:
             data, last_line, _ = (begun + os.read(self._source, MAX_LINE_BYTES)).partition(self._last_line)
@@ -129,7 +129,7 @@ class _DrainedStderr:
         global _dropped_lines  # noqa: PLW0603 - standard error is the process's
         with self._change:
             self._ended = ended
-            # Once some are dropped all are, until the rest is written: what is left out stands in one place.
+            # After a dropped line, drop all lines until the queue is empty, so that the log has one gap.
             if lines and not self._untold_lines and self._num_bytes + len(lines) <= MAX_WAITING_BYTES:
                 self._waiting.append(lines)
                 self._num_bytes += len(lines)
@@ -140,7 +140,7 @@ class _DrainedStderr:
             self._change.notify()
 
     def _write(self) -> None:
-        """Write what is queued to the former standard error."""
+        """Write the queued lines to the original standard error."""
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._waiting or self._ended)
@@ -156,23 +156,23 @@ class _DrainedStderr:
                     untold, self._untold_lines = self._untold_lines, 0
             if untold:
                 _log.warning(
-                    "%d lines of the log were dropped: standard error was not read, and at most %d bytes wait for it",
+                    "%d lines of the log were dropped, because standard error was not read and only %d bytes can wait",
                     untold,
                     MAX_WAITING_BYTES,
                 )
 
 
 def dropped_lines() -> int:
-    """Return how many lines of the log this process has dropped, because standard error was not read."""
+    """Return the number of log lines that this process has dropped because standard error was not read."""
     return _dropped_lines
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, waiting for who reads it; drop the rest where it cannot be written at all."""
+    """Write all of `data`, and wait for the reader if necessary. Drop the rest if writing fails."""
     left = memoryview(data)
-    with suppress(OSError):  # the reader is gone, or the disk is full: nobody is left to be told
+    with suppress(OSError):  # the reader is gone or the disk is full, and there is no other place to report it
         while left:
             try:
                 left = left[os.write(descriptor, left) :]
-            except BlockingIOError:  # another program that has the same file made it non-blocking
+            except BlockingIOError:  # another program has made the shared file non-blocking
                 select.select([], [descriptor], [])

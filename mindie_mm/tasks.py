@@ -1,4 +1,4 @@
-"""Work beside other work, of which nothing is left running, however often it is cancelled."""
+"""Concurrent tasks and threads that are not left running after a cancellation."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A group of tasks, of which the first failure ends the others, and is then raised as it is, in no group."""
+    """Open a task group. The first failure cancels the other tasks, and is then raised without an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
         return
     except BaseExceptionGroup as failures:
         failure = failures.exceptions[0]
-    raise failure  # out there it keeps its own cause
+    raise failure  # outside the `except` block, so that it keeps its own cause
 
 
 async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in order; the first failure ends the others before it is raised."""
+    """Return the results of `works`, in order. The first failure cancels the others and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
 
 
 def beside(work: Callable[[], T]) -> T:
-    """Return `work()`, done in a thread of its own: for work that needs an event loop, whose caller may be in one.
+    """Run `work` in a new thread and return its result. The caller may be inside an event loop, and `work` may run one.
 
-    RuntimeError where no thread can be started, as when the interpreter ends.
+    Raises RuntimeError if no thread can be started, for example while the interpreter shuts down.
     """
     done: Future[T] = Future()
     threading.Thread(target=_do, args=(work, done), daemon=True).start()
@@ -43,10 +43,10 @@ def beside(work: Callable[[], T]) -> T:
 
 
 class WorkThread:
-    """A thread that does one work after another, for any event loop, up to the very end of the interpreter.
+    """A thread that runs jobs one after another, for any event loop, until the interpreter ends.
 
-    Executors take no work once the main thread has ended, though other threads may go on for hours. It is a daemon, so
-    whoever has one closes it before the interpreter ends.
+    An executor accepts no work after the main thread has ended, although other threads may run for hours. This is a
+    daemon thread, so its owner must close it before the interpreter ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,17 +55,20 @@ class WorkThread:
         self._thread.start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return `work()`. When cancelled, what has begun goes on, and nobody has its result; the rest is not done."""
+        """Run `work` on the thread and return its result.
+
+        When cancelled, a job that has begun runs to its end, and its result is dropped. A job that waits is not run.
+        """
         done: Future[T] = Future()
         self._works.put((work, done))
         return await asyncio.wrap_future(done)
 
     def stop(self) -> None:
-        """Take no further work; the thread ends behind what it was given before. Idempotent."""
+        """Let the thread end after the jobs that it has. Idempotent."""
         self._works.put(None)
 
     def close(self) -> None:
-        """Stop, and wait for the end of the thread. Idempotent."""
+        """Stop the thread and wait for its end. Idempotent."""
         self.stop()
         self._thread.join()
 
@@ -74,20 +77,21 @@ class WorkThread:
             work, done = given
             if done.set_running_or_notify_cancel():
                 _do(work, done)
-            del given, work, done  # while it waits for the next one, nothing of this one lives
+            del given, work, done  # do not keep a finished job alive while waiting for the next one
 
 
 def _do(work: Callable[[], T], done: Future[T]) -> None:
     try:
         done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - whoever waits has it
+    except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
         done.set_exception(error)
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """`work()` in a thread; when cancelled, waits for it, so that nothing writes into a directory being removed.
+    """Run `work` in a thread and return its result.
 
-    What has not begun by then is not done.
+    When cancelled, wait for work that has begun, so that it does not write into a directory that is being removed. Work
+    that has not begun is not run.
     """
     is_wanted = True
 

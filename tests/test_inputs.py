@@ -120,7 +120,7 @@ def test_no_parts_beside_tool_calls_are_no_content():
 
 
 @pytest.mark.parametrize("content", [[], ()])
-def test_an_assistants_turn_without_parts_is_one_without_content(content):
+def test_an_assistant_message_with_an_empty_list_has_no_content(content):
     message = {"role": "assistant", "content": content}
     assert parse_messages([message]) == parse_messages([message | {"content": None}])
     for role in ("user", "system", "tool"):
@@ -143,7 +143,7 @@ FOREIGN = [
 ]
 
 
-def test_what_other_servers_take_is_passed_over_with_one_warning_a_key(caplog, monkeypatch):
+def test_keys_of_other_servers_are_ignored_with_one_warning_per_key(caplog, monkeypatch):
     monkeypatch.setattr(unknown_keys, "_told", set())
     plain = [
         {"text": "a"},
@@ -168,7 +168,7 @@ def test_items_and_strict_content_parts_have_no_unknown_keys(part):
     assert parse_inputs([{"text": "a"} | hints]) == [Text("a")]
 
 
-def test_warnings_of_unknown_keys_have_an_end(caplog, monkeypatch):
+def test_the_number_of_warnings_about_unknown_keys_is_limited(caplog, monkeypatch):
     monkeypatch.setattr(unknown_keys, "_told", set())
     parts = [{"text": "a", f"key_{i}": 1, f"{'x' * 10**5}\n{i}": 1} for i in range(1000)]
     parse_messages([{"role": "user", "content": parts}])
@@ -268,7 +268,7 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"image": ["a", "b"]}], r"inputs\[0\].image is of type list"),
         (
             [{"image": "a", "fps": 2}],
-            r"inputs\[0\] has the unknown key 'fps'; .* it takes min_pixels, max_pixels, detail",
+            r"inputs\[0\] has the unknown key 'fps'; .* takes min_pixels, max_pixels, detail",
         ),
         ([{"video": "a", "nframes": 2}], "unknown key 'nframes'"),
         ([{"video": []}], r"inputs\[0\].video is an empty list; a video has at least one frame"),

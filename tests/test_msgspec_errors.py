@@ -1,4 +1,4 @@
-"""No message of msgspec reaches a user: every form of them has words of its own."""
+"""Every form of msgspec's messages, none of which may reach a user."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,17 +18,17 @@ class Thing(msgspec.Struct, forbid_unknown_fields=True):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"", "the JSON breaks off"),
-        (b"{", "the JSON breaks off"),
-        (b'{"number": 1}x', "byte 14 is no part of JSON"),
-        (b"{'number': 1}", "byte 1 is no part of JSON"),
-        (b'{"number": NaN}', "byte 11 is no part of JSON"),
+        (b"", "the JSON is incomplete"),
+        (b"{", "the JSON is incomplete"),
+        (b'{"number": 1}x', "byte 14 is not valid JSON"),
+        (b"{'number': 1}", "byte 1 is not valid JSON"),
+        (b'{"number": NaN}', "byte 11 is not valid JSON"),
         (b"5", "the value must be an object, not an integer"),
         (b'{"number": "1"}', "number must be an integer, not a string"),
         (b'{"number": 1.5}', "number must be an integer, not a number with a fraction"),
         (b"{}", "the value lacks 'number'"),
         (b'{"number": 1, "colour": 2}', "the value has the unknown field 'colour'"),
-        (b'{"number": 1, "name": "b"}', "name is none of the values that are taken"),
+        (b'{"number": 1, "name": "b"}', "name is not one of the allowed values"),
         (b'{"number": 1, "count": 2}', "count is outside its range"),
         (b'{"number": 1, "parts": [{"a": []}]}', "parts[0][...] must be true or false, not a list"),
         (b'{"number": null}', "number must be an integer, not null"),
@@ -51,7 +51,7 @@ def test_values_of_another_type() -> None:
     assert said(10**400, float) == "the value is outside its range"
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_bytes_that_are_not_utf8() -> None:
     with pytest.raises(UnicodeDecodeError) as caught:
         b"a\xff".decode()
     assert in_words(caught.value) == "byte 1 is not UTF-8"

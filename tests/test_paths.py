@@ -1,4 +1,4 @@
-"""Paths are what they were when they were given, wherever the process goes then."""
+"""Relative paths, which are resolved when they are given."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from tests.media_samples import encoded, photograph
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory, which has a checkpoint and a picture."""
+    """A working directory with a checkpoint and a picture."""
     (tmp_path / "tiny").symlink_to(EMBEDDED)
     (tmp_path / "a.jpg").write_bytes(encoded(photograph("chelsea.png", (60, 48))))
     monkeypatch.chdir(tmp_path)
@@ -29,14 +29,14 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def removed(tmp_path, monkeypatch):
-    """The working directory, which was removed."""
+    """A working directory that was removed."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
 
 
-def test_settings_have_absolute_paths_wherever_they_come_from(folder, monkeypatch):
+def test_settings_of_every_source_have_absolute_paths(folder, monkeypatch):
     monkeypatch.setenv("MINDIE_MM_SPOOL", "spool")
     (folder / "settings.toml").write_text('allowed_media_dir = "media"\n')
     found = configuration({"model": Path("tiny")}, Path("settings.toml"))
@@ -46,7 +46,7 @@ def test_settings_have_absolute_paths_wherever_they_come_from(folder, monkeypatc
     assert ServiceConfig(spool=Path("/spool/../other")).spool == Path("/spool/../other"), "links count"
 
 
-def test_what_was_opened_by_a_relative_path_goes_on_elsewhere(folder, monkeypatch):
+def test_a_relative_path_stays_valid_after_a_change_of_directory(folder, monkeypatch):
     checkpoint = Checkpoint.open("tiny")
     with request_directory(Path("spool")) as request, Tokenizer.from_pretrained("tiny") as tokenizer:
         file = DiskArena.create(Path("blocks"), 0, 4096)
@@ -67,8 +67,8 @@ def test_a_path_file_may_be_relative(folder, monkeypatch):
         assert release(folder / "path.txt") == 1
 
 
-def test_a_name_of_the_hub_is_told_from_a_folder(folder):
-    with pytest.raises(UnsupportedCheckpoint, match="Names of Hugging Face's hub are not taken; if Qwen/Qwen2-VL is"):
+def test_a_name_of_the_hub_is_recognized(folder):
+    with pytest.raises(UnsupportedCheckpoint, match="the Hugging Face Hub are not accepted; if Qwen/Qwen2-VL is one"):
         Checkpoint.open(WorkerConfig(model=Path("Qwen/Qwen2-VL")).model)
     with pytest.raises(
         UnsupportedCheckpoint, match=f"^{folder}/tin is no checkpoint directory: it has no config.json$"
@@ -89,13 +89,13 @@ def test_a_name_of_the_hub_is_told_from_a_folder(folder):
     ],
 )
 @pytest.mark.usefixtures("removed")
-def test_a_relative_path_in_a_removed_directory_is_told(take):
+def test_a_relative_path_in_a_removed_directory_is_refused(take):
     with pytest.raises(InputError, match="tiny is a relative path, and the working directory was removed"):
         take("tiny")
 
 
 @pytest.mark.usefixtures("removed")
-def test_in_a_removed_directory_absolute_paths_will_do():
+def test_absolute_paths_work_in_a_removed_directory():
     with Tokenizer.from_pretrained(EMBEDDED) as tokenizer:
         assert len(tokenizer.tokenize([{"text": "a"}])) == 1
 
@@ -104,8 +104,8 @@ def test_in_a_removed_directory_absolute_paths_will_do():
     ("given", "kept"),
     [("plugins:/a:.", "{0}/plugins:/a:{0}"), ("/a:/b/../c", "/a:/b/../c"), ("", ""), ("/a:", "/a:{0}")],
 )
-def test_children_import_from_where_this_process_does(folder, monkeypatch, given, kept):
-    """As site makes of the entries; an empty one is the working directory."""
+def test_children_import_from_the_same_places(folder, monkeypatch, given, kept):
+    """Entries are made absolute as by `site`. An empty entry is the working directory."""
     monkeypatch.setenv("PYTHONPATH", given)
     keep_python_path()
     assert os.environ["PYTHONPATH"] == kept.format(folder)

@@ -94,7 +94,7 @@ def _require_lock(file: BinaryIO, output: Path) -> None:
 
 
 def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
-    """How many answers are there, errors among them, the last one's id; a line that was cut short is removed."""
+    """Return the number of answers, the number of errors among them, and the last id. Remove an incomplete line."""
     rows = errors = whole = 0
     last_id = None
     file.seek(0)

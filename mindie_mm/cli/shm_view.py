@@ -63,9 +63,9 @@ def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str
 
 
 def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
-    """How full /dev/shm is, and how much of that these arenas are."""
+    """Return a line about how full /dev/shm is, and how much of it these arenas use."""
     ours = sum(arena.file_bytes for arena in arenas)
-    total, others = "no limit but the memory", ""
+    total, others = "no size limit", ""
     if space.total_bytes is not None and space.used_bytes is not None and space.free_bytes is not None:
         total = f"{size(space.total_bytes)}, {size(space.free_bytes)} free"
         others = f", {size(max(0, space.used_bytes - ours))} in other files"
@@ -92,7 +92,7 @@ def _or_unlimited(num_bytes: int | None) -> int | str:
 
 
 def states(arena: ArenaInfo) -> str:
-    """Blocks by state: `3 published, 1 filling`."""
+    """Count the blocks by state, such as `3 published, 1 filling`."""
     counts = Counter(block.state for block in arena.blocks)
     return ", ".join(f"{number} {state}" for state, number in sorted(counts.items(), reverse=True)) or "none"
 

@@ -19,84 +19,91 @@ class Device(ABC):
     """One kind of device."""
 
     name: ClassVar[str]
-    """What --device takes."""
+    """Value of --device."""
     memory_share: ClassVar[float]
-    """Share of `free_bytes` that an engine takes beside the weights, unless it is told otherwise."""
+    """Default fraction of `free_bytes` that an engine takes in addition to the weights."""
     kv_block_size: ClassVar[int] = 16
-    """Tokens in a block of the KV cache, unless an engine is told otherwise."""
+    """Default number of tokens in a block of the KV cache."""
     records: ClassVar[bool] = False
-    """Whether work can be recorded and launched again as one."""
+    """Whether work can be recorded and replayed as one launch."""
     kernels: ClassVar[Kernels] = Kernels()
     """Its fused operators."""
     measure_s: ClassVar[float]
-    """About how long an engine may try, at its start, what its work takes, unless it is told otherwise."""
+    """Default time in seconds for measuring memory at the start of an engine."""
 
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """Why it can't be used here, in words for an operator; None if it can."""
+        """Return why the device cannot be used here, for an operator, or None if it can."""
 
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
-        """What of the machine, its files below `root`, serves this kind, and what not; nothing where it is absent."""
+        """Report whether this machine can run the device. `root` is where system files are read.
+
+        Yields nothing if the device is absent.
+        """
         yield from ()
 
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Where tensors go."""
+        """The device of tensors."""
 
     @abstractmethod
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """The dtype that `auto` means for a checkpoint stored as `checkpoint_dtype`."""
+        """Return the dtype that `auto` means for a checkpoint stored as `checkpoint_dtype`."""
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether it has instructions for products in `dtype`; else it takes several times as long as in float32."""
+        """Return whether the device has instructions for products in `dtype`.
+
+        Without them it is several times slower than in float32.
+        """
         return True
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Memory that a model and its cache may still take."""
+        """Return the memory in bytes that a model and its cache may still take."""
 
     @abstractmethod
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Does `work` and returns the most memory that it took at a time, beside what was taken before."""
+        """Run `work` and return the peak memory in bytes that it added."""
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        """Register memory of the host with the driver, which then reads it by itself; False where it does not.
+        """Register host memory with the driver for DMA. Return False if the driver cannot register it.
 
-        Raises nothing: without it the same bytes go another way.
+        Never raises, because an unregistered buffer can be copied in another way.
         """
         return False
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """A copy on the device of `stream`, queued there, of a tensor in memory that `pin` registered."""
+        """Queue a copy to the device of `stream`, from a tensor in memory that `pin` registered. Return the copy."""
         with stream:
             return source.to(stream.device, non_blocking=True)
 
     @classmethod
     def unpin(cls, address: int) -> None:
-        """Takes back what `pin` did at `address`."""
+        """Unregister the memory that `pin` registered at `address`."""
 
     @classmethod
     def record(cls, work: Callable[[], object]) -> Callable[[], object]:
-        """Records what `work` launches: what is returned launches all of that at once, on the same memory.
+        """Record what `work` launches. Return a function that launches all of it at once, on the same memory.
 
-        `work` may be done meanwhile, or not. Only where `records`. RuntimeError where `work` waits for the device,
-        which no recording holds, or memory lacks.
+        Recording may or may not execute `work`. This needs `records`. Raises RuntimeError if `work` waits for the
+        device, which cannot be recorded, or if memory runs out.
         """
         raise NotImplementedError
 
     def prepare(self, module: torch.nn.Module) -> None:
-        """Lays out the weights of a model that is loaded and placed as they are computed with fastest."""
+        """Convert the weights of a loaded and placed model to the fastest layout."""
 
 
 def default_num_threads() -> int:
-    """Return the number of threads to compute with on the host, unless a setting gives it.
+    """Return the default number of host threads for computing.
 
-    OMP_NUM_THREADS and MKL_NUM_THREADS come first, then the CPUs that affinity mask and control group leave.
+    OMP_NUM_THREADS or MKL_NUM_THREADS set it. Otherwise it is the number of CPUs that the affinity mask and the control
+    group allow.
     """
     return torch.get_num_threads() if has_thread_count() else available_cpus()
 

@@ -40,8 +40,8 @@ class CPU(Device):
             return False
         on_x86 = platform.machine() == "x86_64"
         if dtype == torch.float16:
-            return not on_x86 or torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001 - it has no other name
-        # With AVX-512 alone oneDNN takes bfloat16, too, and multiplies in float32.
+            return not on_x86 or torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001 - there is no public name
+        # oneDNN accepts bfloat16 on any AVX-512 processor, but may multiply in float32.
         has = not on_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
         return has and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 

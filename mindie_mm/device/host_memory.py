@@ -26,9 +26,9 @@ _FILES = (
 
 
 def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
-    """Return how many bytes this process may take: the host's free memory, or less if a control group leaves less.
+    """Return how many bytes this process may allocate: the host's free memory, or less if a control group leaves less.
 
-    `mount` and `own` are as in `cgroup.folders`. Raises DeviceError without a /proc.
+    `mount` and `own` are as in `cgroup.folders`. Raises DeviceError if /proc is not mounted.
     """
     with _reading_proc():
         available = psutil.virtual_memory().available
@@ -37,7 +37,7 @@ def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
 
 def _reading_proc() -> AbstractContextManager[None]:
     return os_errors_as(
-        DeviceError, "the host's memory is told by /proc (mount -t proc proc /proc), which cannot be read"
+        DeviceError, "the host's free memory cannot be read from /proc; mount it (mount -t proc proc /proc)"
     )
 
 
@@ -51,15 +51,15 @@ def _left(mount: Path, own: Path) -> Iterator[int]:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that this process took while it did `work`, beside what it had before.
+    """Return the peak memory in bytes that `work` added to this process.
 
-    Where the kernel does not reset the high-water mark, what stays below an earlier mark is not seen. DeviceError
-    without a /proc.
+    If the kernel does not reset the high-water mark, only growth above an earlier mark is measured. Raises DeviceError
+    if /proc is not mounted.
     """
     _trim()
     before = mark = _resident("VmRSS")
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the mark falls to what is resident now
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the mark to the resident size
     except OSError:
         mark = _resident("VmHWM")
     work()

@@ -71,7 +71,7 @@ class NPU(Device):
         try:
             return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
         except RuntimeError as error:  # this CANN has no aclrtHostRegisterV2
-            _log.warning("CANN registers no memory of the host: %s", str(error).partition("\n")[0])
+            _log.warning("CANN cannot register host memory: %s", str(error).partition("\n")[0])
             return False
 
     @classmethod

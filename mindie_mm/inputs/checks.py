@@ -37,12 +37,12 @@ def whole(value: Any) -> Any:
 
 
 def shown(number: float) -> str:
-    """Return a number as errors have it: Python writes out no integer of thousands of digits."""
+    """Return a number for an error message. Python cannot print integers with thousands of digits."""
     if isinstance(number, int) and number.bit_length() > 256:
         return f"an integer of {number.bit_length()} bits"
     return str(number)
 
 
 def type_of(value: Any) -> str:
-    """What an error says of a value's type."""
+    """Describe the type of a value in an error message."""
     return "missing" if value is None else f"of type {type(value).__name__}"

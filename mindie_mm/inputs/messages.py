@@ -21,9 +21,11 @@ _BETWEEN_VALUES = ",[{"
 
 
 def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Message]:
-    """Return chat messages, OpenAI or Hugging Face style. InputError names the message, the part and the limit.
+    """Parse chat messages in OpenAI or Hugging Face style. `strict` is as in `parse_inputs`.
 
-    `strict` as in `parse_inputs`.
+    Raises:
+        InputError: A message is wrong. The error names the message, the part and the limit.
+
     """
     require_list(messages, "messages")
     parsed: list[Message] = []
@@ -44,7 +46,7 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
         raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if role == "assistant" and isinstance(content, list | tuple) and not content:
-        content = None  # as some clients write a turn of calls alone, or one without an answer
+        content = None  # some clients send this for a turn with only tool calls, or without an answer
     if isinstance(content, str):
         require_unicode(content, f"{where}.content")
     elif content is not None:

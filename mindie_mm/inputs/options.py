@@ -29,14 +29,16 @@ _MAX_SAMPLING_RATE = 768_000
 
 
 def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: bool) -> MediaOptions:
-    """Return what is `given` beside the source of an item, but for keys that `pass_over` passes over.
+    """Parse the options of an item, that is, its keys other than the source. Ignore keys as `pass_over` does.
 
-    InputError for what its kind does not take, or beyond its limits.
+    Raises:
+        InputError: The kind of the item does not take an option, or a value is wrong.
+
     """
     allowed = _OPTIONS[kind]
-    known = ", ".join(allowed) + (", which is of an array of samples alone" if kind == "audio" else "")
+    known = ", ".join(allowed) + (", and only with an array of samples" if kind == "audio" else "")
     unknown = [name for name in given if name not in allowed]
-    pass_over(unknown, where, f"an item of kind {kind}: it takes {known}", strict=strict)
+    pass_over(unknown, where, f"an item of kind {kind} takes {known}", strict=strict)
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in allowed:

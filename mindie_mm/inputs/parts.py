@@ -33,19 +33,21 @@ _MAX_LISTED_IN_ALL = 2**15
 _MAX_SCHEME = 65
 """Characters of a scheme with its colon."""
 _JPEG_FRAMES = "data:video/jpeg;base64,"
-"""What vLLM's URL of frames begins with; their base64 follows, with commas between them."""
+"""Prefix of vLLM's URL of frames. The frames follow as base64, separated by commas."""
 
 
 def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Validate a `List[Dict]` and return its items. InputError names the index, the key and the limit.
+    """Parse the items of a `List[Dict]`, in order. Unknown keys are refused.
 
-    Unknown keys are refused. Chats' content parts are more lenient, as `parse_parts` says.
+    Raises:
+        InputError: An item is wrong. The error names its index, the key and the limit.
+
     """
     return list(parse_parts(inputs, "inputs", strict=True))
 
 
 def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool = False) -> tuple[Item, ...]:
-    """Return the items of a list of dicts that errors call `where`. InputError; else as `parse_inputs`."""
+    """Parse a list of dicts as `parse_inputs`. Errors call it `where`."""
     require_list(parts, where)
     items: list[Item] = []
     num_frames = 0

@@ -8,16 +8,16 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs.checks import require_unicode
 from mindie_mm.inputs.items import Item, Media, Text
 
-# Possessive, so that a long run without its end is given up at once.
+# Possessive quantifiers, so that a long run without its end fails without backtracking.
 _IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,\s*+[A-Za-z0-9+/=][A-Za-z0-9+/=\s]*+)">', re.ASCII)
 
 
 def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
-    """Return the items of a prompt in text-generation-webui's form.
+    """Parse a prompt of text-generation-webui into items.
 
-    `<img src="data:image/jpeg;base64,...">` is a picture, exactly so but for white space in the base64. Whatever
-    differs otherwise is text. The base64 is not decoded here.
-    Raises LimitExceeded at the first picture above `max_images`.
+    `<img src="data:image/jpeg;base64,...">`, spelled exactly so, is a picture. White space in the base64 is allowed.
+    Everything else is text. The base64 is not decoded here. Raises LimitExceeded at the first picture above
+    `max_images`.
     """
     items: list[Item] = []
     stop = 0

@@ -136,7 +136,10 @@ class InternVLProcessor(Processor):
         return Plan(tiles * self._tile_features, specs, settings, write, grid=(tiles,))
 
     def _sample(self, total: int, count: int) -> list[int]:
-        """Indices of about `count` of `total` frames, ascending: from the middle of the first part, or as stated."""
+        """Return ascending indices of about `count` of `total` frames.
+
+        The first one is the middle of the first part, or the configured shift.
+        """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
             raise InputError(f"the video has {total} frames, none behind the initial_shift of {self._shift}")

@@ -210,7 +210,10 @@ class Molmo2Processor(Processor):
         )
 
     def _sample(self, video: Video, fps: float, options: MediaOptions) -> Tensor:
-        """int32, ascending: indices of the frames taken of a video of rate `fps`. InputError, LimitExceeded."""
+        """Return ascending int32 indices of the frames to take from a video of rate `fps`.
+
+        Raises InputError or LimitExceeded.
+        """
         check_asked(video, options)
         total = video.num_frames
         seconds = total / fps

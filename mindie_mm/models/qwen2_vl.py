@@ -342,11 +342,11 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
 
 
 def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -> list[int]:
-    """Indices of the frames taken from a video of `num_frames` frames at `fps`, ascending, evenly spread.
+    """Return ascending, evenly spread indices of the frames to take from a video of `num_frames` frames at `fps`.
 
-    As many as `settings.num_frames`, or as `settings.fps` (2.0 where the checkpoint says nothing) comes to within
-    min_frames and max_frames; a whole number of temporal patches, where the video is that long. With `fps` None all
-    are taken, up to max_frames. InputError.
+    Their number is `settings.num_frames`, or follows from `settings.fps` (2.0 if the checkpoint has none) within
+    min_frames and max_frames. It is a multiple of the temporal patch size if the video is long enough. With `fps` None
+    all frames are taken, up to max_frames. Raises InputError.
     """
     temporal = settings.temporal_patch_size
     most = settings.max_frames // temporal * temporal

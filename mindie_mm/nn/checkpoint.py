@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
-"""The checkpoint that comes with the package."""
+"""Directory of the embedded checkpoint."""
 
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""owner/name, as repositories of a hub are called; a relative path may look like it."""
+"""Pattern of a repository on the Hugging Face Hub, owner/name. A relative path may match it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,32 @@ class Checkpoint:
     """A checkpoint directory and its parsed config.json."""
 
     path: Path
-    """The directory, absolute."""
+    """Absolute path of the directory."""
     config: Mapping[str, Any]
     """config.json."""
     _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
-    """What `json` has read: a tokenizer.json takes a second."""
+    """Files that `json` has read. A tokenizer.json takes a second to parse."""
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:
-        """Read config.json of `path` (None: the embedded one); UnsupportedCheckpoint if there is none. InputError."""
+        """Open a checkpoint and read its config.json. None opens the embedded checkpoint.
+
+        Raises:
+            UnsupportedCheckpoint: There is no readable config.json, or the name of the directory is not UTF-8.
+            InputError: The path is relative, and the working directory was removed.
+
+        """
         root = absolute(path) if path is not None else EMBEDDED
         _require_utf8(root)
         file = root / "config.json"
         if not _is_file(file):
             said = f"{root} is no checkpoint directory: it has no config.json"
-            # Settings hold the path absolute, whatever was given.
+            # Settings make the path absolute, so recover the relative one that may have been given.
             relative = str(root).removeprefix(f"{working_directory()}/")
             if _REPOSITORY.fullmatch(relative) and not root.exists():
                 said += (
-                    f". Names of Hugging Face's hub are not taken; if {relative} is one, fetch its files and name "
-                    f"their folder: hf download {relative} --local-dir {root.name}"
+                    f". Names of the Hugging Face Hub are not accepted; if {relative} is one, download it and give its "
+                    f"folder: hf download {relative} --local-dir {root.name}"
                 )
             raise UnsupportedCheckpoint(said)
         return cls(root, _read(file))
@@ -102,12 +108,12 @@ class Checkpoint:
 
 
 def _require_utf8(root: Path) -> None:
-    """UnsupportedCheckpoint unless the libraries that read a checkpoint find it: they take its name as UTF-8."""
+    """Raise UnsupportedCheckpoint if the name of the directory is not UTF-8. Libraries that read it require UTF-8."""
     name = os.fsencode(root)
     if str(root).encode(errors="replace") != name:
         raise UnsupportedCheckpoint(
-            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or file names of this process are not: "
-            "rename it, or start Python with PYTHONUTF8=1"
+            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not encode file names so; "
+            "rename the directory, or start Python with PYTHONUTF8=1"
         )
 
 

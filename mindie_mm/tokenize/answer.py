@@ -13,7 +13,7 @@ from mindie_mm.tokenize.tokenizer import Tokenizer
 
 
 def answer(tokenizer: Tokenizer, request: TokenizeRequest) -> Prompt:
-    """Return the prompt of `request`; errors as Tokenizer."""
+    """Return the prompt of `request`. Errors are those of Tokenizer."""
     given = [name for name in ("messages", "items", "text") if getattr(request, name) is not None]
     if len(given) != 1:
         raise InputError(f"a request has exactly one of messages, items and text; found {given or 'none'}")

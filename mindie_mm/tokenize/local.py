@@ -1,4 +1,4 @@
-"""The tokenizer stage in the caller's own process: what the pool does, with no process to start."""
+"""The tokenizer stage on a thread of the caller's process, in place of the pool's processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mindie_mm.tokenize.wires import NativeWire
 
 
 class LocalTokenizer:
-    """One tokenizer on a thread; its inputs may hold what only this process has, such as PIL images."""
+    """One tokenizer on a thread. Its inputs may hold objects of this process, such as PIL images."""
 
     def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
-        """For `start`."""
+        """Hold a tokenizer and its thread. Use `start` to create them."""
         self._tokenizer = tokenizer
         self.shown_tokens = tokenizer.shown_tokens
         """As `Tokenizer.shown_tokens`."""
@@ -32,16 +32,16 @@ class LocalTokenizer:
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Read the checkpoint and make the arena; UnsupportedCheckpoint, SharedMemoryError.
+        """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError.
 
-        The caller's memory is not limited: `max_decode_bytes` counts for processes alone.
+        `max_decode_bytes` does not apply, because it would limit the caller's own memory.
         """
         make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
         wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
         read = partial(Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media)
         thread = WorkThread("mindie_mm-tokenizer")
         try:
-            await thread.run(partial(collect, [default_spool()]))  # no service runs here that would do it in time
+            await thread.run(partial(collect, [default_spool()]))  # no service does this periodically here
             wire.open()
             return cls(await thread.run(read), thread)
         except BaseException:
@@ -51,22 +51,22 @@ class LocalTokenizer:
 
     @property
     def pids(self) -> list[int]:
-        """The caller's own process."""
+        """Process id of the caller's process."""
         return [os.getpid()]
 
     @property
     def restarts(self) -> Restarts:
-        """None, ever."""
+        """Always zero."""
         return Restarts(0, 0)
 
     def check(self) -> None:
         """Nothing: it lives as long as its caller."""
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The request's prompt; errors as Tokenizer."""
+        """Return the request's prompt. Errors are those of Tokenizer."""
         return await self._thread.run(partial(answer, self._tokenizer, request))
 
     async def close(self) -> None:
-        """Wait for the item in work, then remove the arena."""
+        """Wait for the request in progress, then remove the arena."""
         self._thread.close()
         self._tokenizer.close()

@@ -14,9 +14,9 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to tokenise, given as exactly one of `messages`, `items` and `text`.
+    """One prompt to tokenize, given as exactly one of `messages`, `items` and `text`.
 
-    Media sources are those of `mindie_mm.inputs`; to another process, paths, URLs and bytes alone can go.
+    Media sources are those of `mindie_mm.inputs`. Only paths, URLs and bytes can be sent to another process.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -26,13 +26,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     """Plain text, no template."""
     chat: bool = True
-    """`items` as one user turn through the chat template where the checkpoint has one; else one after another."""
+    """Format `items` as one user turn of the checkpoint's chat template, if it has one. False: join them."""
     path_file: str = ""
-    """The request's path file; only a prompt without media can go without."""
+    """Path file of the request. Only a prompt without media needs none."""
     folder: str = ""
-    """Directory that relative paths of media are seen from; empty: the tokenizer's working directory."""
+    """Directory for relative paths of media. Empty: the tokenizer's working directory."""
     add_generation_prompt: bool = True
-    """End the chat with the head of the assistant's turn."""
+    """End the chat with the beginning of the assistant's turn."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()

@@ -82,11 +82,11 @@ class Planner:
         return PlannedItem(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, data)
 
     def _under_caps(self, plan: Plan) -> Plan:
-        """`plan`, whose preprocessing is under the caps, too: frames handed in are opened anew for it.
+        """Return `plan` with the caps applied to its preprocessing, which opens frames that are images again.
 
-        Another background than the usual one makes other arrays of pictures, which are named by their settings.
+        A background other than the default becomes part of the settings, because it changes the arrays of pictures.
         """
-        counted = replace(self._caps, max_request_pixels=sys.maxsize)  # all of them were, as they were planned
+        counted = replace(self._caps, max_request_pixels=sys.maxsize)  # planning has counted all pixels
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             with under(counted):

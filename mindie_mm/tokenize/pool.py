@@ -28,16 +28,16 @@ _STARTING = "others are being started"
 _CLOSED = "the tokenizer pool is closed"
 
 GIVEN_UP_S = 5.0
-"""How long a process may go on working on a request that nobody waits for any more.
+"""Maximum time in seconds that a process may continue to work on a cancelled request before it is killed.
 
-It looks at each packet of a video or a sound; one large picture may take longer, and others wait for the process. Less
-would cost more: with the process goes its arena, and what the engine has not yet attached of it is made anew.
+A process checks for cancellation at each packet of a video or a sound, but not within a picture. Killing it also loses
+its arena, and requests whose blocks the engine has not attached yet are tokenized again.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request, waiting for a process or in work."""
+    """A request that waits for a process or is in progress."""
 
     message: bytes
     prompt: asyncio.Future[Prompt]
@@ -45,23 +45,23 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """One tokenizer process, from its readiness to its death. It has one request at a time."""
+    """One ready tokenizer process. It handles one request at a time."""
 
     child: Child
     job: _Job | None = None
-    """What it has in work."""
+    """Request in progress."""
     ended: bool = False
-    """Whether it was killed over a request that was given up, and not died over one."""
+    """Whether the pool has killed the process because of a cancelled request."""
     _grace: asyncio.TimerHandle | None = None
-    """Runs while the request in work is one that was given up."""
+    """Timer that runs while the request in progress is cancelled."""
 
     def given_up(self) -> None:
-        """The caller of the request in work was cancelled."""
+        """Record that the caller of the request in progress was cancelled."""
         self.child.cancel()
         self._grace = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._end)
 
     def finish(self) -> asyncio.Future[Prompt] | None:
-        """What the caller of the request in work, if there is one, waits for: it is in work no longer."""
+        """End the request in progress. Return the future that its caller awaits, or None if there is no request."""
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
@@ -76,32 +76,32 @@ class _Process:
 
 
 class TokenizerPool:
-    """Tokenizer processes, each with an arena of its own; a dead one fails the request in work and is started again."""
+    """Tokenizer processes, each with its own arena. If one dies, its request fails and the process is restarted."""
 
     def __init__(self, model_path: Path, config: WorkerConfig) -> None:
         self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
         self._processes: list[_Process] = []
-        """Processes that take requests."""
+        """Processes that accept requests."""
         self._dying: list[_Process] = []
-        """Processes that take none yet, or no more, and are not reaped."""
+        """Processes that start or end, and accept no requests."""
         self._keepers: list[asyncio.Task[None]] = []
         self._starters: list[Starter] = []
         self._waiting: deque[_Job] = deque()
-        """Requests that no process has in work, in the order in which they came."""
+        """Requests that wait for a process, in order of arrival."""
         self._patience: asyncio.TimerHandle | None = None
-        """Runs while they wait and no process takes requests."""
+        """Timer that runs while requests wait and no process accepts requests."""
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
         self.shown_tokens: list[str] = []
-        """As `Tokenizer.shown_tokens`; known once a process is ready."""
+        """As `Tokenizer.shown_tokens`. Known when a process is ready."""
         self._why_down = _STARTING
         self._closed = False
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Starts `config.num_tokenizers` processes that read `model_path`, each with an arena.
+        """Start `config.num_tokenizers` processes that read `model_path`, each with an arena.
 
-        Raises what the first failing process raised: UnsupportedCheckpoint, SharedMemoryError, ProcessDied.
+        Raises the error of the first process that fails: UnsupportedCheckpoint, SharedMemoryError or ProcessDied.
         """
         pool = cls(model_path, config)
         try:
@@ -121,20 +121,25 @@ class TokenizerPool:
 
     @property
     def restarts(self) -> Restarts:
-        """How often processes were started in place of dead ones, and tries at it that failed."""
+        """Counts of restarts and of failed attempts."""
         return Restarts.of(self._starters)
 
     def check(self) -> None:
-        """ProcessDied while no process takes requests."""
+        """Raise ProcessDied if no process accepts requests."""
         if not self._processes:
             raise ProcessDied(f"no tokenizer process is alive; {self._why_down}")
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The prompt of `request`, from the first process that is free; waits for one while none is alive.
+        """Tokenize `request` with the first free process. Wait for a process if none is alive.
 
-        Raises what the tokenizer raised (InputError and below, ArenaFull), and ProcessDied. On cancellation a request
-        that no process has begun is dropped, and a process that has it in work is told. The blocks of one that is whole
-        by then are freed when its prompt arrives; a process that works on it for GIVEN_UP_S more is killed.
+        A cancelled request is dropped if no process has begun it. Otherwise its process is told to cancel it, and is
+        killed if it works on the request for GIVEN_UP_S more. If a prompt still arrives, its blocks are freed.
+
+        Raises:
+            InputError: The request is wrong.
+            ArenaFull: The arena has no room for the request's media.
+            ProcessDied: The process died, no process came up in time, or the pool is closed.
+
         """
         if self._closed:
             raise ProcessDied(_CLOSED)
@@ -152,7 +157,7 @@ class TokenizerPool:
             raise
 
     async def close(self) -> None:
-        """Stops every process; what is pending fails with ProcessDied."""
+        """Stop all processes. Pending requests fail with ProcessDied."""
         self._closed = True
         self._fail_waiting(_CLOSED)
         for keeper in self._keepers:
@@ -162,7 +167,7 @@ class TokenizerPool:
         await asyncio.gather(*map(self._bury, [*self._processes, *self._dying]))
 
     def _hand_out(self) -> None:
-        """Give those that wait to processes that are free; where none is alive, they wait for one as Starter says."""
+        """Pass waiting requests to free processes. If no process is alive, set a timer by `Starter.patience_s`."""
         for process in self._processes:
             if self._waiting and process.job is None and not process.ended:
                 process.job = self._waiting.popleft()
@@ -183,11 +188,11 @@ class TokenizerPool:
         self._hand_out()
 
     async def _start_process(self) -> _Process:
-        await asyncio.to_thread(collect)  # what earlier processes left may take the room of the new arena
+        await asyncio.to_thread(collect)  # arenas of dead processes may take the new arena's space
         process: _Process | None = None
         try:
             process = _Process(await Child.start(_MODULE, self._setup))
-            self._dying.append(process)  # until it is ready: whoever is cancelled here leaves it to `close`
+            self._dying.append(process)  # until it is ready, so that `close` ends it if this is cancelled
             ready = await process.child.ready(Ready, "a tokenizer process")
         except Exception as error:
             self._why_down = f"the last one did not start: {error}"
@@ -203,19 +208,19 @@ class TokenizerPool:
         return process
 
     async def _keep(self, process: _Process, starter: Starter) -> None:
-        """Serves `process`, and its successors, until cancelled."""
+        """Serve `process` and its successors until cancelled."""
         while True:
             with logged(f"tokenizer process {process.child.pid} cannot be served"):
                 await self._receive(process, starter)
             with logged(f"tokenizer process {process.child.pid} cannot be ended"):
                 await self._bury(process)
             if process.ended:
-                starter.proved()  # it was the request's doing: no pause before the next one starts
+                starter.proved()  # the request was the cause, so the next process starts without a pause
             _log.warning("tokenizer process %d died with status %s", process.child.pid, process.child.status)
             process = await starter.again(self._start_process)
 
     async def _bury(self, process: _Process) -> None:
-        """Ends and reaps a process, and fails what it has in work. Once more, if it was cancelled in between."""
+        """End and reap a process, and fail its request. May be called again if it was cancelled."""
         if process in self._processes:
             self._processes.remove(process)
             self._dying.append(process)
@@ -231,7 +236,7 @@ class TokenizerPool:
         self._dying.remove(process)
 
     async def _receive(self, process: _Process, starter: Starter) -> None:
-        """Hands replies to their callers until the process dies."""
+        """Pass replies to their callers until the process dies."""
         while True:
             try:
                 reply = self._decoder.decode(await process.child.channel.recv())

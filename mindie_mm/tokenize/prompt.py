@@ -54,7 +54,7 @@ class Prompt:
         return ids
 
     def refs(self) -> Iterator[Ref]:
-        """The blocks that its words name, on the native wire: one a media item, in order. CorruptReference."""
+        """Yield the block of each media item, in order, on the native wire. Raise CorruptReference."""
         for span in self.spans:
             own = self.ids[span.start : span.stop]
             words = own[own < 0][:2].tolist()
@@ -68,20 +68,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """What bounds a prompt, what stands around it, and who shares what is kept of it."""
+    """Options of a prompt: its length, its special tokens, and who shares its cached media."""
 
     max_prompt_tokens: int = 0
-    """Most tokens of it, 0 for no limit; ContextLengthExceeded, before any media is preprocessed."""
+    """Maximum number of tokens, or 0 for no limit. A longer prompt raises ContextLengthExceeded before any media is
+    preprocessed."""
     truncate: bool = False
-    """Rather than refuse a longer one, drop its oldest text and whole media items."""
+    """Shorten a longer prompt by its oldest text and whole media items, instead of refusing it."""
     cache_salt: str = ""
-    """Media of prompts with another salt have other digests: no cache finds the one by the other."""
+    """Salt of the digests of media. Prompts with different salts share no cached media."""
     add_special_tokens: bool = True
-    """Put around a text without media and template what the tokenizer, or the family, puts there, such as a BOS."""
+    """Add special tokens of the tokenizer or family, such as BOS, to a text without media and without a template."""
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
-    """`prompt` with the words of each span on its first slots; an item with fewer takes the first of them."""
+    """Return `prompt` with the words of each item in the first slots of its span, as many as there are slots."""
     ids = prompt.ids.copy()
     for span, item_words in zip(prompt.spans, words, strict=True):
         own = ids[span.start : span.stop]

@@ -122,10 +122,10 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _pattern(control: Sequence[str], beginnings: Collection[str]) -> re.Pattern[str]:
-    """Matches the first character of each control token in a text, and of what its end may begin.
+    """Return a pattern for the first character of each control token, and of an incomplete one at the end of a text.
 
-    The latter, with any blanks behind it that a template may strip, would become a token if the template put the
-    right text behind it.
+    An incomplete token, perhaps before blanks that a template strips, would become a token if the template appended
+    the rest of it.
     """
     ends = "|".join(map(re.escape, sorted(sorted(beginnings), key=len, reverse=True)))
     tokens = "|".join(map(re.escape, control))

@@ -84,7 +84,7 @@ class TextEncoder:
         # What no piece of the vocabulary spells is the unknown token, which is text.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         self._control = _one_of(frozenset(self._control_ids))
-        # A marker stands for an item also where it is no token: a caller's text must not make one.
+        # A marker stands for an item even if it is no token, so a caller's text must not contain one.
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
         self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
         self._spelling = ControlSpelling(self._spelled)
@@ -188,7 +188,7 @@ class TextEncoder:
         return ids if whole or not places else ids[places[0] : places[-1] + 1]
 
     def encode(self, rendered: Rendered) -> Encoded:
-        """Ids, between what the tokenizer puts around a text, such as a BOS, unless the text begins with it."""
+        """Return the ids, with the tokenizer's special tokens, such as BOS, unless the text begins with them."""
         if rendered.restore:
             plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
             if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # what was escaped spells nothing
@@ -198,7 +198,7 @@ class TextEncoder:
         return self._remembered(rendered.text, tuple(rendered.items))
 
     def bare_ids(self, rendered: Rendered) -> Sequence[int]:
-        """Ids without what the tokenizer puts around a text."""
+        """Return the ids without the special tokens that the tokenizer adds."""
         ids, ahead = self.encode(rendered).ids, len(self._prefix)
         return ids[ahead : len(ids) - len(self._suffix)] if [*ids[:ahead]] == self._prefix else ids
 

@@ -57,9 +57,9 @@ _Args = ParamSpec("_Args")
 
 
 def _counting_anew(make: Callable[_Args, Prompt]) -> Callable[_Args, Prompt]:
-    """Have a prompt made once more where a video turned out to have other frames than its packets told.
+    """Decorate a method to make its prompt a second time after FramesMiscounted.
 
-    The second time its frames are decoded to be counted, so that every family samples the same ones.
+    The second time, videos are decoded to count their frames, so that the sampled frames depend on the true count.
     """
 
     @wraps(make)
@@ -231,9 +231,9 @@ class Tokenizer:
         *,
         chat: bool = True,
     ) -> Prompt:
-        """The prompt of `items` as one user turn; without `chat`, or a chat template, of `items` one after another.
+        """Return the prompt of `items` as one user turn. Without `chat` or a chat template, join the items.
 
-        InputError where what is for a template would go through none.
+        Raises InputError if there are variables for a template but no template is used.
         """
         if chat and self.has_template:
             messages = [Message("user", tuple(items))]
@@ -244,9 +244,9 @@ class Tokenizer:
 
     @_counting_anew
     def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
-        """The prompt of ids with one placeholder for each of `media`, none where the family inserts them.
+        """Return the prompt of ids with one placeholder per media item, or with none if the family inserts them.
 
-        TokenOutOfRange for what is no token id; whether it is below the model's vocabulary is the engine's to say.
+        Raises TokenOutOfRange for an id that is not a token id. The engine checks that ids are in the vocabulary.
         """
         ids = [_token_id(index) for index in ids]
         planned = self._plan(media)
@@ -254,9 +254,9 @@ class Tokenizer:
         return self._prompt(encoded, planned, path_file)
 
     def close(self) -> None:
-        """Removes the arena that this tokenizer made; segments go when their path file is released. Idempotent.
+        """Remove the arena that this tokenizer made. Idempotent.
 
-        From then on it takes no input (InputError).
+        MindIE segments remain until their path file is released. Later calls raise InputError.
         """
         self._closed = True
         self._wire.close()
@@ -301,7 +301,7 @@ class Tokenizer:
         return put_words(prompt, self._preprocess(kept, path_file, options.cache_salt))
 
     def _bounded(self, prompt: Prompt, options: PromptOptions) -> Prompt:
-        """Return the prompt within its limit. ContextLengthExceeded."""
+        """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
         if not 0 < options.max_prompt_tokens < len(prompt):
             return prompt
         if not options.truncate:
@@ -311,7 +311,7 @@ class Tokenizer:
         return truncate(prompt, options.max_prompt_tokens)
 
     def _preprocess(self, planned: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
-        """The words of each item, now in shared memory; on any failure nothing of them stays there."""
+        """Write the items to shared memory and return the words of each. On any failure, free all of them."""
         if not planned:
             return []
         if path_file is None and self._wire.needs_path_file:

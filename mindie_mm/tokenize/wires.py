@@ -39,18 +39,18 @@ class Wire(ABC):
     def store(
         self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        """Allocates, writes and publishes an item; its words. What frees it again is pushed on `undo`.
+        """Allocate, write and publish an item, and return its words. Push a callback that frees it on `undo`.
 
-        `digest` computes what names the content, for a wire that carries it.
-        Raises what `plan.write` raises, ArenaFull, SharedMemoryError.
+        `digest` computes the digest of the content, for a wire that carries it. Raises ArenaFull, SharedMemoryError and
+        the errors of `plan.write`.
         """
 
     def close(self) -> None:
-        """Gives up what is the wire's own. Idempotent."""
+        """Release the wire's own resources. Idempotent."""
 
 
 class NativeWire(Wire):
-    """One block an item: a name word and a shape word; where there is one slot, the name word will do."""
+    """A wire with one block per item. An item has a name word and a shape word, or only the name word in one slot."""
 
     def __init__(
         self,
@@ -58,18 +58,24 @@ class NativeWire(Wire):
         preprocessed: Preprocessed | None = None,
         make: Callable[[], Arena] | None = None,
     ) -> None:
-        """Without `arena` it has one made at the first item, to be removed on `close` or when the process ends well.
+        """Create a wire over `arena`, or over its own arena.
 
-        `make` makes it, None: one of ARENA_BYTES. Where there is no room, what killed processes left is reclaimed. Its
-        own arena is replaced should another program take it away, as systemd-logind does when the user logs out
-        (RemoveIPC). `preprocessed` saves what comes again; None: nothing.
+        Its own arena is made at the first item, and removed on `close` or at a normal exit. If there is no room for it,
+        memory of killed processes is reclaimed first. It is replaced if another program removes it, as systemd-logind
+        does when the user logs out (RemoveIPC).
+
+        Args:
+            arena: Arena to use. None: the wire makes its own.
+            preprocessed: Cache of preprocessed media. None: no cache.
+            make: Function that makes the wire's own arena. None: make one of ARENA_BYTES.
+
         """
         self._arena, self._is_own = arena, arena is None
         self._make = make or partial(Arena.create, ARENA_BYTES)
         self._preprocessed = preprocessed or Preprocessed()
 
     def open(self) -> Arena:
-        """Return the arena, made if there is none yet, or not any more. SharedMemoryError."""
+        """Return the arena. Make it first if there is none or the last one is lost. Raise SharedMemoryError."""
         if self._is_own and self._arena is not None and self._arena.lost:
             self.close()
         if self._arena is None:
@@ -112,7 +118,7 @@ class NativeWire(Wire):
 
 
 class DiskWire(Wire):
-    """As the native wire, but for a file on disk, which outlives its writer and is nobody's to free."""
+    """A wire like the native one over a file on disk, which outlives its writer and is never freed."""
 
     needs_path_file: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Every text file is UTF-8, whatever the locale; so is what commands print."""
+"""Encodings in a locale other than UTF-8. Text files and the output of commands are UTF-8 in any locale."""
 
 import json
 import os
@@ -27,7 +27,7 @@ with Tokenizer.from_pretrained(sys.argv[1]) as tokenizer:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Variables of a locale that is not UTF-8, made where none is installed; POSIX's where that cannot be done."""
+    """Return the variables of a locale that is not UTF-8. Build one if none is installed, or else use POSIX."""
     folder = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is not None:
         command = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", folder / LOCALE]
@@ -38,7 +38,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """One whose template is not ASCII."""
+    """A checkpoint whose chat template is not ASCII."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     shutil.copytree(TINY, folder)
     template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
-    """It is not begun anew in UTF-8 mode, as a command is."""
+    """Unlike a command, a script is not restarted in UTF-8 mode."""
     command = [sys.executable, "-c", IDS, str(checkpoint)]
     said = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=True)
     with Tokenizer.from_pretrained(checkpoint) as tokenizer:
@@ -56,7 +56,7 @@ def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
 
 
 def test_settings_and_names_of_files(environment, tmp_path):
-    """It ends where it cannot listen: the log begins with the settings by then."""
+    """The service fails to listen, after it has logged the settings."""
     (tmp_path / "模型.toml").write_text('served_model_name = "模型"\n', encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [BIN, "serve", TINY, "--config", "模型.toml", "--spool", "spool", "--port", taken.getsockname()[1]]
@@ -68,7 +68,7 @@ def test_settings_and_names_of_files(environment, tmp_path):
     assert 'served_model_name = "模型" (模型.toml)' in said
 
 
-def test_text_on_the_command_line_is_as_the_locale_has_it(environment, tmp_path):
+def test_text_on_the_command_line_is_decoded_with_the_locale(environment, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [BIN, "serve", "--served-model-name", "Grüße", "--spool", "spool", "--port", taken.getsockname()[1]]
         ended = subprocess.run(
@@ -84,4 +84,4 @@ def test_text_on_the_command_line_is_as_the_locale_has_it(environment, tmp_path)
         assert 'served_model_name = "Grüße"' in said
     else:
         assert ended.returncode == 2
-        assert "it is text neither in UTF-8 nor in the locale's encoding" in said
+        assert "it is encoded neither in UTF-8 nor in the locale's encoding" in said

@@ -50,7 +50,7 @@ def test_registered_memory_is_read(kind, pages):
 
 
 def lacking(*_, **__):
-    """What torch_npu says where CANN has no such function, and torch where its runtime cannot be asked."""
+    """Raise like torch_npu when CANN lacks the function, and like torch when its runtime cannot be called."""
     raise RuntimeError("Failed to find function aclrtHostRegisterV2\n[ERROR] ...")
 
 
@@ -61,10 +61,10 @@ def test_an_npu_whose_cann_cannot_register_refuses(pages, monkeypatch, caplog, l
     monkeypatch.setattr(npu, "_npu", lambda: SimpleNamespace(npurt=runtime))
     monkeypatch.setattr(npu, "registers", lambda _: True)
     assert NPU.pin(pages.data_ptr(), pages.nbytes) is False
-    assert caplog.messages == ["CANN registers no memory of the host: Failed to find function aclrtHostRegisterV2"]
+    assert caplog.messages == ["CANN cannot register host memory: Failed to find function aclrtHostRegisterV2"]
 
 
-def test_a_gpu_whose_runtime_cannot_be_asked_refuses(pages, monkeypatch):
+def test_a_gpu_whose_runtime_cannot_be_called_refuses(pages, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lacking)
     monkeypatch.setattr(torch, "zeros", lacking)
     assert CUDA.pin(pages.data_ptr(), pages.nbytes) is False

@@ -1,6 +1,6 @@
-"""What is said where weights are in a dtype that the processor has no instructions for.
+"""Warnings about weights in a dtype for which the processor has no instructions.
 
-What a processor has is oneDNN's to say, which is told to pass over instructions when it is loaded.
+oneDNN decides which instructions it uses. A variable makes it ignore some of them when it is loaded.
 """
 
 import os
@@ -29,7 +29,7 @@ _load(Start(None, engine), ALONE)
 """
 
 
-def test_it_is_said_at_the_start_of_an_engine_and_by_doctor():
+def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
@@ -45,11 +45,11 @@ def test_it_is_said_at_the_start_of_an_engine_and_by_doctor():
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported(), reason="no such processor"
 )
-def test_nothing_is_said_where_there_are_instructions():
+def test_there_is_no_warning_if_the_processor_has_instructions():
     assert slow_dtype(torch.nn.Linear(2, 2, dtype=torch.bfloat16)) is None
 
 
-def test_nothing_is_said_of_32_bits():
+def test_there_is_no_warning_about_32_bits():
     module = torch.nn.Linear(2, 2)
     assert slow_dtype(module) is None
     assert open_device("cpu").multiplies(torch.float32)

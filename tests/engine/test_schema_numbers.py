@@ -80,7 +80,7 @@ def test_no_other_number_is_accepted(
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"const": 1234567890123456789}, "has 1234567890123456789 in const, which"),
+        ({"const": 1234567890123456789}, "has 1234567890123456789 in const;"),
         ({"enum": [9007199254740993]}, "has 9007199254740993 in enum"),
         ({"const": -(2**63)}, "has -9223372036854775808 in const"),
         ({"const": 2**64 - 1}, "has 18446744073709551615 in const"),
@@ -96,7 +96,7 @@ def test_no_other_number_is_accepted(
         ({"type": "integer", "multipleOf": 2**53 + 1}, "has multipleOf 9007199254740993, the limit is 429496729"),
         ({"type": "string", "minLength": 2**40}, "has minLength 1099511627776, the limit is"),
         ('{"maximum": 1e400}', "1e400 is not a finite number"),
-        ('{"maximum": NaN}', "it holds NaN"),
+        ('{"maximum": NaN}', "NaN is not a finite number"),
         ('{"const": 1%s}' % ("0" * 4200), "has an integer of 13953 bits in const"),
         ('{"const": 1%s}' % ("0" * 5000), "is not valid JSON: an integer has more than 4300 digits"),
         ("[" * 5000 + "]" * 5000, "nests too deeply"),

@@ -43,7 +43,7 @@ def test_an_unlimited_dev_shm_is_usable_and_shown_as_unlimited(tmp_path: Path) -
     whole = "with Arena.create(1 << 20) as arena: show()\n"
     *made, shown, logged = run(NO_LIMIT, SHOW + MAKE + whole, tmp_path / "shm_name.txt")
     assert made == ["made", "made"]
-    assert shown.startswith("/dev/shm: no limit but the memory; 1.")
+    assert shown.startswith("/dev/shm: no size limit; 1.")
     assert shown.endswith(" in 1 arena")
     assert logged.endswith("dev_shm_free_bytes unlimited dev_shm_bytes unlimited")
 
@@ -73,7 +73,9 @@ say(failure)
 
 def test_reading_the_memory_of_the_host_without_proc_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    with pytest.raises(DeviceError, match=r"the host's memory is told by /proc .*: No such file or directory"):
+    with pytest.raises(
+        DeviceError, match=r"the host's free memory cannot be read from /proc.*: No such file or directory"
+    ):
         available_bytes()
     assert doctor._memory(WorkerConfig()).status == "error"
 
@@ -81,7 +83,7 @@ def test_reading_the_memory_of_the_host_without_proc_fails(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("space", "status", "found"),
     [
-        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm is not limited, 256 MiB will be reserved"),
+        (ShmSpace(None, None, None, None, None), "ok", "/dev/shm has no size limit, 256 MiB will be reserved"),
         (ShmSpace(2**40, 0, 2**40, 9, 1), "ok", "/dev/shm has 1048576 MiB free"),
         (ShmSpace(2**40, 0, 2**40, 9, 0), "error", "no file can be made in /dev/shm"),
         (ShmSpace(2**20, 0, 2**20, None, None), "error", "/dev/shm has 1 MiB free"),

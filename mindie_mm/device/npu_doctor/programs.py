@@ -18,7 +18,7 @@ class Ended:
 
 
 def run(command: list[str], timeout_s: float) -> Ended | None:
-    """What it says; None if it does not end in time. OSError if it can't be run."""
+    """Run a program. Return its output, or None if it does not end in time. Raise OSError if it cannot run."""
     process = subprocess.Popen(  # noqa: S603 - ours
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
     )
