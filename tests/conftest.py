@@ -62,7 +62,7 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
     exited, asked = ipc.exited, Counter[int]()
 
     async def soon(process: subprocess.Popen[bytes], _: float) -> int | None:
-        """Wait little for what other signals do not end, and as long as it takes for SIGKILL, the third."""
+        """Wait briefly after the first two signals, which do not end a stopped process, and long after SIGKILL."""
         asked[process.pid] += 1
         return await exited(process, 0.2 if asked[process.pid] < 3 else 60.0)
 
@@ -72,7 +72,7 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have worker processes find the tests' own modules; give each of several pytest processes one thread."""
+    """Let worker processes import the tests' modules. Limit parallel pytest processes to one thread each."""
     paths = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if hasattr(config, "workerinput"):
@@ -81,9 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def shared_memory_as_found() -> Iterator[None]:
-    """/dev/shm after a test is as before it: no arena of the dead, or of this process; no segment of this user.
+    """Check that a test leaves nothing in /dev/shm: no arena of a dead process or of this one, and no segment.
 
-    Arenas of other living processes are theirs: a server that tests share may start a tokenizer at any time.
+    Arenas of other living processes do not count, because a shared server may start a tokenizer at any time.
     """
     before = _leftovers()
     yield

@@ -16,7 +16,7 @@ from PIL import Image
 PHOTOGRAPHS = ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg")
 """Those that lie inside scikit-image's wheel."""
 PIXEL_FORMATS = {"mjpeg": "yuvj420p", "gif": "rgb8", "qtrle": "rgb24", "cinepak": "rgb24"}
-"""What encoders take that do not take yuv420p."""
+"""Pixel formats of encoders that do not accept yuv420p."""
 
 
 def photograph(name: str = "coffee.png", size: tuple[int, int] | None = None) -> Image.Image:

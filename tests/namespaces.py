@@ -1,6 +1,6 @@
-"""Namespaces that tests run commands in.
+"""Linux namespaces for commands that tests run.
 
-Root may make any; another user those inside a user namespace of theirs, where the kernel permits that.
+Root may create any namespace. Other users need a user namespace, which the kernel may forbid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FULL_SHM = (*UNSHARE, "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /
 
 
 def require(prefix: tuple[str, ...]) -> None:
-    """Skip the test where `prefix` may not run a command, as in most containers."""
+    """Skip the test if `prefix` cannot run a command, as in most containers."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Processor time, which a test may bound: other programs on the machine add nothing to it, as they do to time."""
+"""CPU time for limits in tests. Unlike wall-clock time, it does not depend on other programs of the machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import psutil
 
 
 def processor_s(pid: int) -> float:
-    """Return the seconds of processor time that the process `pid` and all that it started have used.
+    """Return the CPU time in seconds that the process `pid` and its descendants have used.
 
-    Those that have ended count, where their parent waited for them. The kernel counts in steps of 10 ms.
+    Ended processes count if their parent has waited for them. The kernel's resolution is 10 ms.
     """
     while True:
         process = psutil.Process(pid)
         try:
             used = [one.cpu_times() for one in (process, *process.children(recursive=True))]
         except psutil.NoSuchProcess:
-            continue  # ended meanwhile, its time is its parent's
+            continue  # one has ended, and its parent has its CPU time
         return float(sum(one.user + one.system + one.children_user + one.children_system for one in used))
 
 
 @contextmanager
 def processor_time_below(limit_s: float) -> Iterator[None]:
-    """Hold what this process does in the block to so many seconds of processor time."""
+    """Assert that the block uses less than `limit_s` seconds of this process's CPU time."""
     started_s = time.process_time()
     yield
     used_s = time.process_time() - started_s

@@ -1,4 +1,4 @@
-"""CPUs that the affinity mask and control groups leave to a process."""
+"""The number of CPUs that the affinity mask and control groups allow."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def count(groups):
     return available_cpus(groups, groups / "own")
 
 
-def test_without_a_quota_it_is_the_affinity_mask(groups):
+def test_without_a_quota_the_affinity_mask_decides(groups):
     assert count(groups) == CPUS
     (groups / "a" / "b" / "cpu.max").write_text("max 100000\n")
     (groups / "cpu" / "c" / "cpu.cfs_quota_us").write_text("-1\n")
@@ -52,13 +52,13 @@ def test_a_quota_of_version_1_counts(groups):
     assert count(groups) == 1
 
 
-def test_another_group_s_quota_does_not_count(groups):
+def test_the_quota_of_another_group_does_not_count(groups):
     (groups / "cpu" / "d" / "cpu.cfs_quota_us").write_text("100000\n")
     (groups / "cpu" / "d" / "cpu.cfs_period_us").write_text("100000\n")
     assert count(groups) == CPUS
 
 
-def test_threads_follow_the_affinity_mask_unless_the_operator_gives_their_number():
+def test_the_affinity_mask_sets_the_number_of_threads_unless_a_variable_does():
     script = (
         "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
         "import torch; usual = torch.get_num_threads()\n"

@@ -91,7 +91,7 @@ async def test_a_message_cut_short_is_the_end_of_the_stream():
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker is not killed because the machine gives it little time to end."""
+    """Give a worker on a busy machine enough time to end, so that it is not killed."""
     monkeypatch.setattr(ipc, "PATIENCE_S", 60.0)
 
 
@@ -131,8 +131,10 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
         ("/bin/false", "it exited with 1 before it was ready; it was started with sys.executable, /bin/false"),
     ],
 )
-async def test_a_python_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, executable: str, said: str) -> None:
-    """A program that embeds Python has no path of it, or its own."""
+async def test_an_executable_that_is_not_python_is_named_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, executable: str, said: str
+) -> None:
+    """In a program that embeds Python, sys.executable is empty or names that program."""
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(ProcessDied, match=said):
         await (await Child.start("tests.starting_worker", "ends")).ready(Begun, "it")

@@ -34,13 +34,13 @@ class Thing(msgspec.Struct, forbid_unknown_fields=True):
         (b'{"number": null}', "number must be an integer, not null"),
     ],
 )
-def test_json_of_another_type(text: bytes, said: str) -> None:
+def test_json_of_a_wrong_type(text: bytes, said: str) -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(text, type=Thing)
     assert in_words(caught.value) == said
 
 
-def test_values_of_another_type() -> None:
+def test_values_of_a_wrong_type() -> None:
     def said(value: Any, kind: Any) -> str:
         with pytest.raises(msgspec.ValidationError) as caught:
             msgspec.convert(value, kind)

@@ -1,4 +1,4 @@
-"""How long OpenMP threads spin at a barrier, in every process that runs torch. libgomp says what it has read."""
+"""The time that OpenMP threads spin at a barrier. libgomp prints the variables that it has read."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def spin_counts(said: str) -> list[int]:
     return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)]
 
 
-def test_the_processes_of_a_service_yield_soon(environment, tmp_path):
+def test_threads_of_a_service_sleep_soon(environment, tmp_path):
     with running_service({"spool": tmp_path / "spool"}, log := tmp_path / "log") as service:
         assert service.get("/health")
     counts = spin_counts(log.read_text())
@@ -33,7 +33,7 @@ def test_the_processes_of_a_service_yield_soon(environment, tmp_path):
     assert set(counts) == {SPIN_COUNT}
 
 
-def test_an_engine_yields_soon_where_its_caller_has_loaded_torch_before(environment):
+def test_threads_of_an_engine_sleep_soon_even_if_its_caller_has_loaded_torch(environment):
     command = [sys.executable, "-c", f"import torch; {CHAT}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     caller, *others = spin_counts(done.stderr)
@@ -44,7 +44,7 @@ def test_an_engine_yields_soon_where_its_caller_has_loaded_torch_before(environm
 @pytest.mark.parametrize(
     ("name", "value"), [("GOMP_SPINCOUNT", "77"), ("OMP_WAIT_POLICY", "active"), ("KMP_BLOCKTIME", "0")]
 )
-def test_an_operator_s_own_choice_wins(environment, name, value):
+def test_variables_of_the_operator_are_kept(environment, name, value):
     before = dict(os.environ) | {name: value}
     script = "import os, mindie_mm; print(sorted(os.environ.items()))"
     done = subprocess.run([sys.executable, "-c", script], env=before, capture_output=True, text=True, check=True)

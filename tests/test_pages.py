@@ -1,4 +1,4 @@
-"""The pages: README's length and picture, links of all pages, and the code that ARCHITECTURE.md names."""
+"""Documentation pages: README's length and picture, links, and names of code in ARCHITECTURE.md."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> Iterator[tuple[str, Path, str]]:
-    """Yield each relative link of `page`: as written, the file that it names, and the anchor."""
+    """Yield each relative link of `page` as its text, the file that it names, and its anchor."""
     for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose(page)):
         if not re.match(r"[a-z]+:", link):
             path, _, anchor = link.partition("#")
@@ -95,7 +95,7 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_the_code_that_the_architecture_names_exists() -> None:
+def test_code_named_in_the_architecture_exists() -> None:
     named = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", ARCHITECTURE)
     assert len(named) >= 20
     for name, path in named:

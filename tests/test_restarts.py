@@ -45,7 +45,7 @@ async def test_pauses_grow_until_a_process_proves_of_use():
 @pytest.mark.parametrize(
     ("error", "least", "most"), [(DeviceError("absent"), 9, 10), (UnsupportedCheckpoint("gone"), 0, 0)]
 )
-async def test_requests_wait_from_the_first_failed_try_on_and_not_at_all_without_hope(error, least, most):
+async def test_waiting_is_limited_from_the_first_failure_and_skipped_if_hopeless(error, least, most):
     failed, mended = asyncio.Event(), asyncio.Event()
 
     async def start() -> str:

@@ -62,7 +62,7 @@ rgba_background_color = [0, 128, 255]
     assert (service.api_key, service.allowed_media_domains) == (("one", "two"), ())
 
 
-def test_a_colour_in_the_environment_and_in_a_flag(monkeypatch):
+def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", "0, 128,255")
     assert configuration({}).worker.media.rgba_background_color == (0, 128, 255)
     found = configuration({"rgba_background_color": (1, 2, 3)})

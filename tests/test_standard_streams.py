@@ -1,4 +1,4 @@
-"""Standard streams that are closed, read by nobody, or of another encoding than UTF-8."""
+"""Standard streams that are closed, unread, or in an encoding other than UTF-8."""
 
 import fcntl
 import os
@@ -40,7 +40,7 @@ asyncio.run(main())
 """
 
 
-def test_what_cannot_be_written_waits_and_is_counted_when_it_is_dropped():
+def test_unread_lines_wait_and_dropped_lines_are_counted():
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     command = [sys.executable, "-c", FLOOD]
@@ -66,7 +66,7 @@ def test_what_cannot_be_written_waits_and_is_counted_when_it_is_dropped():
 
 
 def test_workers_of_a_script_without_standard_streams(tmp_path):
-    """Nor do they write into a file of the script's that got such a number."""
+    """Workers do not write into a file of the script that has the descriptor of a standard stream."""
     for kept in range(4):
         command = [
             "sh",

@@ -70,7 +70,7 @@ class Popen:
         env: Mapping[str, str] | None = None,
         closed: Collection[str] = (),
     ) -> None:
-        """`closed` names those of stdin, stdout and stderr that it is started without."""
+        """Start a command. `closed` names the standard streams that are closed at its start."""
         assert text
         self.stdout: IO[str] | None = None
         if isinstance(stdout, int):
@@ -164,7 +164,7 @@ def _begin(
 
 
 def _open_streams() -> None:
-    """What Python knows of the files that were descriptors 1 and 2 before does not hold for those that they are."""
+    """Open sys.stdout and sys.stderr again, because descriptors 1 and 2 are other files after the fork."""
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
@@ -172,7 +172,7 @@ class _Copy(subprocess.Popen[bytes]):
     """A copy of this process as `command`, one of a worker's; nothing is open in it but what a new one would have."""
 
     def __init__(self, command: list[str], pass_fds: tuple[int], **nowhere: int) -> None:
-        """`nowhere` names the standard streams that are /dev/null, as those of this process are then."""
+        """Start a copy. `nowhere` names the streams that are /dev/null, which the copy inherits from this process."""
         self._descriptor = pass_fds[0]
         super().__init__(command)
 

@@ -64,8 +64,8 @@ def test_mistakes_are_one_line(random_checkpoint):
 
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])
-def test_ask_looks_at_its_files_before_it_loads_the_model(option, tmp_path):
-    """Loading would fail first: there is no such checkpoint."""
+def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
+    """The checkpoint does not exist, so loading it first would report that instead."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
     for path, said in ((tmp_path / "none.png", "does not exist"), (tmp_path, "is a directory"), ("", "it is empty")):
         refused = CliRunner().invoke(main, [*asked, str(path)])
@@ -74,7 +74,7 @@ def test_ask_looks_at_its_files_before_it_loads_the_model(option, tmp_path):
         assert said in refused.stderr
 
 
-def test_ask_looks_at_its_arguments_before_it_loads_the_model(random_checkpoint, tmp_path):
+def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, tmp_path):
     refused = CliRunner().invoke(main, ["ask", "What?", "--model", str(tmp_path / "none"), "--temperature", "-1"])
     assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
     folder, sound = tmp_path / "no weights", tmp_path / "sound.wav"
@@ -84,7 +84,7 @@ def test_ask_looks_at_its_arguments_before_it_loads_the_model(random_checkpoint,
     assert said == f"Error: --audio: {folder} takes no audio, only image, video\n"
 
 
-def test_ask_logs_warnings_alone_unless_told_otherwise(random_checkpoint):
+def test_ask_logs_only_warnings_by_default(random_checkpoint):
     asked = [BIN, "ask", "What?", "--model", random_checkpoint, "--max-tokens", 1]
     assert " INFO " not in warm.run(asked, timeout=TIMEOUT_S).stderr
     told = warm.run(asked, timeout=TIMEOUT_S, env=os.environ | {"MINDIE_MM_LOG_LEVEL": "info"})

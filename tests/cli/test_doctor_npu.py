@@ -558,28 +558,28 @@ def test_doctor_outlives_a_library_that_crashes(tree):
     assert found["device"]["found"].startswith("no npu: see below")
 
 
-# What becomes of the NPU's start alone
+# Only the finding about the NPU's start
 
 
 @pytest.fixture
 def started(tree, monkeypatch):
-    """What is said of a start on `tree` with a torch_npu whose import runs some code."""
+    """Return the finding about a start on `tree`, with a torch_npu whose import runs the given code."""
 
     def start(code):
         monkeypatch.setenv("PYTHONPATH", f"{tree.torch_npu('2.13.0', code)}:{ROOT}")
-        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # as the command line has it
+        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # as the command line sets it
         return runtime.finding(SOFTWARE)
 
     return start
 
 
-def test_a_start_that_ends_well_and_says_nothing(started):
+def test_a_successful_start_yields_no_finding(started):
     one = started("import os\nos._exit(0)")
     assert one.found == "starting the NPU ends without an error, and without a word of it"
     assert "python -m mindie_mm.device.npu_doctor.probe" in one.advice
 
 
-def test_of_several_errors_the_line_of_the_one_that_counts(started):
+def test_the_decisive_one_of_several_errors_is_reported(started):
     def said(*lines):
         return started(f"raise RuntimeError({chr(10).join(lines)!r})").found
 

@@ -1,4 +1,4 @@
-"""An interrupt ends a command with the status that a shell has for it, at any moment of its imports and after."""
+"""Interrupts of commands, which end them with the shell's status at any time, even during imports."""
 
 import os
 import signal
@@ -26,19 +26,19 @@ CASES = [
     (("shm", "list"), "mindie_mm.shm.words"),
     (("--help",), "mindie_mm.cli.settings"),
 ]
-"""A command, and the module after whose import it is interrupted."""
+"""Pairs of a command and the module after whose import it is interrupted."""
 
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Let the commands hear SIGINT, also where a shell has started the tests with SIGINT ignored."""
+    """Let the commands receive SIGINT, even if a shell has started the tests with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Path) -> tuple[int, str]:
-    """Run a command, signal it when `module` has been imported, and return its status and the rest of its output."""
+    """Run a command and send a signal after it has imported `module`. Return its status and the rest of its output."""
     command = [sys.executable, "-X", "importtime", str(BIN), *arguments]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -49,26 +49,26 @@ def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Pa
 
 
 @pytest.mark.parametrize(("arguments", "module"), CASES, ids=[f"{case[0][0]} {case[1]}" for case in CASES])
-def test_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
+def test_a_command_is_interrupted_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
     assert interrupted(arguments, module, signal.SIGINT, tmp_path) == (130, "Interrupted\n")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("module", ["click.globals", "mindie_mm.sources"])
-def test_serve_ends_well(module: str, number: int, tmp_path: Path) -> None:
+def test_serve_ends_with_status_0_while_it_imports(module: str, number: int, tmp_path: Path) -> None:
     status, said = interrupted(("serve", "--port", "0"), module, number, tmp_path)
     assert (status, "Traceback" in said) == (0, False)
 
 
-def test_while_it_works(random_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_command_is_interrupted_while_it_works(random_checkpoint: Path, tmp_path: Path) -> None:
     fifo = tmp_path / "never.png"
     os.mkfifo(fifo)
     with (tmp_path / "out").open("w+") as out:
         command = [BIN, "ask", "What?", "--model", random_checkpoint, "--image", fifo]
         process = warm.Popen(list(map(str, command)), stdout=out, stderr=out)
         try:
-            with fifo.open("wb"):  # opens when the picture is being read
+            with fifo.open("wb"):  # opens when the command reads the picture
                 process.send_signal(signal.SIGINT)
                 assert process.wait(TIMEOUT_S) == 130
         finally:

@@ -207,13 +207,13 @@ def items_of(prompt: Prompt) -> list[list[int]]:
 
 
 EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 1500), (1999, 7), (5, 900), (640, 11))
-"""Heights and widths of pictures that are lines, or nearly."""
+"""Heights and widths of very narrow pictures."""
 
 
 class ExtremeShapes:
-    """Of a family that cuts pictures into tiles: a FamilyContract has it, too."""
+    """Further tests for families that cut pictures into tiles. Subclasses also derive from FamilyContract."""
 
-    def test_lines_are_the_processors_or_refused_where_it_fails(
+    def test_narrow_pictures_equal_the_processors_or_are_refused_if_it_fails(
         self: Any, reference: Reference, model: Model, tokenizer: Tokenizer, path_file: Path
     ) -> None:
         num_same = 0
@@ -503,13 +503,13 @@ class FamilyContract:
             expected, found = tokenized[name].numpy(), ids.numpy()
             assert plain_ids(found, model.read(found)).tolist() == plain_ids(expected, model.read(expected)).tolist()
 
-    def test_media_without_a_layout_on_mindies_wire_are_told_in_order(self, path, processor):
+    def test_kinds_without_a_mindie_layout_are_named_in_order(self, path, processor):
         missing = [kind for kind in family_named(self.name).kinds if kind not in processor.mindie_layouts]
         if missing:
             with pytest.raises(UnsupportedCheckpoint, match=f"has no MindIE layout of {', '.join(missing)}$"):
                 Tokenizer.from_pretrained(path, wire="mindie")
 
-    def test_a_text_may_go_without_what_the_tokenizer_puts_around_it(self, path, tokenizer):
+    def test_a_text_may_omit_special_tokens(self, path, tokenizer):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for text in ("hello  world", " a", ""):
             prompt = tokenizer.prompt_from_items([Text(text)], None, PromptOptions(add_special_tokens=False))
@@ -644,8 +644,8 @@ class FamilyContract:
             with pytest.raises(InputError, match=rf"\(video\): {name} is given; {family_named(self.name).__name__} "):
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
 
-    def test_frames_taken_of_a_video_of_any_length_are_the_references(self, reference, processor, monkeypatch):
-        """And they are frames of the video, where the reference takes one that is behind the last."""
+    def test_frames_sampled_from_videos_of_any_length_equal_the_references(self, reference, processor, monkeypatch):
+        """Indices past the last frame, which the reference may return, do not occur."""
         if "video" not in family_named(self.name).kinds:
             return
         video = EncodedVideo.open(encode_video(moving_frames(3, 48, 32)))
@@ -668,29 +668,29 @@ class FamilyContract:
                     assert abs(len(taken) - options["num_frames"]) <= 1, case
                 elif not options and not theirs.do_sample_frames:
                     continue
-                with suppress(ValueError, TypeError, ZeroDivisionError):  # of more frames than there are, or none
+                with suppress(ValueError, TypeError, ZeroDivisionError):  # more frames than the video has, or none
                     expected = theirs.sample_frames(VideoMetadata(total, rate, duration=total / rate), **options)
                     within = [index for index in expected.tolist() if index < total]
                     if "num_frames" in options and len(within) < len(taken):
-                        continue  # the reference asks for no more than a rate comes to
+                        continue  # the reference refuses more frames than the rate yields
                     assert taken == within, case
                     num_compared += 1
         assert num_compared > 100
 
-    def test_frames_handed_in_are_taken_of_any_length(self, processor):
+    def test_frame_lists_of_any_length_are_accepted(self, processor):
         if "video" not in family_named(self.name).kinds:
             return
         for total, count in ((17, 14), (43, 22), (61, 18), (17, 2)):
             frames = moving_frames(total, 48, 32)
             for data in (frames, tuple(frames)):
-                with suppress(LimitExceeded):  # small checkpoints take few frames
+                with suppress(LimitExceeded):  # small checkpoints accept few frames
                     plan = processor.plan(Media("video", data, MediaOptions(num_frames=count)), data, {"video": 1})
                     taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
                     assert len(taken) == count
                     assert taken[-1] < total
 
-    def test_a_damaged_tail_decides_nothing(self, processor, tokenizer, path_file):
-        """The file is sampled as if its last frames were not there, whether they are taken or not."""
+    def test_a_damaged_tail_does_not_affect_sampling(self, processor, tokenizer, path_file):
+        """The file is sampled as if its last frames did not exist, whether they would be sampled or not."""
         if "video" not in family_named(self.name).kinds:
             return
         data, whole = (CASES / "last_byte_missing.mp4").read_bytes(), encode_video(moving_frames(47, 48, 32), fps=25)

@@ -115,7 +115,7 @@ async def test_the_blocks_of_a_given_up_request_are_freed_when_its_answer_comes(
         await pool.close()
 
 
-async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(
+async def test_a_cancelled_request_that_has_not_begun_kills_no_process(
     pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor over one that it answers in time."""
@@ -130,7 +130,7 @@ async def test_a_process_is_not_ended_over_a_request_that_it_has_not_begun(
         (in_work,) = await sent(pool, SMALL)
         await asyncio.sleep(3 * GIVEN_UP_S)  # the time of the one before it is over
     await in_work
-    monkeypatch.setattr(pool_module, "GIVEN_UP_S", 600.0)  # however little time the machine gives it
+    monkeypatch.setattr(pool_module, "GIVEN_UP_S", 600.0)  # enough even on a busy machine
     with hung(pid):
         (cancelled,) = await sent(pool, SMALL)
         cancelled.cancel()

@@ -1,4 +1,4 @@
-"""The tokenizer of a script, on a thread of its process."""
+"""The tokenizer on a thread of a script's process."""
 
 import asyncio
 import signal
@@ -27,7 +27,7 @@ async def start_and_close():
     await tokenizer.close()
 
 
-def test_it_removes_what_scripts_that_were_killed_left_in_the_spool(tmp_path, monkeypatch):
+def test_it_removes_spool_files_of_killed_scripts(tmp_path, monkeypatch):
     monkeypatch.setenv("MINDIE_MM_SPOOL", str(tmp_path))
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL

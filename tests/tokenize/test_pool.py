@@ -150,15 +150,15 @@ async def test_a_dead_process_fails_its_requests_and_comes_back(pool, request_pa
     assert not set(before) & set(pool.pids)
 
 
-async def test_no_request_waits_for_processes_that_cannot_be_started_again(pool, tmp_path, monkeypatch):
-    """Their checkpoint is gone: those who wait hear of it at once, and so do those who come later."""
+async def test_no_request_waits_for_processes_that_cannot_restart(pool, tmp_path, monkeypatch):
+    """While the checkpoint is missing, waiting and new requests fail at once."""
     await all_up(pool)
     gone = msgspec.json.decode(pool._setup) | {"model": str(tmp_path / "gone")}
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_setup", msgspec.json.encode(gone).decode())
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
-        while pool.pids:  # noqa: ASYNC110 - no event says so
+        while pool.pids:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0)
         async with asyncio.timeout(0.9 * RESTART_WAIT_S):
             for text in ("waits", "comes later"):
@@ -170,7 +170,7 @@ async def test_no_request_waits_for_processes_that_cannot_be_started_again(pool,
 
 async def all_up(pool: TokenizerPool) -> None:
     async with asyncio.timeout(RESTART_WAIT_S):
-        while len(pool.pids) < 2:  # noqa: ASYNC110 - no event says so
+        while len(pool.pids) < 2:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
 
 

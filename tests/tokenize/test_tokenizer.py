@@ -235,8 +235,8 @@ def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, 
     assert release(spool / "shm_name.txt") == 0
 
 
-def test_a_video_of_other_frames_than_its_packets_tell_is_planned_anew(tokenizer, arena, spool):
-    """Nothing in the container says that the tail is damaged. Which frames are taken is not decided by it."""
+def test_a_video_with_a_wrong_packet_count_is_planned_again(tokenizer, arena, spool):
+    """The container does not show that the tail is damaged, and the tail must not affect which frames are sampled."""
     whole = encode_video(moving_frames(40), fps=10, container="mpegts")
 
     def miscounted(data: bytes) -> bool:
@@ -371,13 +371,13 @@ def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_
         attach(ref).verify()
 
 
-def test_its_own_arena_is_replaced_when_it_is_taken_away_in_the_midst(checkpoint_path, spool, monkeypatch):
+def test_its_own_arena_is_replaced_if_it_is_removed_while_writing(checkpoint_path, spool, monkeypatch):
     own, left = Arena.allocate, iter([True])
 
     def allocate(arena, *arguments, **settings):
         if next(left, False):
             arena.path.unlink()
-            arena._file._seen_ns = 0  # as if it had been looked at a while ago
+            arena._file._seen_ns = 0  # as if the last check was long ago
         return own(arena, *arguments, **settings)
 
     monkeypatch.setattr(Arena, "allocate", allocate)
@@ -396,8 +396,8 @@ def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
         tokenizer.tokenize([image])
 
 
-def test_transparent_pixels_show_the_background_of_the_settings(checkpoint_path, arena, tmp_path):
-    """In a file, a picture handed in and a frame; and no cache takes the one for the other."""
+def test_transparent_pixels_show_the_configured_background(checkpoint_path, arena, tmp_path):
+    """This holds for a file, an image object and a frame. No cache confuses pictures of different backgrounds."""
     clear = Image.new("RGBA", (56, 56))
     files = [encoded(clear, name) for name in ("PNG", "WEBP", "AVIF")]
     items = [*({"image": source} for source in (*files, clear)), {"video": [files[0], clear] * 2}]
