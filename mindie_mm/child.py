@@ -31,7 +31,8 @@ def main() -> None:
     # channel.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Warnings about a client's picture do not belong in the log. A filter around each decoding would affect all threads.
+    # Warnings about a client's picture do not belong in the log. A filter around each decoding would affect every
+    # thread.
     warnings.filterwarnings("ignore", module="PIL")
     with ChildChannel(int(descriptor)) as channel:
         lifeline = Lifeline(channel)

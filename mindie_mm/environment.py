@@ -20,9 +20,9 @@ _NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
 _SERVICE_LINK = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
 )
-"""What Kubernetes sets in every pod for a Service that is called mindie-mm, or mindie-mm-and-so-on."""
+"""Names of variables that Kubernetes sets in every pod for a Service named mindie-mm or mindie-mm-*."""
 _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
-"""What such a Service's variable holds that ends with PORT alone."""
+"""Value of such a Service's variable whose name ends in PORT."""
 
 _WAIT_POLICIES = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
 """Variables that set how long OpenMP threads spin. Intel's and LLVM's OpenMP use KMP_* variables."""
@@ -31,29 +31,32 @@ SPIN_COUNT = 1000
 
 
 def variable(name: str) -> str:
-    """The variable that sets the field `name`."""
+    """Return the name of the variable that sets the field `name`."""
     return f"{_PREFIX}{name.upper()}"
 
 
 def given(name: str) -> str | None:
-    """What the variable of the field `name` says; None where it is not set."""
+    """Return the value of the variable for the field `name`, or None if it is not set."""
     return os.environ.get(variable(name))
 
 
 def fault_folder() -> Path | None:
-    """Where tests put the triggers of `faults`; no setting for users."""
+    """Return the folder in which tests put triggers of `faults`. This is not a setting for users."""
     folder = os.environ.get("MINDIE_MM_FAULTS")
     return Path(folder) if folder else None
 
 
 def keep_collectives_local() -> None:
-    """Has gloo and NCCL listen on the loopback interface alone, unless their variables name another."""
+    """Let gloo and NCCL listen only on the loopback interface, unless their variables name another."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
 def unknown_variables(settings: Collection[str]) -> list[str]:
-    """Variables named like a setting's that set none of the fields `settings`: misspelt, or of another version."""
+    """Return variables with this package's prefix that set none of the fields `settings`.
+
+    They are misspelled, or belong to another version.
+    """
     known = _NO_SETTINGS | set(map(variable, settings))
     return sorted(
         name
@@ -140,7 +143,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def default_spool() -> Path:
-    """Where requests spool their media: MINDIE_MM_SPOOL, or a folder of this user in the temporary directory."""
+    """Return the spool of requests' media: MINDIE_MM_SPOOL, or this user's folder in the temporary directory."""
     if folder := os.environ.get("MINDIE_MM_SPOOL"):
         return Path(folder)
     return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"

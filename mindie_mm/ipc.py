@@ -1,9 +1,9 @@
 """Byte messages between a process and the workers that it starts.
 
-A worker is a module of its own (`mindie_mm.child` runs it), so the caller's `__main__` is never imported again. It
-inherits one end of a socket pair. A message is a 4-byte big-endian length and that many bytes, which is how
-`multiprocessing.connection.Connection` frames them too: the worker blocks in a Connection, the parent awaits in
-asyncio. A closed end is the death of the peer, however it died: the kernel closes sockets.
+A worker runs a separate module (see `mindie_mm.child`), so the caller's `__main__` is never imported again. It inherits
+one end of a socket pair. A message is a 4-byte big-endian length and that many bytes, as in
+`multiprocessing.connection.Connection`. The worker blocks in a Connection, and the parent awaits in asyncio. The kernel
+closes the socket of a dead process, so a closed end means that the peer has died.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that the 4-byte length can frame."""
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long a peer may take to read what was sent before the channel is closed under it."""
+"""Maximum time in seconds that a peer may take to read sent messages before the channel is aborted."""
 
 CANCEL = signal.SIGUSR1
-"""What tells a worker that nobody waits for what it has in work; one that does not listen for it dies of it."""
+"""Signal that tells a worker to cancel its work. It kills a worker that does not handle it."""
 
 PATIENCE_S = 2.0
-"""How long a worker may take to end by itself, and then on SIGTERM, before it is killed."""
+"""Time in seconds that a worker has to exit, and then again after SIGTERM, before it is killed."""
 
 _LENGTH = struct.Struct("!i")
 
@@ -50,30 +50,30 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
     """An error on its way to another process."""
 
     name: str
-    """Name of the error's nearest class that mindie_mm.errors defines."""
+    """Name of the nearest class in mindie_mm.errors."""
     message: str
     param: str | None = None
-    """An InputError's."""
+    """`param` of an InputError."""
 
     @classmethod
     def of(cls, error: MindieMMError) -> Self:
-        """What tells of `error`."""
+        """Return the message for `error`."""
         return cls(error_name(error), str(error), error.param if isinstance(error, InputError) else None)
 
     def exception(self) -> MindieMMError:
-        """The error again, on the other side."""
+        """Return the error that this message stands for."""
         return error_named(self.name, self.message, self.param)
 
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""Both ends of every channel, as far as this process has them open."""
+"""All ends of channels that are open in this process."""
 
 
 def _close_in_child() -> None:
-    """A forked process that kept one open would hide the death of whoever has it."""
+    """Close the channels in a forked process. An open copy would hide the death of the process that owns it."""
     for sock in list(_sockets):
         if sock.fileno() >= 0:
-            os.close(sock.detach())  # uvloop's are held open against `close`
+            os.close(sock.detach())  # uvloop prevents `close` of its sockets
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -122,34 +122,37 @@ def _interpreter() -> str:
 
 
 async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit status of `process`, None if it runs on after `timeout_s`. No thread: at exit there are none."""
+    """Return the exit status of `process`, or None if it still runs after `timeout_s`.
+
+    This uses no thread, because none can be started at interpreter exit.
+    """
     deadline = time.monotonic() + timeout_s
-    # Asked again and again: kernels before 5.3, as of older Ascend hosts, have no event for it.
+    # Polling, because kernels before 5.3, as on older Ascend hosts, have no pidfd.
     while (status := process.poll()) is None and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     return status
 
 
 async def open_channel(sock: socket.socket) -> Channel:
-    """The parent's side of `sock`, which the channel owns from here on."""
+    """Return a channel over the parent's socket `sock`, which the channel then owns."""
     reader, writer = await asyncio.open_connection(sock=sock)
     return Channel(reader, writer)
 
 
 class Channel:
-    """The parent's side. One task receives; any may send."""
+    """The parent's side of a channel. Only one task may receive. Any task may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     def send(self, message: bytes) -> None:
-        """Queues `message`; to a dead peer it is dropped, and `recv` says so with EOFError."""
+        """Queue `message`. A message to a dead peer is dropped, and `recv` raises EOFError."""
         assert len(message) <= MAX_MESSAGE_BYTES, len(message)
         self._writer.writelines((_LENGTH.pack(len(message)), message))
 
     async def recv(self) -> bytes:
-        """The next message. EOFError when the peer is gone."""
+        """Return the next message. Raise EOFError if the peer is gone."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return await self._reader.readexactly(length)
@@ -157,7 +160,7 @@ class Channel:
             raise EOFError("the peer is gone") from error
 
     async def close(self) -> None:
-        """Closes this end; the worker reads its stream to the end and exits. What a stuck one leaves is dropped."""
+        """Close this end. The worker reads the rest and exits. Messages that a stuck worker leaves are dropped."""
         self._writer.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -165,14 +168,14 @@ class Channel:
         except TimeoutError:
             self._writer.transport.abort()
         except ConnectionError:
-            pass  # the peer died first: closed is closed
+            pass  # the peer died first
 
 
 class Child:
-    """A worker process with its channel, from its start to its end."""
+    """A worker process and its channel."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        """For `start`."""
+        """Hold a process and its channel. Use `start` to create them."""
         self._process = process
         self.channel = channel
 
@@ -215,7 +218,7 @@ class Child:
         return reply
 
     def cancel(self) -> None:
-        """Tells a worker that listens for CANCEL that nobody waits for what it has in work."""
+        """Tell a worker that handles CANCEL to cancel its work."""
         self._process.send_signal(CANCEL)
 
     def kill(self) -> None:

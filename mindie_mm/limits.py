@@ -51,7 +51,7 @@ def require(settings: Any) -> None:
 
 
 def complete_paths(settings: Any) -> None:
-    """Make the paths of a settings dataclass absolute. Call this in its `__post_init__`. Errors are as in `absolute`."""
+    """Make the paths of a settings dataclass absolute, in its `__post_init__`. Errors are those of `absolute`."""
     hints = get_type_hints(type(settings))
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -67,7 +67,7 @@ def _path(hint: type, value: object) -> Path:
 
 
 def _wanted(hint: Any) -> str:
-    """What a value must be, in words."""
+    """Describe what a value must be."""
     if hint in _NAMES:
         return _NAMES[hint]
     origin, parts = get_origin(hint), get_args(hint)

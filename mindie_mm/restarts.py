@@ -61,7 +61,7 @@ class Starter:
         self._failing_since_s = math.inf
         """Time of the first failed attempt since the process last ran, in seconds of time.monotonic."""
         self._is_hopeless = False
-        """Whether the last attempt failed with an InputError, such as a missing checkpoint, which restarts cannot fix."""
+        """Whether the last attempt failed with an InputError, such as a missing checkpoint. Restarts cannot fix it."""
 
     def patience_s(self, wait_s: float = RESTART_WAIT_S) -> float:
         """Return how many seconds a request should wait for the process. Return 0 if a restart is hopeless.

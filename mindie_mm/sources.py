@@ -30,7 +30,7 @@ class Setting:
 
     name: str
     value: str
-    """As it would stand in a TOML file, `none` where it is left to the program, *** for a secret."""
+    """Value as in a TOML file. `none` if the program chooses it, *** for a secret."""
     origin: str
     """The flag, the variable, the file, or `default`."""
 
@@ -42,7 +42,7 @@ class Configuration:
     worker: WorkerConfig
     service: ServiceConfig
     origins: Mapping[str, str]
-    """Where each setting that was given came from, by its name."""
+    """Source of each setting that was given, by its name."""
 
     def settings(self) -> list[Setting]:
         """Every setting with its origin, secrets masked."""
@@ -93,7 +93,7 @@ def _config_file() -> Path | None:
 
 
 def from_environment(cls: type[Any]) -> dict[str, Any]:
-    """Fields of the settings class `cls` that MINDIE_MM_<FIELD> sets; InputError names a bad value and its variable."""
+    """Return the fields of the settings class `cls` that variables set. InputError names a wrong value's variable."""
     hints = get_type_hints(cls, include_extras=True)
     return {
         one.name: _parse(variable(one.name), text, hints[one.name])
@@ -113,7 +113,7 @@ def _parse(name: str, text: str, hint: Any) -> Any:
 def misspelt_variables() -> list[str]:
     """Return a warning for each MINDIE_MM_ variable that is not a setting. Leave out its value, which may be secret.
 
-    Unlike an unknown key of the file, such a variable does not prevent the start, because somebody else may have set it.
+    Unlike an unknown key of the file, such a variable does not prevent the start, because the user may not have set it.
     """
     hints = _hints()
     said = []

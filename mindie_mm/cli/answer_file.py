@@ -1,4 +1,4 @@
-"""The file of answers of an offline run: what it is of, and where it goes on."""
+"""The answer file of an offline run, which a second call can continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindie_mm.msgspec_errors import in_words
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the answers in a file; it stands beside them."""
+    """The inputs and settings that determine the answers in a file. They are stored beside it."""
 
     run: str
     """`Manifest.digest` of the rows."""

@@ -1,4 +1,4 @@
-"""How `mindie-mm shm` shows arenas to people: rows, a line, sizes and ages."""
+"""Text output of `mindie-mm shm`: rows, lines, sizes and ages."""
 
 from __future__ import annotations
 

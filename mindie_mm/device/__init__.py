@@ -1,4 +1,4 @@
-"""Where a model runs. The only package that names a device or imports an accelerator's library."""
+"""Devices that run models. No other package names a device or imports an accelerator's library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_device(name: str = "auto") -> Device:
 
 
 def kind_of(device: torch.device) -> type[Device]:
-    """What kind of device `device` is."""
+    """Return the kind of `device`."""
     return next(kind for kind in KINDS if kind.name == device.type)
 
 
@@ -51,7 +51,7 @@ def slow_dtype(module: torch.nn.Module) -> str | None:
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """The fused operators of `device`."""
+    """Return the fused operators of `device`."""
     return kind_of(device).kernels
 
 

@@ -1,4 +1,4 @@
-"""What the rest of the package may ask of a device."""
+"""The interface of devices."""
 
 from __future__ import annotations
 

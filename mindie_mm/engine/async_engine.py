@@ -83,7 +83,7 @@ class AsyncEngine:
 
     @property
     def restarts(self) -> Restarts:
-        """How often the process was started in place of a dead one, and tries at it that failed."""
+        """Counts of restarts and of failed attempts."""
         return Restarts.of([self._starter])
 
     def check(self) -> None:

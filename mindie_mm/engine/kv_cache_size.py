@@ -17,7 +17,7 @@ MORE_ROOM = (
     "Raise memory_share, lower max_num_batched_tokens, max_tower_tokens, max_tower_bytes, encoder_cache_bytes or "
     "max_model_len, or set kv_cache_bytes"
 )
-"""What an operator can do where memory does not suffice."""
+"""Advice for an operator if memory does not suffice."""
 
 
 def context_length(spec: ModelSpec, config: EngineConfig) -> int:

@@ -67,7 +67,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in seconds."""
+    """Time that a request spent in each stage, in seconds."""
 
     queue_s: float
     """Waiting to be scheduled; where the engine is just started again, for that, too."""
@@ -80,7 +80,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did for one request."""
+    """Progress of one request in one step."""
 
     request_id: str
     token_ids: list[int] = []
@@ -96,7 +96,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     """The id of `stop_token_ids` that ended it."""
     error: Failure | None = None
-    """What ended it; nothing follows."""
+    """Error that ended the request. No progress follows."""
     timings: Timings | None = None
     """Times up to this step's token, told with each."""
 

@@ -1,4 +1,4 @@
-"""How one request's tokens are drawn, and when it stops."""
+"""Sampling settings of one request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parsers ask of any value; errors call it `where`."""
+"""Checks of parsed values. Errors call a value `where`."""
 
 from __future__ import annotations
 

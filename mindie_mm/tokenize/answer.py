@@ -1,4 +1,4 @@
-"""What every tokenizer stage does with a request."""
+"""Tokenization of a request, shared by all tokenizer stages."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a process is started with, as JSON."""
+    """Settings of a tokenizer process, passed as JSON."""
 
     model: str
     """Directory of the checkpoint."""
@@ -51,7 +51,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig) -> Setup:
-        """For the checkpoint in `model`, which the configuration may leave open."""
+        """Return the settings for the checkpoint directory `model`, which the configuration may leave open."""
         return cls(str(model), **{name: getattr(config, name) for name in cls.__struct_fields__[1:]})
 
 

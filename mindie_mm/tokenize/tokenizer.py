@@ -86,7 +86,7 @@ class Tokenizer:
         wire: WireName | Wire,
         caps: MediaCaps | None,
     ) -> None:
-        """For `from_pretrained`."""
+        """Create a tokenizer. Use `from_pretrained` instead."""
         self._closed = False
         with reading(checkpoint, family):
             self._processor = family.processor(checkpoint)
@@ -191,7 +191,7 @@ class Tokenizer:
     def prompt_from_items(
         self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
     ) -> Prompt:
-        """The prompt of `items`, one after another."""
+        """Return the prompt of `items`, joined without a template."""
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
         planned = self._plan(media_of(items))
@@ -211,7 +211,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
     ) -> Prompt:
-        """The prompt of chat messages, through the chat template."""
+        """Return the prompt of chat messages, formatted with the chat template."""
         template_kwargs = template_kwargs or {}
         if options.max_prompt_tokens:
             self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
@@ -361,7 +361,7 @@ def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Exp
 
 
 def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids both begin with."""
+    """Return the length of the common prefix of both."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
 
