@@ -124,7 +124,7 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
     # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
     device = ranks.together(lambda: ranks.open_device(config.device))
-    torch.set_num_threads(config.num_threads or ranks.num_threads)
+    torch.set_num_threads(config.num_threads or ranks.num_threads())
     model = ranks.together(
         lambda: load_model(
             Path(start.model) if start.model else None,

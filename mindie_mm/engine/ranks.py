@@ -43,7 +43,6 @@ class Ranks:
     """Number of this process, from 0. Rank 0 communicates with the parent."""
     count = 1
 
-    @property
     def num_threads(self) -> int:
         """Number of host threads for computing, unless a setting overrides it."""
         return default_num_threads()
@@ -103,14 +102,15 @@ ALONE = Ranks()
 class _Group(Ranks):
     """The processes of torch.distributed's default group."""
 
-    num_threads: int
-
     def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
+        self._num_threads = num_threads
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
         # A separate group without a time limit, so that the model's collectives do not delay reports of a failure.
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+
+    def num_threads(self) -> int:
+        return self._num_threads
 
     def open_device(self, name: str) -> Device:
         device = open_device(name)

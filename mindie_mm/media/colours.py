@@ -31,13 +31,13 @@ _PNG_DEPTH = re.compile(r"(?:L|RGB);(\d+)B?")
 """Pillow's raw modes for PNG samples that are not 8 bits wide."""
 
 
-def pil_to_rgb(image: Image.Image, background: Colour, significant_bits: int | None = None) -> Image.Image:
+def pil_to_rgb(image: Image.Image, background: Colour | None, significant_bits: int | None = None) -> Image.Image:
     """Return `image` upright, as 8-bit RGB.
 
     The result is that of `transformers.image_utils.load_image`, with three differences:
 
     - Transparent pixels show `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha channel, and most
-      writers leave black under it.
+      writers leave black under it. A `background` of None drops it too.
     - Greyscale samples of more than 8 bits are scaled to 8 bits, from `significant_bits` if the file states them.
       Pillow would clip them to white.
     - Only the orientation is read from the EXIF. ImageOps.exif_transpose rewrites all other entries, and fails if one
@@ -48,7 +48,7 @@ def pil_to_rgb(image: Image.Image, background: Colour, significant_bits: int | N
         image = image.transpose(turn)
     if image.mode in _DEEP_MODES:
         image = _shallow(image, significant_bits)
-    if image.has_transparency_data and image.mode in _WITH_ALPHA:
+    if background is not None and image.has_transparency_data and image.mode in _WITH_ALPHA:
         return _on_background(image, background)
     return image if image.mode == "RGB" else image.convert("RGB")  # convert copies an RGB image
 

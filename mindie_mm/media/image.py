@@ -62,14 +62,14 @@ class EncodedImage:
     width: int
     """Width in pixels after the EXIF orientation is applied."""
     file: Image.Image
-    background: Colour
-    """Colour behind transparent pixels."""
+    background: Colour | None
+    """Colour behind transparent pixels. None drops the alpha channel instead."""
     significant_bits: int | None = None
     """Number of significant bits of 16-bit grey samples, if a PNG states it."""
 
     @classmethod
-    def open(cls, data: bytes) -> EncodedImage:
-        """Read the header of `data`.
+    def open(cls, data: bytes, *, drop_alpha: bool = False) -> EncodedImage:
+        """Read the header of `data`. `drop_alpha` is as in `open_image`.
 
         Raises:
             MediaError: The data are not a readable image.
@@ -96,7 +96,8 @@ class EncodedImage:
         if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
             width, height = height, width
         significant_bits = significant_bits_of(data) if data.startswith(PNG_START) else None
-        return cls(height, width, file, caps().rgba_background_color, significant_bits)
+        background = None if drop_alpha else caps().rgba_background_color
+        return cls(height, width, file, background, significant_bits)
 
     def decode(self) -> Pixels:
         """Return RGB pixels, uint8 [height, width, 3]. Call this method only once.
@@ -153,8 +154,12 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
+def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
     """Read the size of an image. Its pixels are decoded on request.
+
+    Args:
+        data: The file, or pixels, uint8 [height, width, 3].
+        drop_alpha: Show the colours that transparent pixels have in the file, instead of the background.
 
     Raises:
         MediaError: The data are not a readable image.
@@ -168,7 +173,7 @@ def open_image(data: Data) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
     if ANYMAP_START.match(data):
         return Anymap.open(data)
     if (size := _plain_jpeg_size(data)) is None:
-        return EncodedImage.open(data)
+        return EncodedImage.open(data, drop_alpha=drop_alpha)
     add_picture(size[1], size[0])
     check_scans(data, size[1], size[0], up_to_end=True)
     return PlainJpeg(*size, data)

@@ -101,7 +101,7 @@ class QwenVLProcessor(Processor):
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         self.placeholder(media.kind)
-        image, size = open_image(data), self.size
+        image, size = open_image(data, drop_alpha=True), self.size  # as Qwen-VL's own code, `convert("RGB")`
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             resized = np.asarray(Image.fromarray(image.decode()).resize((size, size), Image.Resampling.BICUBIC))

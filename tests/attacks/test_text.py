@@ -62,7 +62,7 @@ COMPLETING = [
     "|IMAGE|>x",
     "|audio_bos|",
 ]
-IDS = [-1, -(2**63), 2**63, 2**64, 10**9, 2**31, 1.5, 1.0, True, "1", None, [1], {}, -2110989766714458114]
+IDS = [-1, -(2**63), 2**63, 2**64, 10**9, 2**31, 1.5, True, "1", None, [1], {}, -2110989766714458114]
 
 
 def ids_of(attacked: Attacked, body: dict[str, Any]) -> list[int]:

@@ -19,12 +19,12 @@ from mindie_mm.doctor import _dtype
 from mindie_mm.engine.messages import Start
 from mindie_mm.engine.process import _load
 from mindie_mm.engine.ranks import ALONE
-from mindie_mm.config import EngineConfig, WorkerConfig
+from mindie_mm.config import EngineConfig
 import logging
 logging.basicConfig(format="%(message)s", stream=sys.stdout, level="WARNING")
 engine = EngineConfig(device="cpu", dtype="bfloat16", measure_s=0)
-print([f"{one.status} {one.found}; {one.advice}" for one in _dtype(WorkerConfig(engine=engine))])
-print(list(_dtype(WorkerConfig(engine=EngineConfig(device="cpu")))))
+print([f"{one.status} {one.found}; {one.advice}" for one in _dtype("cpu", "bfloat16")])
+print(list(_dtype("cpu", "auto")))
 _load(Start(None, engine), ALONE)
 """
 

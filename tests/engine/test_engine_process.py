@@ -103,10 +103,10 @@ async def test_stop_token_ids(engine):
         (np.array([10**6]), GREEDY, TokenOutOfRange, r"1000000 is not in \[0, 328\)"),
         (np.array([5, -7]), GREEDY, CorruptReference, "slot 1 holds -7"),
         (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
-        (PROMPT, SamplingParams(stop="a"), InputError, r"array.*stop"),
-        (PROMPT, SamplingParams(temperature=None), InputError, r"float.*temperature"),
+        (PROMPT, SamplingParams(stop=5), InputError, r"^stop must be a list, not an integer"),
+        (PROMPT, SamplingParams(temperature=None), InputError, r"^temperature must be a number, not null"),
     ],
-    ids=["too long", "empty", "no such id", "no word", "bad setting", "a string of stops", "no temperature"],
+    ids=["too long", "empty", "no such id", "no word", "bad setting", "a number as stop", "no temperature"],
 )
 async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, params, error, words):
     neighbour = asyncio.create_task(tokens(engine, "neighbour"))

@@ -25,6 +25,7 @@ from tools.serving import RunningService
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 OTHERS = {
     *(
+        "--cpus",
         "--shm-size",
         "--ipc",
         "--stop-timeout",
