@@ -1,4 +1,4 @@
-"""The row that a worker is at, in memory that outlives it: nobody need be told of each row to know where it ended."""
+"""Shared memory that holds the current row of a worker, so that a run knows at which row a worker died."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES = 8
 
 
 class RowCursor:
-    """One number that a run and its worker share. A context manager."""
+    """Row number that a run shares with its worker. Use it as a context manager."""
 
     def __init__(self, descriptor: int) -> None:
         """For `create` and `open`; the cursor owns `descriptor`."""
@@ -19,27 +19,27 @@ class RowCursor:
 
     @classmethod
     def create(cls) -> Self:
-        """The run's."""
+        """Create the cursor in the run."""
         return cls(os.memfd_create("row", os.MFD_CLOEXEC))
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """The worker's, at the `path` of the run's. StorageError."""
+        """Open the cursor in the worker by its `path`. Raise StorageError if this fails."""
         with os_errors_as(StorageError, f"{path} cannot be opened (is /proc mounted?)"):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property
     def path(self) -> str:
-        """Where a process of the same user finds it while it is open here."""
+        """Path by which a process of the same user can open the cursor while it is open here."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def row(self) -> int:
-        """The one that it was moved to last."""
+        """Row that the worker started last."""
         return int.from_bytes(os.pread(self._descriptor, _BYTES, 0), "little")
 
     def move_to(self, row: int) -> None:
-        """Says that the row is begun."""
+        """Record that the worker starts the row."""
         os.pwrite(self._descriptor, row.to_bytes(_BYTES, "little"), 0)
 
     def __enter__(self) -> Self:

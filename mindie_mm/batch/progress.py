@@ -20,14 +20,14 @@ Style = Literal["auto", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What was done."""
+    """Amount of work that was done."""
 
     rows: int = 0
     errors: int = 0
     num_bytes: int = 0
-    """Bytes of blocks."""
+    """Size of the blocks in bytes."""
     share: float = 0.0
-    """Share of the input, 0 to 1, by bytes of its files, or of the rows that are taken."""
+    """Fraction of the input, 0 to 1, by bytes of its files or by rows."""
 
     def __add__(self, other: Progress) -> Progress:
         return Progress(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -37,15 +37,15 @@ class Progress:
 
 
 class Show(Protocol):
-    """Called at each row; what is shown, and when, is its own affair."""
+    """Callback for each row. It decides when and how to show the progress."""
 
     def __call__(self, done: Progress, earlier: Progress) -> None:
-        """`earlier` is what of `done` an earlier run did."""
+        """Receive the progress `done`, of which earlier runs did `earlier`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast a run goes on."""
+    """Speed of a run."""
 
     rows_per_s: float
     megabytes_per_s: float

@@ -25,9 +25,9 @@ from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.media.endings import ending_of
 
 MEDIA_MARK = "{media}"
-"""Where a prompt template has the media."""
+"""Placeholder for the media in a prompt template."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
-"""What msgspec raises for bytes that are no JSON, or another type's."""
+"""Exceptions of msgspec for bytes that are not JSON, or are JSON of another type."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 _MOST_ROWS_AT_ONCE = 64
@@ -40,12 +40,12 @@ class Files:
 
     key: str
     files: dict[str, bytes]
-    """Contents by name, in the tar's order."""
+    """Contents by name, in the order of the tar."""
     repeated: str | None = None
-    """A name that several of them have, of which `files` has the last."""
+    """A name that several files have, or None. `files` has only the last of them."""
 
     def own(self, suffix: str) -> bytes | None:
-        """The file that is called as the row is: of `3.json` and `3.meta.json` the first."""
+        """Return the file with the name of the row and `suffix`, such as `3.json` but not `3.meta.json`, or None."""
         return next((data for name, data in self.files.items() if name.removeprefix(self.key).lower() == suffix), None)
 
 
@@ -54,7 +54,7 @@ Record = bytes | dict[str, Any] | Files
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Consecutive rows of one file: what one worker does at a time, and what is done again if it dies."""
+    """Consecutive rows of one file, which a worker processes together, and which are repeated if the worker dies."""
 
     number: int
     file: int
@@ -145,7 +145,7 @@ def _without_mark(line: bytes) -> bytes:
 
 
 class JSONLines(Source):
-    """A row a line. Lines of blanks are none, nor is a byte order mark."""
+    """A file with one row per line. Blank lines and byte order marks are ignored."""
 
     def check(self) -> None:
         with _reading(self.path), self.path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Decoding of sound through PyAV, mixed to one channel and resampled with soxr, as transformers' `load_audio`.
+"""Decoding of sound through PyAV, with a mix to one channel and resampling, as in `load_audio` of transformers.
 
-That function's soundfile backend, which equals `librosa.load`: channels are averaged, soxr resamples at its quality HQ,
-and the result has ceil(samples * rate / source's rate) samples. Of lossless files the samples are equal to the bit.
+The result equals that of its soundfile backend and of `librosa.load`, bit for bit for lossless files. Channels are
+averaged, soxr resamples at quality HQ, and the result has ceil(samples * rate / source rate) samples.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ CONTAINERS = (
 _PASSED_OVER = (*BARE, "mpegts", "mpeg")
 """Containers in which packets that do not decode are skipped. Broadcast recordings start in the middle of a frame."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
-"""Lowest and highest rate of a source, samples a second."""
+"""Minimum and maximum sampling rate of a source in Hz."""
 MAX_CHANNELS = 64
 MAX_AMPLITUDE = 1e9
-"""Largest sample; whole ones that nobody scaled to [-1, 1] are far below, and powers of larger ones overflow."""
+"""Maximum absolute sample value. Unscaled integers are far below it, and powers of larger values would overflow."""
 
 _MAX_PLANES = 7
-"""Most planes of a frame that PyAV finds: it looks for the end of their list, which longer lists lack."""
+"""Maximum number of planes of a frame that PyAV can read. It looks for the end of a list that longer lists lack."""
 
-# The filter's reach: behind a cut, as many seconds more are decoded, so that the cut does not show before it.
+# Seconds that are decoded beyond a cut, so that the resampling filter does not see the cut.
 _MARGIN_S = 1.0
 
 Samples = NDArray[np.float32]
@@ -123,21 +123,29 @@ class EncodedAudio:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedAudio:
-    """Samples handed in, behind the face of an EncodedAudio."""
+    """Samples that the caller supplies, with the interface of an EncodedAudio."""
 
     samples: Samples
     rate: int | None
-    """Samples a second; None: as many as the model takes."""
+    """Sampling rate in Hz, or None for the rate of the model."""
 
     def decode(self, rate: int, max_samples: int) -> Samples:
-        """The first `max_samples`, or fewer, at `rate` samples a second."""
+        """Return the first `max_samples` samples, or fewer, at `rate` Hz."""
         return _resample(self.samples, self.rate or rate, rate, max_samples)
 
 
 def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAudio:
-    """What `data` is now, its samples when asked for. `rate` is that of samples handed in, None for the model's.
+    """Read the header of a clip. Its samples are decoded on request.
 
-    InputError, MediaError, LimitExceeded.
+    Args:
+        data: An encoded clip, or samples of one channel.
+        rate: Sampling rate of samples in Hz, or None for the rate of the model. Not allowed for an encoded clip.
+
+    Raises:
+        InputError: `rate` is given for an encoded clip.
+        MediaError: The data are not readable as sound.
+        LimitExceeded: The clip exceeds a cap.
+
     """
     assert not isinstance(data, tuple), "frames are a video's"
     if not isinstance(data, bytes):
@@ -148,10 +156,14 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
 
 
 def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
-    """What is heard, and its number of channels. MediaError.
+    """Return the audio stream that players choose, and its number of channels.
 
-    Where the channels stand is forgotten: asked for a layout, PyAV frees the list of places that some containers have
-    (CAF, AIFF, MOV), which is FFmpeg's, and would do so again for each frame.
+    The channel layout is replaced by a plain number of channels. If PyAV reads a layout with a custom order, as in some
+    CAF, AIFF and MOV files, it frees a list that belongs to FFmpeg, and would free it again for each frame.
+
+    Raises:
+        MediaError: There is no supported audio stream.
+
     """
     if container.streams.best("audio") is None and any(_states_no_rate(one) for one in container.streams.audio):
         raise MediaError("the file's sound states no rate, how many samples a second it has")
@@ -163,7 +175,7 @@ def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
 
 
 def _states_no_rate(stream: AudioStream) -> bool:
-    """FFmpeg finds no best one among streams without a rate."""
+    """Return whether a stream states no sampling rate. FFmpeg then finds no best stream."""
     return stream.codec_context is not None and not stream.codec_context.sample_rate
 
 
@@ -174,7 +186,7 @@ def _check_rate(rate: int) -> int:
 
 
 def _num_source_samples(max_samples: int, source_rate: int, rate: int) -> int:
-    """How many samples of a source reach the first `max_samples` at `rate`."""
+    """Return the number of source samples that are needed for the first `max_samples` at `rate`."""
     return math.ceil(max_samples * source_rate / rate) + math.ceil(_MARGIN_S * source_rate)
 
 

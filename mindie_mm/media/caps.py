@@ -1,4 +1,4 @@
-"""The caps under which media are opened. Families open media without knowing of them, so they are of the context."""
+"""Caps on media, held in a context variable so that model families can open media without passing them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mindie_mm.errors import LimitExceeded
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What the media of one request, as far as they are opened, take to decode."""
+    """Decoding work of all media of one request that have been opened."""
 
     caps: MediaCaps
     picture_pixels: int = 0
-    """Pixels of images, and of frames handed in as images."""
+    """Number of pixels of images, including video frames that are images."""
     video_pixels: int = 0
-    """Pixels of the frames of encoded videos that are decoded, those between the sampled ones included."""
+    """Number of pixels of decoded frames of encoded videos, including frames between the sampled ones."""
 
     def add_picture(self, pixels: int) -> None:
-        """LimitExceeded where the request's pictures have more pixels than the limit."""
+        """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many."""
         self.picture_pixels += pixels
         if self.picture_pixels > (limit := self.caps.max_request_pixels):
             raise LimitExceeded(
@@ -31,7 +31,7 @@ class Work:
             )
 
     def add_video(self, pixels: int) -> None:
-        """LimitExceeded where more pixels of the request's videos would be decoded than the limit."""
+        """Count pixels of a video that will be decoded. Raise LimitExceeded if the request would decode too many."""
         self.video_pixels += pixels
         if self.video_pixels > (limit := self.caps.max_request_video_pixels):
             raise LimitExceeded(
@@ -46,12 +46,12 @@ _decodes_to_count: ContextVar[bool] = ContextVar("decodes_to_count", default=Fal
 
 
 def work() -> Work:
-    """What this context's request takes so far; of nobody's request where nobody set caps, and under the defaults."""
+    """Return the work of the current request, or a new one with default caps outside `under`."""
     return _work.get() or Work(_DEFAULTS)
 
 
 def caps() -> MediaCaps:
-    """The caps of this context; the defaults where nobody set any."""
+    """Return the caps of this context, or the defaults outside `under`."""
     return work().caps
 
 
@@ -70,9 +70,9 @@ def add_picture(width: int, height: int) -> None:
 
 @contextmanager
 def under(these: MediaCaps) -> Iterator[None]:
-    """Has media opened inside under `these`, as those of one request.
+    """Apply the caps `these` to all media opened inside this context, which count as one request.
 
-    What was opened keeps them, however late it is decoded.
+    Opened media keep these caps when they are decoded later.
     """
     token = _work.set(Work(these))
     try:

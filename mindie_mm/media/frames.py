@@ -28,13 +28,19 @@ class Sampling:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], limit: int) -> Self:
-        """From a video preprocessor's configuration, where that says to sample."""
+        """Read the sampling from the configuration of a video preprocessor."""
         if not config.get("do_sample_frames", False):
             return cls(limit)
         return cls(limit, config.get("num_frames"), config.get("fps") if config.get("num_frames") is None else None)
 
     def count(self, video: Video, options: MediaOptions) -> int:
-        """Frames taken from `video` under its item's options. InputError, LimitExceeded."""
+        """Return the number of frames to take from `video` under the options of its item.
+
+        Raises:
+            InputError: The options do not fit the video.
+            LimitExceeded: More than `limit` frames would be taken.
+
+        """
         total = video.num_frames
         if options.num_frames is None and options.fps is None and not isinstance(video, SampledVideo):
             own = self.num_frames and bounded(self.num_frames, options)
@@ -45,12 +51,12 @@ class Sampling:
 
 
 def comes_sampled(video: Video, options: MediaOptions) -> bool:
-    """Whether `video` is frames handed in that no option samples: all of them are taken, up to `max_frames`."""
+    """Return whether `video` is a list of frames that no option samples. All are then taken, up to `max_frames`."""
     return isinstance(video, SampledVideo) and options.num_frames is None and options.fps is None
 
 
 def check_asked(video: Video, options: MediaOptions) -> None:
-    """InputError where a rate is asked of a video that has none, or more frames than it has."""
+    """Raise InputError if a rate is requested for a video without one, or more frames than the video has."""
     if options.fps is not None and video.fps is None:
         what = (
             "frames handed in without a rate: sample_fps is what they were sampled at"
@@ -63,15 +69,23 @@ def check_asked(video: Video, options: MediaOptions) -> None:
 
 
 def bounded(count: int, options: MediaOptions) -> int:
-    """`count` frames, or as many as `min_frames` and `max_frames` allow."""
+    """Return `count` limited to the range of `min_frames` and `max_frames`."""
     count = max(count, options.min_frames or 1)
     return count if options.max_frames is None else min(count, options.max_frames)
 
 
 def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
-    """Frames taken of `video`, all options obeyed; `own` is what the family's sampling, or `fps`, comes to.
+    """Return the number of frames to take from `video` under all options.
 
-    LimitExceeded for more than `limit`.
+    Args:
+        own: Number of frames from the sampling of the family or from `fps`.
+        video: The video.
+        options: Options of the item.
+        limit: Maximum number of frames.
+
+    Raises:
+        LimitExceeded: More than `limit` frames would be taken.
+
     """
     count = min(bounded(options.num_frames or own, options), video.num_frames)
     if count > limit:

@@ -44,9 +44,9 @@ _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 Pixels = NDArray[np.uint8]
 """uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
 Frames = tuple[bytes | Pixels, ...]
-"""A video's, each an encoded image or its pixels."""
+"""Frames of a video, each as an encoded image or as pixels."""
 Data = bytes | NDArray[Any] | Frames
-"""What preprocessing starts from: encoded bytes, or pixels, or samples of sound, or a video's frames."""
+"""Input of preprocessing: encoded bytes, pixels, samples of sound, or frames of a video."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -137,7 +137,7 @@ class PlainJpeg:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedImage:
-    """Pixels handed in, behind the face of an EncodedImage."""
+    """Pixels that the caller supplies, with the interface of an EncodedImage."""
 
     pixels: Pixels
 
@@ -150,7 +150,7 @@ class DecodedImage:
         return int(self.pixels.shape[1])
 
     def decode(self) -> Pixels:
-        """uint8 [height, width, 3], RGB."""
+        """Return RGB pixels, uint8 [height, width, 3]."""
         return self.pixels
 
 
@@ -204,19 +204,19 @@ def _beyond_pillows_limit() -> LimitExceeded:
 
 
 def _has_exif(file: Image.Image, data: bytes) -> bool:
-    """Whether asking Pillow for the orientation is worth it: of a PNG it would decode every pixel first, to be sure."""
+    """Return whether the file may have EXIF. For a PNG, Pillow would decode all pixels to find out."""
     return file.format != "PNG" or b"eXIf" in data or b"XML:com.adobe.xmp" in data or b"Raw profile type" in data
 
 
 def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:
-    """uint8 [..., H, W, 3] -> uint8 [..., height, width, 3], antialiased; an unchanged size is not resized.
+    """Resize uint8 [..., H, W, 3] to uint8 [..., height, width, 3] with antialiasing. An equal size is returned as is.
 
-    The arithmetic is torch's on uint8, which is what torchvision's `resize` runs.
+    torch computes the result in uint8, as torchvision's `resize` does.
     """
     if rgb.shape[-3:-1] == (height, width):
         return rgb
-    frames = from_dlpack(rgb.reshape(-1, *rgb.shape[-3:]))  # torch.from_numpy warns of arrays that are read-only
-    # These strides are those of channels_last, for which torch has a path twice as fast.
+    frames = from_dlpack(rgb.reshape(-1, *rgb.shape[-3:]))  # torch.from_numpy warns about read-only arrays
+    # The strides are those of channels_last, for which torch has a kernel that is twice as fast.
     resized = torch.nn.functional.interpolate(
         frames.permute(0, 3, 1, 2), size=(height, width), mode=resample, align_corners=False, antialias=True
     )
@@ -225,7 +225,7 @@ def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic")
 
 
 def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG in grays or RGB whose header names no orientation; None for anything else."""
+    """Return height and width of a grey or RGB JPEG whose header states no orientation, or None for anything else."""
     if not data.startswith(JPEG_START):
         return None
     header = data[: jpeg_head(data)]

@@ -26,7 +26,7 @@ from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_
 from mindie_mm.tasks import beside
 
 FETCH_TIMEOUT_S = 30.0
-"""Longest that fetching a URL, or reading a pipe, may take."""
+"""Maximum time in seconds to fetch a URL or to read a pipe."""
 
 _MIN_BASE64_CHARS = 64
 _PIECE_BYTES = 2**20
@@ -141,8 +141,8 @@ def _read_text(source: str) -> bytes:
 
 
 def _fetch(url: str) -> bytes:
-    """The bytes behind a URL, through the same fence as the service's, which spools before it tokenises."""
-    from mindie_mm.media.fetch import fetch  # late: an HTTP client takes long to import, and most callers have files
+    """Fetch a URL with the same restrictions as in the service."""
+    from mindie_mm.media.fetch import fetch  # late, because an HTTP client imports slowly and most callers have files
 
     # The caller may be inside an event loop, for example in a notebook.
     return beside(lambda: asyncio.run(fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)))
@@ -156,7 +156,7 @@ def _read_file(path: Path) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_SOURCE_BYTES:
                 raise LimitExceeded(f"{path} has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
-            data = file.read(size or MAX_SOURCE_BYTES + 1)  # the buffer is as large as what is asked for
+            data = file.read(size or MAX_SOURCE_BYTES + 1)  # allocates a buffer of the requested size
     except FileNotFoundError:
         raise MediaError(f"there is no file {_shortened(str(path))}") from None
     except (OSError, ValueError) as error:
@@ -166,9 +166,9 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_pipe(path: Path) -> bytes:
-    """What a pipe or a device gives, up to its end or a byte above the limit. MediaError where it stands still."""
+    """Read a pipe or a device up to its end, or to one byte above the limit. Raise MediaError if it does not end."""
     deadline, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
-    # Otherwise opening a pipe waits for its other end.
+    # Without O_NONBLOCK, opening a pipe waits for its other end.
     with FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         waiting = select.poll()
         waiting.register(file, select.POLLIN)
@@ -178,7 +178,7 @@ def _read_pipe(path: Path) -> bytes:
             piece = file.read(_PIECE_BYTES)
             if piece == b"":
                 break
-            data += piece or b""  # None where another reader was faster
+            data += piece or b""  # None if another reader was faster
     return bytes(data)
 
 
@@ -199,18 +199,18 @@ def _samples(source: Any) -> Samples:
 
 
 def _array(source: Any) -> NDArray[Any]:
-    """A PIL image decoded, an array or tensor as numpy's. MediaError for what cannot be read."""
+    """Return a PIL image, array or tensor as a numpy array. Raise MediaError if it cannot be read."""
     try:
         return np.asarray(pil_to_rgb(source, caps().rgba_background_color) if hasattr(source, "getexif") else source)
     except MemoryError:
         raise
-    except Exception as error:  # what a caller hands in may raise anything
+    except Exception as error:  # an object of the caller may raise anything
         why = _shortened(f"{type(error).__name__}: {error}")
         raise MediaError(f"the {type(source).__name__} cannot be read: {why}") from error
 
 
 def _scheme(source: str) -> str:
-    """data, file, http or https; empty for everything else, which is a path."""
+    """Return data, file, http or https, or an empty string for a path."""
     scheme = scheme_of(source)
     return scheme if scheme in {"data", "file", "http", "https"} else ""
 
@@ -223,7 +223,7 @@ def _is_file(path: str | Path) -> bool:
 
 
 def _bare_base64(text: str) -> bytes | None:
-    """The bytes of bare base64 (as MindIE's clients send); None for text that is none, or too short to tell."""
+    """Decode bare base64, as MindIE's clients send it. Return None for other text or text that is too short."""
     if len(text) < _MIN_BASE64_CHARS:
         return None
     try:
