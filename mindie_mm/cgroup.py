@@ -1,4 +1,4 @@
-"""The control groups that limit this process, and how many CPUs it may use."""
+"""Control groups that limit this process, and the number of CPUs that it may use."""
 
 from __future__ import annotations
 

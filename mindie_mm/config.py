@@ -190,7 +190,7 @@ class ServiceConfig:
     reclaim_interval_s: Seconds = 60.0
     """Time in seconds between two searches for shared memory that dead processes left."""
     max_concurrent_requests: Count = 256
-    """Maximum number of requests in progress. More get status 429."""
+    """Maximum number of requests in progress. Further requests get status 429."""
     request_timeout_s: Seconds = 600.0
     """Maximum time in seconds of one request, from fetching its media to the end of its answer."""
     send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
@@ -214,13 +214,13 @@ class ServiceConfig:
     """Maximum number of JSON values in a request body, counted by its brackets, braces and commas, including those in
     texts."""
     max_held_bytes: Count = 1 * GiB
-    """Maximum size of the bodies of all requests in progress, in bytes. The service refuses more requests."""
+    """Maximum size of the bodies of all requests in progress, in bytes. Further requests are refused."""
     max_item_bytes: Count = 64 * MiB
     """Maximum size of one media item in bytes, after base64 and before media decoding."""
     max_media_bytes: Count = 256 * MiB
     """Maximum size of all media items of one request, in bytes."""
     max_spool_bytes: Count = 2 * GiB
-    """Maximum size of all media files in the spool, in bytes. The service refuses more requests. Must be at least
+    """Maximum size of all media files in the spool, in bytes. Further requests are refused. Must be at least
     max_media_bytes."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""

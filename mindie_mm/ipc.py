@@ -83,7 +83,7 @@ keep_python_path()
 def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `module.main(channel, lifeline, *arguments)` in a process, and return it with our end of the channel.
 
-    A standard stream that this process lacks is /dev/null in the worker.
+    A standard stream that is closed in this process is /dev/null in the worker.
     """
     interpreter = _interpreter()
     standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries print into it

@@ -57,7 +57,7 @@ def use_utf8() -> None:
         setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - stays open
     for name in _NAMES:
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's, is not
+        if isinstance(stream, io.TextIOWrapper):  # not in notebooks and tests
             stream.reconfigure(encoding="utf-8", errors="backslashreplace" if name == "stderr" else "surrogateescape")
 
 

@@ -281,7 +281,7 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"audio": ["a"]}], r"inputs\[0\].audio is of type list"),
         ([{"video": ["a"], "sample_fps": 0}], "sample_fps is 0; it must be above 1e-06 and at most 1000"),
         ([{"image": "a", "sample_fps": 1}], "unknown key 'sample_fps'"),
-        ([{"audio": "a", "detail": "low"}], "unknown key 'detail'; .* it takes sampling_rate"),
+        ([{"audio": "a", "detail": "low"}], "unknown key 'detail'; .* takes sampling_rate"),
         ([{"audio": "a", "sampling_rate": 0}], "sampling_rate is 0; it must be from 1 to 768000"),
         ([{"image": "a", "max_pixels": True}], r"inputs\[0\].max_pixels is True; it must be an integer from 1 to"),
         ([{"image": "a", "max_pixels": "9"}], "max_pixels is '9'; it must be an integer"),

@@ -77,8 +77,8 @@ class _Commands(click.Group):
 def _ending_at_once() -> Iterator[None]:
     """End this process with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles them.
 
-    Nothing is held yet that would have to be freed. The kernel drops signals for which process 1 of a container has no
-    handler, and `serve` imports for a second or more. Signals that the process was started to ignore, such as SIGHUP
+    The process holds no resources yet. The kernel drops signals for which process 1 of a container has no handler, and
+    `serve` imports for a second or more. Signals that the process was started to ignore, such as SIGHUP
     under nohup, stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -78,7 +78,7 @@ def command(
 
 
 def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
-    """Raise InputError if the checkpoint takes no media of a kind that was given: before its weights are loaded."""
+    """Raise InputError if the checkpoint does not accept a given kind of media. Called before weights are loaded."""
     from mindie_mm.models import family_of
     from mindie_mm.nn.checkpoint import Checkpoint
 

@@ -32,7 +32,10 @@ def require_unicode(text: str, where: str) -> str:
 
 
 def whole(value: Any) -> Any:
-    """Return a float without a fraction, such as JSON's 16.0, as an integer of at most 64 bits; else `value` itself."""
+    """Convert a float without a fraction, such as JSON's 16.0, to an integer of at most 64 bits.
+
+    Return any other value unchanged.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
 
 

@@ -41,7 +41,7 @@ class LocalTokenizer:
         read = partial(Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media)
         thread = WorkThread("mindie_mm-tokenizer")
         try:
-            await thread.run(partial(collect, [default_spool()]))  # no service does this periodically here
+            await thread.run(partial(collect, [default_spool()]))  # no service does this here
             wire.open()
             return cls(await thread.run(read), thread)
         except BaseException:
