@@ -31,7 +31,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MAX_ANSWER_LOGPROBS = 2**20
-"""Log-probabilities of one answer, some 100 bytes each; one choice over the whole context has as many as it has."""
+"""Maximum number of log-probabilities in one answer, about 100 bytes each. One choice over the whole context may have
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class Call:
     service: Service
     params: SamplingParams
     n: int
-    """Choices for each prompt."""
+    """Number of choices per prompt."""
     id: str
-    """The answer's, and its choices' with an index behind it."""
+    """Id of the answer. The ids of its choices append an index."""
     clock: Clock
     timed: bool
-    """Whether the answer says where its time went."""
+    """Whether the answer contains timings."""
     _begun: set[int] = field(default_factory=set, init=False)
-    """Indices of the choices that were begun: each is counted at its own end."""
+    """Indices of the choices that have begun. Each is counted when it ends."""
 
     @asynccontextmanager
     async def prompts(
@@ -121,7 +122,7 @@ class Call:
             self.service.metrics.count_longest(max(lengths[start : start + n]))
 
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
-        """LimitExceeded for more log-probabilities than one answer may hold."""
+        """Raise LimitExceeded if the answer may hold too many log-probabilities."""
         params, context = self.params, self.service.worker.engine.info.max_model_len
         found = 0
         for source in sources:
@@ -213,16 +214,17 @@ class Call:
         self.service.metrics.e2e_s.observe(time.perf_counter() - self.clock.arrived)
 
     def _seeded(self, index: int) -> SamplingParams:
-        """For a prompt's choice of that index: seeds follow one another, the least int64 behind the greatest."""
+        """Return the settings of a prompt's choice `index`. Seeds are consecutive and wrap around in int64."""
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
 
 
 def _reason(error: Exception | None) -> str:
-    """What a choice counts as that `error`, or a cancellation, ended unfinished.
+    """Return the metrics' reason for a choice that `error` or a cancellation has ended.
 
-    `abort` if its client gave it up, `refused` if it cannot be answered, else `error`: deadlines and stops, too.
+    It is `abort` if the client disconnected, `refused` if the request cannot be answered, else `error`, which includes
+    deadlines and stops.
     """
     cause = error or cause_of_end()
     if isinstance(cause, RequestAborted | None):
@@ -231,7 +233,7 @@ def _reason(error: Exception | None) -> str:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What the streams give, as it comes, each with its stream's index; leaving closes them all."""
+    """Yield the items of all streams as they arrive, each with the index of its stream. Close all streams at exit."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for item in stream:

@@ -62,33 +62,36 @@ class _Lines:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, closed when a request's head does not come; the wait between two requests is uvicorn's own.
+    """A uvicorn connection with limits on the heads of requests, in time and in size.
 
-    A head that is too long is answered with 431, what is not HTTP with 400; then the connection ends. Where requests
-    before it wait for their answers, it ends behind the last of these instead. A wish to upgrade is ignored (RFC 9110,
-    7.8). An answer of unknown length to a client of HTTP/1.0 has no chunks: it ends with the connection.
-    Of a body that is answered before it is whole little more is read, and not for long; then the connection ends.
-    Near the limit of open files a new connection is refused with 503, and the log says which limit to raise.
-    What comes while a request waits for the answer to an earlier one is read, though not parsed: reading alone tells
-    that the client leaves.
+    - The connection is closed if a head does not arrive in time. uvicorn limits the pause between two requests.
+    - A head that is too long gets status 431, and bytes that are not HTTP get 400. Then the connection ends. If earlier
+      requests wait for answers, it ends after the last of these answers instead.
+    - An offer to upgrade is ignored (RFC 9110, 7.8).
+    - A response of unknown length to an HTTP/1.0 client is not chunked, and ends with the connection.
+    - If a request is answered before its body is complete, only a little more of the body is read. Then the connection
+      ends.
+    - Near the limit of open files, a new connection gets 503, and the log says which limit to raise.
+    - Bytes that arrive while a request waits for an earlier answer are read but not parsed. Only reading reveals that
+      the client has disconnected.
     """
 
     _waiting: asyncio.TimerHandle | None = None
     _lines: _Lines | None = None
     """None within a body and between requests."""
     _in_body: bool = False
-    """From a head's end to its request's."""
+    """Whether the head of a request is complete and its body is not."""
     _num_body_bytes: int = 0
     _num_chunks: int = 0
     _too_long: tuple[int, str] | None = None
-    """The status and message that a head, or a body of small chunks, is refused with."""
+    """Status and message for refusing a head, or a body of small chunks."""
     _refused: bool = False
-    """Nothing further is parsed."""
+    """Whether parsing has stopped."""
     _num_dropped_bytes: int = 0
     _running: RequestResponseCycle | None = None
-    """Of the request that is being answered, or was last; uvicorn's `cycle` is the one whose head came last."""
+    """The request that is being answered, or was last. uvicorn's `cycle` is the request whose head came last."""
     _ahead: bytes = b""
-    """What came while requests waited for the answer to an earlier one."""
+    """Bytes that arrived while requests waited for an earlier answer."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

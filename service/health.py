@@ -98,7 +98,10 @@ class SharedMemory(TypedDict):
 @router.get("/v2/health/ready", responses=answered(Health))  # MindIE's
 @router.get("/ping", responses=answered(Health))  # vLLM's
 async def health(service: ServiceDep) -> Response:
-    """200 if a request would be answered, else 503 and the reason; and how far each arena is faulted in."""
+    """Return 200 if the service can answer requests, else 503 with the reason.
+
+    The answer also says how far each arena is faulted in.
+    """
     await service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)

@@ -43,7 +43,7 @@ class Incoming:
     clock: Clock
 
     def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
-        """The request's use of the service; `prefix` stands before the answer's id. ModelNotFound, InputError."""
+        """Return the call for this request. `prefix` precedes the answer's id. Raise ModelNotFound or InputError."""
         self.service.check_model(model)
         try:
             params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)

@@ -47,9 +47,10 @@ _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
 async def prompts(
     service: Service, requests: Sequence[TokenizeRequest], clock: Clock
 ) -> AsyncIterator[list[PromptSource]]:
-    """The prompts of one HTTP request, whose limits hold for all of them together; leaving frees their shared memory.
+    """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
 
-    Their media are as the client gave them. The media's files stay, for a second try, until all prompts are settled.
+    The limits of a request apply to all of its prompts together. Media are as the client sent them. Their files remain
+    for a second try until all prompts are settled.
     """
     started = time.perf_counter()
     field = _field(requests[0])

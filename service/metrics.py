@@ -101,7 +101,7 @@ class Metrics:
             self._params_max_tokens.observe(max_tokens)
 
     def count_tokens(self, number: int) -> None:
-        """So many tokens were generated."""
+        """Count `number` generated tokens."""
         self._generation_tokens.inc(number)
 
     def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:

@@ -126,16 +126,16 @@ class GenerationBody(Body, Settings):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """1 or `n`: no more are drawn than are answered."""
+    """1 or `n`, because no more choices are drawn than are returned."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    """Of a stream alone."""
+    """Only for a stream."""
     max_tokens: MaxTokens | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    """0, or vLLM's word for it, -1: all."""
+    """0 or, as in vLLM, -1: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -158,7 +158,7 @@ class GenerationBody(Body, Settings):
     @field_validator("stream_options", mode="before")
     @classmethod
     def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
-        """OpenAI and vLLM refuse them, too: who asks for them expects a stream. Empty ones are as good as none."""
+        """Refuse stream options without a stream, as OpenAI and vLLM do. Empty options count as absent."""
         if given and not info.data.get("stream"):
             raise PydanticCustomError("no_stream", "needs stream to be true")
         return given

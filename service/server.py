@@ -174,10 +174,10 @@ class _Server(uvicorn.Server):
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new requests, gives running ones the grace time, ends the rest, then closes.
+        """Refuse new requests, grant running ones the grace time, end the rest, then close.
 
-        Until then it listens: who asks is told that it stops, and /health/live that it lives. Every answer is the last
-        of its connection, so that a client who keeps one finds another service behind the same address.
+        Until then the server listens, reports that it is stopping, and answers /health/live. Each answer ends its
+        connection, so that a client with a persistent connection finds another service at the same address.
         """
         state = self.server_state
         state.default_headers = [*state.default_headers, (b"connection", b"close")]
