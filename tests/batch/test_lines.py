@@ -58,7 +58,7 @@ def test_a_file_in_another_format_is_refused_and_the_format_named(mistake: str, 
         (b'{"text": "caf\xe9", "id": 1}', "the row is not JSON: byte 13 is not UTF-8"),
         (LINE + b"\r" + LINE, "the row is not JSON: it is lines that end in CR alone"),
         (b"\0{", "the row is not JSON: it is text in UTF-16"),
-        (b'{\n "text": "a",\n}', "the row is not JSON: byte 15 is not valid JSON"),
+        (b'{\n "text": "a",\n}', "the row is not JSON: byte 16 is not valid JSON"),
         (b'{"text": "NaN"', "the row is not JSON: the JSON is incomplete"),
     ],
 )

@@ -103,8 +103,8 @@ async def test_stop_token_ids(engine):
         (np.array([10**6]), GREEDY, TokenOutOfRange, r"1000000 is not in \[0, 328\)"),
         (np.array([5, -7]), GREEDY, CorruptReference, "slot 1 holds -7"),
         (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
-        (PROMPT, SamplingParams(stop=5), InputError, r"^stop must be a list, not an integer"),
-        (PROMPT, SamplingParams(temperature=None), InputError, r"^temperature must be a number, not null"),
+        (PROMPT, SamplingParams(stop=5), InputError, r"stop is 5: it must be a list, not an integer"),
+        (PROMPT, SamplingParams(temperature=None), InputError, r"temperature must be a number, not null"),
     ],
     ids=["too long", "empty", "no such id", "no word", "bad setting", "a number as stop", "no temperature"],
 )

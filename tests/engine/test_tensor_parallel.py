@@ -132,7 +132,7 @@ async def test_a_schema_holds_on_all(engine, model, random_checkpoint):
     assert not errors
     params = SamplingParams(temperature=0, max_tokens=16, json_schema=schema)
     assert await tokens(engine, "schema", PROMPT, params) == outputs[0]
-    with pytest.raises(InputError, match="no JSON"):
+    with pytest.raises(InputError, match="not valid JSON"):
         await tokens(engine, "none", PROMPT, SamplingParams(json_schema="{"))
     assert await tokens(engine, "again", PROMPT, params) == outputs[0]
 
@@ -390,7 +390,7 @@ async def test_a_cache_that_is_too_small_is_told_once_and_refused_on_both(random
         await engine.close()
     told = capfd.readouterr().err
     assert told.count(f"the KV cache holds 80 tokens in {num_bytes} bytes; the context length is 80") == 1
-    assert told.count("requests that need more are refused") == 1
+    assert told.count("Longer requests are refused") == 1
     async with asyncio.timeout(200):
         with pytest.raises(DeviceError, match="a context of 81 tokens takes"):
             await AsyncEngine.start(random_checkpoint, dataclasses.replace(small, max_model_len=81))

@@ -484,7 +484,7 @@ def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
         ("{media}/large.png", "limit for one item is 4194304"),
         ("relative.png", "neither a path, a URL nor valid base64"),
         (f"{JPEG}A=", ": the 71 bytes are no readable image"),
-        (f"{JPEG}A", "nor valid base64: padding (=) left out"),
+        (f"{JPEG}A", "nor valid base64. Look for missing padding (=)"),
         (f"{JPEG}\nA=", ": the 71 bytes are no readable image"),
         (f"{JPEG}.jpg", "no such file under the allowed media folder"),
         ("http://127.0.0.1:1/x.png", "not public"),
