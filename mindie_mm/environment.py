@@ -26,7 +26,7 @@ _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
 
 _WAIT_POLICIES = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
 """Variables that set how long OpenMP threads spin. Intel's and LLVM's OpenMP use KMP_* variables."""
-SPIN_COUNT = 1000
+SPIN_COUNT = 3000
 """Number of iterations that an OpenMP thread spins at a barrier before it sleeps."""
 
 

@@ -65,7 +65,8 @@ def test_every_cap_is_in_the_page_and_in_the_help() -> None:
     help_page = CliRunner().invoke(command, ["--help"], terminal_width=400).output
     for name, default in DEFAULTS.items():
         (line,) = re.findall(rf"^ *--{name.replace('_', '-')}[ /].*(?:\n {{10,}}.*)*", help_page, re.MULTILINE)
-        said = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        said = {False: "off", True: "on"}[default] if isinstance(default, bool) else str(default)
+        said = " ".join(map(str, default)) if isinstance(default, tuple) else said
         assert default in (None, ()) or re.search(rf"\[default: {re.escape(said)}[],]", " ".join(line.split())), line
 
 
