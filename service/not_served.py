@@ -21,6 +21,9 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("logprob_token_ids", "prompt_logprobs", "thinking_token_budget", "repetition_detection"), OFF),
     **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
     **dict.fromkeys(("detokenize", "skip_special_tokens", "include_reasoning"), (None, True)),
+    "spaces_between_special_tokens": (None, True),
+    "length_penalty": (None, 1),
+    "early_stopping": OFF,
     # OpenAI's
     "audio": OFF,
     "modalities": (*OFF, ["text"]),

@@ -136,8 +136,12 @@ def test_hints_for_other_servers_caches_are_passed_over():
 
 
 FOREIGN = [
-    {"type": "text", "text": "a", "id": "msg_1", "annotations": [], "logprobs": None},
-    {"type": "image_url", "image_url": {"url": "a.png", "format": "image/png"}, "modalities": "multi-images"},
+    {"type": "text", "text": "a", "id": "msg_1", "annotations": [], "path": "/a", "logprobs": None},
+    {
+        "type": "image_url",
+        "image_url": {"url": "a.png", "format": "image/png", "size": 12},
+        "modalities": "multi-images",
+    },
     {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav", "transcript": "b"}},
     {"type": "video_url", "video_url": {"url": "a.mp4"}, "name": "c", "id": 5},
 ]
@@ -154,7 +158,7 @@ def test_keys_of_other_servers_are_ignored_with_one_warning_per_key(caplog, monk
     for _ in range(2):
         assert parse_messages([{"role": "user", "content": FOREIGN}])[0].content == tuple(parse_inputs(plain))
     told = [record.args[0] for record in caplog.records]
-    assert told == ["id", "annotations", "modalities", "format", "transcript", "name"]
+    assert told == ["id", "annotations", "path", "modalities", "format", "size", "transcript", "name"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 

@@ -18,6 +18,7 @@ from mindie_mm.batch.source import MEDIA_MARK
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind
 from mindie_mm.media.endings import ending_of, kind_of
+from mindie_mm.paths import absolute
 
 STDIN = "-"
 _STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
@@ -40,12 +41,12 @@ def input_named(given: str) -> str:
     """Return the name of an input in a run: its absolute path, or `-` for standard input under any name.
 
     Raises:
-        InputError: `given` is empty.
+        InputError: `given` is empty, or a relative path in a working directory that was removed.
 
     """
     if not given:
         raise InputError("an input is empty. Leave it out, or name a file")
-    return STDIN if given == STDIN or given in _STDIN_PATHS else str(Path(given).absolute())
+    return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
 def is_stream(given: str) -> bool:

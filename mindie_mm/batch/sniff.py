@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from typing import Any, BinaryIO
 
 import msgspec
@@ -40,6 +40,8 @@ def no_lines(head: bytes) -> str | None:
 def _no_text(head: bytes) -> str | None:
     if packed := packing(head):
         return packed
+    if head.startswith((BOM_UTF32_LE, BOM_UTF32_BE)) or head[:4].count(0) == 3:
+        return "text in UTF-32. Convert it to UTF-8: iconv -f UTF-32 -t UTF-8"
     if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or head[:2].count(0) == 1:
         return "text in UTF-16, as PowerShell's > writes it. Convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
     row, carriage_return, more = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0].partition(b"\r")

@@ -44,10 +44,10 @@ class CUDA(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        with suppress(RuntimeError):  # raised if the runtime cannot be called
+        with suppress(Exception):  # raised if the runtime cannot be called
             if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
                 return True
-        with suppress(RuntimeError):  # the driver reports the error to the next kernel, so launch one
+        with suppress(Exception):  # the driver reports the error to the next kernel, so launch one
             torch.zeros(1, device=torch.device("cuda"))
         return False
 

@@ -86,16 +86,16 @@ def _require_exact(value: Any, keyword: str) -> None:
     if isinstance(value, list):
         for part in value:
             _require_exact(part, keyword)
-    elif _is_number(value) and abs(value) > _EXACT and not (abs(value) <= _LARGEST and _is_read_exactly(value)):
+    elif _is_number(value) and abs(value) >= _EXACT and not _is_certain(value):
         raise InputError(
             f"the JSON schema has {shown(value)} in {keyword}; "
             f"numbers there are exact only from -{_EXACT} to {_EXACT}. Use a string"
         )
 
 
-def _is_read_exactly(value: float) -> bool:
-    """Return whether llguidance reads a number exactly. It reads an integer literal as an integer."""
-    return _as_read(value, integers=isinstance(value, int)) == {value}
+def _is_certain(value: float) -> bool:
+    """Return whether llguidance reads a large number exactly. A float may have been rounded when the JSON was read."""
+    return isinstance(value, int) and abs(value) <= _LARGEST and _as_read(value, integers=True) == {value}
 
 
 def _rewrite_bounds(schema: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> i
     if integers and inwards < 0 and least >= _INT64_MAX:
         return _INT64_MAX  # read as 2**63, and then as the largest int64
     if inwards * least > _LARGEST:
-        raise InputError(f"the JSON schema has the bound {shown(bound)}; the limit is 64 bits")
+        raise InputError(f"the JSON schema has the bound {shown(bound)}; the limits are -{_LARGEST} and {_LARGEST}")
     found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
     while not all(inwards * (read - least) >= strict for read in _as_read(found, integers=integers)):
         found = math.nextafter(found, inwards * math.inf)

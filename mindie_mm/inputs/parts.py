@@ -95,7 +95,8 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:
     if part.get("type", key) != key:
         raise InputError(f"{where}.type is {part['type']!r}, but the item holds {key!r}")
-    pass_over((name for name in part if name not in ("type", key)), where, "a text takes no options", strict=strict)
+    unknown = (name for name in part if name not in ("type", key))
+    pass_over(unknown, where, "a text takes no options", strict=strict, foreign=())
     if not isinstance(part[key], str):
         raise InputError(f"{where}.{key} is {type_of(part[key])}; it must be a string")
     return Text(require_unicode(part[key], f"{where}.{key}"))

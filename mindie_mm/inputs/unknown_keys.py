@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from mindie_mm.errors import InputError
 from mindie_mm.inputs.items import MediaOptions
 
 _log = logging.getLogger(__name__)
 
-_OTHERS_OPTIONS = frozenset(
+OTHERS_OPTIONS = frozenset(
     {
         # qwen-vl-utils, DashScope
         *("nframes", "resized_height", "resized_width", "total_pixels", "video_start", "video_end"),
         # Clips, crops and rates
-        *("start", "end", "start_time", "end_time", "start_offset", "end_offset", "speed", "crop", "rotation"),
-        *("sample_rate", "frame_rate", "framerate", "rate"),
+        *("start_time", "end_time", "start_offset", "end_offset", "crop"),
+        *("sample_rate", "frame_rate", "framerate"),
         # Gemini, transformers, vLLM
-        *("video_metadata", "frames", "do_sample_frames", "frames_indices", "size", "resolution", "media_resolution"),
+        *("video_metadata", "frames", "do_sample_frames", "frames_indices", "media_resolution"),
         # SGLang, LMDeploy, InternVL, MiniCPM
         *("max_dynamic_patch", "min_dynamic_patch", "max_num", "max_slice_nums", "use_image_id"),
         # Other sources, or features in place of a source
@@ -39,7 +39,9 @@ _MIN_SHORTENED = 6
 _told: set[str] = set()
 
 
-def pass_over(keys: Iterable[object], where: str, takes: str, *, strict: bool) -> None:
+def pass_over(
+    keys: Iterable[object], where: str, takes: str, *, strict: bool, foreign: Collection[str] = OTHERS_OPTIONS
+) -> None:
     """Ignore the unknown `keys` of an item. Warn the first time that a key occurs.
 
     Args:
@@ -47,6 +49,7 @@ def pass_over(keys: Iterable[object], where: str, takes: str, *, strict: bool) -
         where: Name of the item in errors.
         takes: End of the error message, about the keys that the item takes.
         strict: Refuse every unknown key.
+        foreign: Further keys to refuse, because they are options in other servers.
 
     Raises:
         InputError: A key is an option of another kind of item, looks like an option, or `strict` is set.
@@ -54,7 +57,7 @@ def pass_over(keys: Iterable[object], where: str, takes: str, *, strict: bool) -
     """
     for key in map(str, keys):
         near = _near(key)
-        if strict or near or key in _OTHERS_OPTIONS:
+        if strict or near or key in foreign:
             hint = f"; did you mean {near!r}?" if near and near != key else ""
             raise InputError(f"{where} has the unknown key {key[:_MAX_SHOWN]!r}{hint}; {takes}")
         _warn_once(key[:_MAX_SHOWN])

@@ -141,6 +141,11 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
     yield from stream.decode(None)
 
 
+def longest_tail(num_packets: int) -> int:
+    """Return how many of the last packets of a video may be damaged or missing: a tenth, at least 1 and at most 32."""
+    return min(_LONGEST_TAIL, max(1, num_packets // 10))
+
+
 def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int, num_packets: int) -> list[int | None]:
     """Decode all frames of `num_packets` packets and return their presentation times.
 
@@ -151,7 +156,7 @@ def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int
 
     """
     times: list[int | None] = []
-    most_behind = min(_LONGEST_TAIL, max(1, num_packets // 10))
+    most_behind = longest_tail(num_packets)
     num_behind, is_damaged = 0, False
     for packet in packets_of(container, stream, num_bytes):
         try:

@@ -31,7 +31,7 @@ from mindie_mm.media.display_matrix import Orientation
 from mindie_mm.media.image import Data, Frames, Pixels, open_image
 from mindie_mm.media.sample_tables import may_be_turned
 from mindie_mm.media.seek import Keyframes
-from mindie_mm.media.timeline import AVI, PLACEHOLDER, Packets, decoded_times, frames_of_video, rate_of
+from mindie_mm.media.timeline import AVI, PLACEHOLDER, Packets, decoded_times, frames_of_video, longest_tail, rate_of
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
 """Supported containers, detected by content.
@@ -92,12 +92,13 @@ class EncodedVideo:
             )
             if packets.number > max_frames:
                 _check_length(max(packets.number, stated if stated < PLACEHOLDER else 0), None, limits)
-            if _is_cut(stream, name, packets.number, data):
+            num_missing = _num_missing(stream, name, packets.number, data)
+            if num_missing > longest_tail(packets.number + num_missing):
                 raise MediaError(f"the video is truncated: it states {stated} frames and holds {packets.number}")
             if not (height and width):  # FFmpeg does not parse frames that are above the limit
                 raise LimitExceeded(f"the frame size is unknown, or above the limit of {max_pixels} pixels")
             num_frames, times = packets.num_shown, packets.times
-            is_counted = packets.are_frames and not decodes_to_count()
+            is_counted = packets.are_frames and not num_missing and not decodes_to_count()
             if num_frames and not is_counted:
                 of_request.add_video(packets.number * height * width)
                 num_frames, times = _decoded(data, max_pixels, packets.number)
@@ -294,18 +295,19 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
     return EncodedVideo.open(data)
 
 
-def _is_cut(stream: VideoStream, container: str, num_packets: int, data: bytes) -> bool:
-    """Return whether the file ends before all of its stated packets.
+def _num_missing(stream: VideoStream, container: str, num_packets: int, data: bytes) -> int:
+    """Return how many of its stated packets a truncated file lacks.
 
     A complete file may have fewer packets than its container states. FFmpeg's index omits packets that edit lists hide,
     AVI repeats a frame with an empty chunk, and an AVI written to a pipe has placeholders in its header.
     """
     if num_packets >= stream.frames:
-        return False
+        return 0
     if container == AVI:
         num_bytes = int.from_bytes(data[4:8], "little") + 8
-        return stream.frames < PLACEHOLDER and len(data) < num_bytes < 2**32
-    return num_packets < sum(entry.size > 0 for entry in islice(stream.index_entries, stream.frames))
+        is_cut = stream.frames < PLACEHOLDER and len(data) < num_bytes < 2**32
+        return stream.frames - num_packets if is_cut else 0
+    return max(0, sum(entry.size > 0 for entry in islice(stream.index_entries, stream.frames)) - num_packets)
 
 
 def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArray[np.int64] | None]:

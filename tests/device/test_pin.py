@@ -55,13 +55,15 @@ def lacking(*_, **__):
 
 
 @pytest.mark.skipif(not hasattr(torch.Stream, "native_handle"), reason="torch lacks what copies from there take")
-@pytest.mark.parametrize("lacks", [{"npuHostRegister": lacking}, None], ids=["the function", "the runtime"])
+@pytest.mark.parametrize("lacks", [{"npuHostRegister": lacking}, {}, None], ids=["CANN", "the binding", "the runtime"])
 def test_an_npu_whose_cann_cannot_register_refuses(pages, monkeypatch, caplog, lacks):
     runtime = lacking if lacks is None else lambda: SimpleNamespace(**lacks)
     monkeypatch.setattr(npu, "_npu", lambda: SimpleNamespace(npurt=runtime))
     monkeypatch.setattr(npu, "registers", lambda _: True)
     assert NPU.pin(pages.data_ptr(), pages.nbytes) is False
-    assert caplog.messages == ["CANN cannot register host memory: Failed to find function aclrtHostRegisterV2"]
+    (said,) = caplog.messages
+    assert said.startswith("CANN cannot register host memory: ")
+    assert "HostRegister" in said
 
 
 def test_a_gpu_whose_runtime_cannot_be_called_refuses(pages, monkeypatch):

@@ -86,6 +86,7 @@ def test_no_other_number_is_accepted(
         ({"const": 2**64 - 1}, "has 18446744073709551615 in const"),
         ({"type": "integer", "const": 1e300}, "has 1e+300 in const"),
         ({"type": "integer", "const": 1.2345678901234568e18}, "in const"),
+        ('{"const": 9007199254740993.0}', "has 9007199254740992.0 in const"),
         ({"const": {"a": [2**53 + 1]}}, "has 9007199254740993 in const"),
         ({"anyOf": [{"type": "null"}, {"const": 2**53 + 1}]}, "has 9007199254740993 in const"),
         ({"items": {"properties": {"a": {"enum": [2**53 + 1]}}}}, "has 9007199254740993 in enum"),

@@ -271,6 +271,14 @@ def test_a_damaged_tail_gives_one_result_for_all_samplings(container, codec, opt
         assert found.pop() in (0, *range(14, 21))
 
 
+def test_a_short_tail_may_be_missing():
+    data = case("last_byte_missing.mp4")
+    for num_bytes, num_frames in ((10, 47), (50, 45), (100, 43)):
+        assert_counted(data[:-num_bytes], num_frames, 25.0)
+    with pytest.raises(MediaError, match="states 50 frames and holds 42"):
+        EncodedVideo.open(data[:-200])
+
+
 def taken(data: bytes, indices: Sequence[int]) -> int:
     """Decode `indices`, of which -1 is the last frame, as a tokenizer does, and return the frame count of the video."""
 
