@@ -20,7 +20,7 @@ OTHERS_OPTIONS = frozenset(
         # qwen-vl-utils, DashScope
         *("nframes", "resized_height", "resized_width", "total_pixels", "video_start", "video_end"),
         # Clips, crops and rates
-        *("start_time", "end_time", "start_offset", "end_offset", "crop"),
+        *("start_time", "end_time", "start_offset", "end_offset", "speed", "crop"),
         *("sample_rate", "frame_rate", "framerate"),
         # Gemini, transformers, vLLM
         *("video_metadata", "frames", "do_sample_frames", "frames_indices", "media_resolution"),
