@@ -24,12 +24,15 @@ def fail_next_copy() -> None:
 
 
 def fail_in_queue(*_: object) -> None:
-    """As an operator that fails behind the call of it. Where torch_npu hears of that in a destructor, it aborts."""
+    """Fail like an operator that fails after its call.
+
+    torch_npu aborts if it hears of the failure in a destructor. So both tensors exist before the call that may raise.
+    """
     import torch
 
-    here = torch.ones(4).pin_memory()
+    here, there = torch.ones(4).pin_memory(), torch.empty(4, device="npu")
     fail_next_copy()
-    there = here.to("npu", non_blocking=True)
+    there.copy_(here, non_blocking=True)
     torch.accelerator.synchronize()
     del here, there  # not before
 
