@@ -135,9 +135,8 @@ class Anymap:
             raise ValueError("too few samples, or a sample that is not a number")
         values, num_found, start = np.empty(count, np.int64), 0, 0
         while num_found < count and start < len(text):
-            stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(
-                text
-            )  # one list of all would take 40 bytes a sample
+            # Samples are parsed in pieces, because one list of all would take 40 bytes per sample.
+            stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(text)
             piece = list(map(int, text[start:stop].split()))[: count - num_found]
             values[num_found : num_found + len(piece)] = piece
             num_found, start = num_found + len(piece), stop

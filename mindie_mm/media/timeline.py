@@ -34,7 +34,7 @@ _ONE_FRAME_EACH = frozenset(
 )
 """Decoders that produce one frame per packet. Other decoders produce none for a frame that repeats the previous one."""
 _LONGEST_TAIL = 32
-"""Maximum number of packets in a damaged tail, which may also be at most a tenth of all packets.
+"""Maximum number of packets in a damaged or missing tail, which may also be at most a tenth of all packets.
 
 With a longer tail, a large missing part of a film would go unnoticed.
 """
