@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
 
@@ -103,13 +103,25 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     integers = "integer" in kinds and "number" not in kinds
+    given = [schema.get(name) for name in ("minimum", "maximum")]
     _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
     _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
+    _require_range(schema, given)
     # For a range with one end, llguidance computes all digits of that end, so the range gets a second end.
     if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
         schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
     if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:
         schema.setdefault("minimum", -_LARGEST)
+
+
+def _require_range(schema: Mapping[str, Any], given: Sequence[Any]) -> None:
+    """Raise InputError if the bounds in `schema` have crossed, though those `given` had numbers between them."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if _is_number(low) and _is_number(high) and low > high and all(map(_is_number, given)) and given[0] <= given[1]:
+        raise InputError(
+            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, with no number between "
+            f"them that is exact; numbers are exact from -{_EXACT} to {_EXACT}. Use a string"
+        )
 
 
 def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: int, integers: bool) -> None:

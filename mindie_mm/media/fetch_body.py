@@ -5,8 +5,6 @@ Requests ask for no content encoding. Object stores nevertheless send the encodi
 
 from __future__ import annotations
 
-import gzip
-import io
 import zlib
 from collections.abc import Iterable
 
@@ -23,6 +21,8 @@ _DECODED = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _UNDECODED = frozenset(("br", "zstd", "dcb", "dcz", "compress", "x-compress", "exi", "pack200-gzip", "aes128gcm"))
 """Other content codings in the IANA registry. Any other name (identity, aws-chunked, utf-8) is ignored."""
 _MEMBER_START = b"\x1f\x8b\x08"
+_CHUNK_BYTES = 2**14
+"""Bytes given to zlib at once. It copies what it has not used at the end of each member."""
 
 
 def codings_of(headers: Iterable[str], host: str | None) -> list[str]:
@@ -53,7 +53,7 @@ def decode_body(body: bytes, codings: list[str], max_bytes: int, host: str | Non
     for coding in reversed(codings):
         try:
             body = _gunzip(body, max_bytes + 1) if coding == "gzip" else _inflate(body, max_bytes + 1)
-        except (OSError, EOFError, zlib.error) as error:
+        except (EOFError, zlib.error) as error:
             raise MediaError(f"{host} answered with a body that is not valid {coding}, or is truncated") from error
         if len(body) > max_bytes:
             raise LimitExceeded(
@@ -63,11 +63,24 @@ def decode_body(body: bytes, codings: list[str], max_bytes: int, host: str | Non
 
 
 def _gunzip(body: bytes, reach: int) -> bytes:
-    """Return the first `reach` decoded bytes. Raise OSError, EOFError, zlib.error or LimitExceeded."""
+    """Return the first `reach` decoded bytes. Raise EOFError, zlib.error or LimitExceeded.
+
+    Bytes behind a member that do not start another one are ignored, as browsers and urllib3 ignore them.
+    """
     if (num_members := body.count(_MEMBER_START)) > MAX_MEMBERS:
         raise LimitExceeded(f"the gzip body has {num_members} members; the limit is {MAX_MEMBERS}")
-    with gzip.GzipFile(fileobj=io.BytesIO(body)) as file:
-        return file.read(reach)
+    data = bytearray()
+    start = 0
+    while True:
+        inflater = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        while not inflater.eof and len(data) < reach and start < len(body):
+            chunk = body[start : start + _CHUNK_BYTES]
+            data += inflater.decompress(chunk, reach - len(data))
+            start += len(chunk) - len(inflater.unused_data)
+        if not inflater.eof and len(data) < reach:
+            raise EOFError
+        if len(data) >= reach or not body.startswith(_MEMBER_START, start):
+            return bytes(data)
 
 
 def _inflate(body: bytes, reach: int) -> bytes:
