@@ -169,12 +169,13 @@ def descriptors() -> int:
 def test_samples_hold_no_file_descriptors(many: Path) -> None:
     """A shuffle buffer keeps thousands of samples. A process may have 65,530 mappings, but only 1,024 descriptors."""
     dataset = Dataset(many)
+    gc.collect()  # other tests may have left objects that hold descriptors
     before = descriptors()
     kept = list(dataset)
     assert descriptors() - before <= 8
     del dataset
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before
     assert [sample.arrays[0]["pixel_values"].any() for sample in kept] == [True] * 20
     assert not any(sample.arrays[0]["pixel_values"].flags.writeable for sample in kept)
     run = str(many).encode()

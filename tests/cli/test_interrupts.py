@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ CASES = [
     (("--help",), "mindie_mm.cli.settings"),
 ]
 """Pairs of a command and the module after whose import it is interrupted."""
-
-
-@pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """Let the commands receive SIGINT, even if a shell has started the tests with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Path) -> tuple[int, str]:

@@ -159,11 +159,15 @@ def test_a_service_whose_arena_is_lost_answers_again(
         arena.unlink()  # an empty file: nobody can tell any more whose it was
 
 
-def test_a_service_for_which_shm_is_too_small_says_so_and_ends() -> None:
+def test_a_service_for_which_shm_is_too_small_says_so_and_ends(tmp_path: Path) -> None:
     require(FULL_SHM)
     command = [*FULL_SHM, str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0"]
     done = subprocess.run(
-        [*command, f"--arena-bytes={64 * MiB}"], capture_output=True, text=True, timeout=300, check=False
+        [*command, f"--arena-bytes={64 * MiB}", f"--spool={tmp_path / 'spool'}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
