@@ -166,31 +166,35 @@ NO_PACKAGE = {
 }
 
 
-@pytest.mark.parametrize("method", NO_PACKAGE)
-@pytest.mark.parametrize("nested", [False, True])
-def test_quantised_weights_whose_package_is_missing(copy, method, nested):
-    settings, package = NO_PACKAGE[method]
-    if nested:
-        text = json.loads((copy / "config.json").read_text())["text_config"]
-        reconfigure(copy, text_config=text | {"quantization_config": settings})
-    else:
-        reconfigure(copy, quantization_config=settings)
-    # In a process in which none of the packages is there, whatever this machine has.
-    code = f"""
+LOAD_WITHOUT_PACKAGES = """
 import importlib.util, sys
 from mindie_mm.errors import UnsupportedCheckpoint
 found = importlib.util.find_spec
 missing = ("accelerate", "bitsandbytes", "optimum", "gptqmodel", "compressed_tensors", "awq")
 importlib.util.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
 from mindie_mm.models import load_model
-try:
-    load_model({str(copy)!r}, device="cpu")
-except UnsupportedCheckpoint as error:
-    print(error)
+for path in sys.argv[1:]:
+    try:
+        load_model(path, device="cpu")
+    except UnsupportedCheckpoint as error:
+        print(str(error).replace("\\n", " "))
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True).stdout
-    assert f"quantised with '{method}', which cannot be run here" in said, said
-    assert any(name in said for name in package.split("|")), said
+
+
+def test_quantised_weights_whose_package_is_missing(random_checkpoint: Path, tmp_path: Path) -> None:
+    cases = [(method, nested) for method in NO_PACKAGE for nested in (False, True)]
+    folders = [tmp_path / f"{method} {nested}" for method, nested in cases]
+    for folder, (method, nested) in zip(folders, cases, strict=True):
+        shutil.copytree(random_checkpoint, folder)
+        settings = {"quantization_config": NO_PACKAGE[method][0]}
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        reconfigure(folder, **({"text_config": text | settings} if nested else settings))
+    # In a process that finds none of the packages, even if they are installed.
+    command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGES, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    for said, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):
+        assert f"quantised with '{method}', which cannot be run here" in said, said
+        assert any(name in said for name in NO_PACKAGE[method][1].split("|")), said
 
 
 def test_a_quantisation_that_nobody_knows(copy):
