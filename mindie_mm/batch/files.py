@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -12,13 +13,49 @@ from pathlib import Path
 from blake3 import blake3
 
 from mindie_mm import faults
-from mindie_mm.errors import StorageError, os_errors_as
+from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.shm.disk_writer import sync_folder
 from mindie_mm.shm.life import NO_LOCKS
 
 _log = logging.getLogger(__name__)
 
 _PIECE = 1 << 20
+_WRONG_PATH = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+"""Errors that another path or other rights mend."""
+
+
+@contextmanager
+def creating(path: Path, advice: str) -> Iterator[None]:
+    """Turn an OSError of creating or opening an output into an error of ours.
+
+    Raises:
+        InputError: The caller has to name another path, or needs other rights. The message ends with `advice`.
+        StorageError: The file system fails or is full.
+
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _WRONG_PATH:
+            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+        blocking = next((one for one in (path, *path.parents) if os.path.lexists(one) and not one.is_dir()), None)
+        why = error.strerror
+        if isinstance(error, FileExistsError | NotADirectoryError) and blocking is not None:
+            why = f"{blocking} is a link that leads nowhere" if blocking.is_symlink() else f"{blocking} is no folder"
+        raise InputError(f"{path} cannot be written: {why}. {advice}") from error
 
 
 @contextmanager

@@ -66,9 +66,14 @@ def require_streams_once(inputs: Sequence[str]) -> None:
             raise InputError(f"{called(given)} is named {times} times; it can be read only once")
 
 
+def is_folder(given: str) -> bool:
+    """Return whether an input is a folder of media."""
+    return not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
+
+
 def is_gathered(given: str) -> bool:
     """Return whether an input must be converted to a file of rows."""
-    return is_stream(given) or os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
+    return is_stream(given) or is_folder(given)
 
 
 def called(given: str) -> str:
@@ -140,11 +145,11 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
     encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
     for found_path, kind in _media_files(os.fspath(root), left_out):
         # JSON cannot hold a name that is not UTF-8. The escaped name does not exist, so its row fails.
-        path = os.fsencode(found_path).decode(errors="backslashreplace")
-        items: list[dict[str, Any]] = [{kind: path}]
+        name = os.fsencode(os.path.relpath(found_path, root)).decode(errors="backslashreplace")
+        items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # so that no name is taken for a URL or base64
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
-        file.write(encoder.encode({"id": os.path.relpath(path, root), "inputs": items}) + b"\n")
+        file.write(encoder.encode({"id": name, "inputs": items}) + b"\n")
         found = True
     if not found:
         tables = [ending for ending in left_out if ending in _ROWS]

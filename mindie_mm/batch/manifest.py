@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from blake3 import blake3
 
 from mindie_mm.batch.files import file_digest, replacing
+from mindie_mm.batch.repeated import RepeatedIds
 from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.batch.shard import ShardInfo, arena_path, read_info, read_table, table_path
 from mindie_mm.batch.source import NOT_JSON
@@ -58,13 +59,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_items: int
     num_bytes: int
     """Bytes of blocks."""
+    num_repeated_ids: int = 0
+    """Rows whose id an earlier row has."""
     shards: list[Shard]
 
     @classmethod
     def write(cls, folder: Path, run: Run, num_rows: int) -> Manifest:
-        """Counts the shards in `folder`, lists the rows that failed, and says so: the run of `num_rows` is finished.
+        """Count the shards in `folder`, list the rows that failed, and write the manifest of a finished run.
 
-        StorageError where shards are missing: other nodes have them on disks of their own.
+        A warning is logged if rows share an id.
+
+        Raises:
+            StorageError: Shards of the `num_rows` rows are missing. Other nodes have them on disks of their own.
+
         """
         shards = _shards(folder, run.digest)
         infos = [shard.info for shard in shards]
@@ -73,8 +80,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{folder} has the first {found} of {num_rows} rows: copy the shards here that other nodes wrote to "
                 "the same folder of theirs, and call again"
             )
+        repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
+        if repeated.num_rows:
+            _warn(repeated)
         manifest = cls(
             run=run,
+            num_repeated_ids=repeated.num_rows,
             num_rows=sum(info.num_rows for info in infos),
             num_errors=sum(info.num_errors for info in infos),
             num_tokens=sum(info.num_tokens for info in infos),
@@ -94,8 +105,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Names the rows as they are: another one once a shard was made anew with other bytes."""
-        return blake3(msgspec.json.encode(self)).hexdigest(16)
+        """Digest of the rows. It differs once a shard was made anew with other bytes, but not after inputs moved."""
+        return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -116,6 +127,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
             raise CorruptReference(f"{file} is damaged: its shards do not have the rows 0 to {manifest.num_rows - 1}")
         return manifest
+
+
+def _ids(folder: Path, shard: Shard) -> list[str]:
+    table = read_table(folder / shard.table, shard.info.num_rows, ["id"])
+    ids: list[str] = table.column("id").to_pylist()
+    return ids
+
+
+def _warn(repeated: RepeatedIds) -> None:
+    shown = ", ".join(f"{row} that of row {first}" for first, row in repeated.examples)
+    _log.warning(
+        "%d rows have the id of an earlier row: row %s%s. Join answers to the input by row, which is unique",
+        repeated.num_rows,
+        shown,
+        ", ..." if repeated.num_rows > len(repeated.examples) else "",
+    )
 
 
 def drop_changed(folder: Path, run: Run) -> None:

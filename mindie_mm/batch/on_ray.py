@@ -122,8 +122,8 @@ class _Actor:
                 self._folder.mkdir(parents=True, exist_ok=True)
             lists = {index: map(ray.get, pieces) for index, pieces in self._lists.items()}
             put_lists(self._run, self._folder, lists, uuid4().hex)
-            self._run.require_here(self._folder)
-            self._stage = Stage(self._run, self._folder)
+            states = self._run.require_here(self._folder)
+            self._stage = Stage(self._run, self._folder, states)
         return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from mindie_mm.batch.cursor import RowCursor
+from mindie_mm.batch.file_state import InputStates
 from mindie_mm.batch.messages import Finished, Job, Ready, Report, Step, Steps
 from mindie_mm.batch.settings import RUN_FILE, Run
 from mindie_mm.batch.stage import Stage
@@ -28,7 +29,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: st
     try:
         run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
         cursor = RowCursor.open(cursor_path)
-        stage = Stage(run, Path(folder))
+        stage = Stage(run, Path(folder), InputStates.read(Path(folder)).now)
         channel.send(encoder.encode(Ready()))
         while True:
             job = decoder.decode(channel.recv())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,15 +68,30 @@ class Row:
 
 
 def row_id(record: Record) -> str | None:
-    """What the input calls a row, as far as that can be read; None where it does not."""
+    """Return the name that the input gives a row, or None if it gives none.
+
+    A row that is no JSON keeps its name if the name can be read. Half of a surrogate pair in a name is escaped.
+    """
     if isinstance(record, Files):
         described = record.own(".json")
         return (row_id(described) if described is not None else None) or printable(record.key)
     try:
         named = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
         return _id(named.id)
-    except (*NOT_JSON, RecursionError, InputError):
+    except InputError:
         return None
+    except (*NOT_JSON, RecursionError):
+        return _damaged_id(record) if isinstance(record, bytes) else None
+
+
+def _damaged_id(record: bytes) -> str | None:
+    """Return the `id` of an object with NaN, or with text that is not Unicode. Python's own decoder accepts both."""
+    try:
+        value = json.loads(record.decode(errors="surrogateescape"))
+        found = _id(value.get("id")) if isinstance(value, dict) else None
+    except (ValueError, RecursionError, InputError):
+        return None
+    return None if found is None else printable(found)
 
 
 def _id(value: Any) -> str | None:

@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mindie_mm.batch.files import locked
-from mindie_mm.batch.gather import drop_gathered, gather
+from mindie_mm.batch.file_state import STATES_FILE, InputStates
+from mindie_mm.batch.files import creating, locked
+from mindie_mm.batch.gather import drop_gathered, gather, is_stream
 from mindie_mm.batch.manifest import Manifest, drop_changed
 from mindie_mm.batch.progress import Show
 from mindie_mm.batch.settings import RUN_FILE, Run, Settings, require_run
@@ -23,6 +24,7 @@ from mindie_mm.paths import absolute
 from mindie_mm.shm.life import is_same
 
 LOCK_FILE = ".lock"
+_NAME_A_FOLDER = "Name a folder that you may write to, or one that does not exist yet"
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
 """Files that killed actors of Ray leave in a node's folder, which may be copied into the run's."""
 
@@ -36,18 +38,30 @@ def run_batch(
     show: Show = lambda *_: None,
     ray_address: str | None = None,
 ) -> tuple[Manifest, Counter[str]]:
-    """Does what of a run of `settings` into `folder` is not done yet, and writes the manifest.
+    """Do the part of a run that is not done yet, and write its manifest. Calling again continues after any error.
 
-    Beside the manifest, how many files of the input's folders are no media, by the ending of their names.
+    Args:
+        settings: Settings of the run.
+        folder: Folder of the run. It is created if it does not exist.
+        num_workers: Number of processes, or of actors on Ray, by default one per core.
+        max_errors: Number of rows that may fail before the run stops, or None for any number.
+        show: Callback for each row.
+        ray_address: Address of a Ray cluster, "local" for one of this machine, or None to use processes.
 
-    `num_workers`: processes here, or actors on the Ray cluster at `ray_address` ("local": one of this machine); None:
-    as many as there are cores. `max_errors`: rows that may fail before the run stops; None: any number.
-    InputError if the folder holds another run or the input cannot be read, StorageError if the output cannot be
-    written, ProcessDied, TooManyErrors. Whatever ends it, running it again goes on from there.
+    Returns:
+        The manifest, and the number of files in the input's folders that are no media, by extension.
+
+    Raises:
+        InputError: The folder cannot be used or holds another run, or the input cannot be read.
+        StorageError: The output cannot be written, or an input file changed while the run read it.
+        ProcessDied: A worker died before it was ready, or on a row that was already left out.
+        TooManyErrors: More than `max_errors` rows failed.
+
     """
     if num_workers is not None and num_workers < 1:
         raise InputError(f"{num_workers} workers; it takes at least 1")
     folder = absolute(folder)
+    _require_apart(settings.inputs, folder)
     with _locked(folder):
         require_run(folder)
         with ExitStack() as refused:
@@ -56,11 +70,14 @@ def run_batch(
             sources = settings.sources(folder)
             for source in sources:
                 source.check()
-            run = Run.of(settings, folder)
+            run = Run.of(settings, folder, sources)
             run.begin(folder)
             refused.pop_all()
+        now = [source.state for source in sources]
+        states = InputStates(begun=InputStates.read(folder).begun or now, now=now)
+        states.write(folder)
         drop_changed(folder, run)
-        tally = Tally(run, folder, sources, max_errors, show)
+        tally = Tally(run, folder, sources, max_errors, show, states.begun)
         every = chunks(sources, settings.shard_rows, settings.limit)
         if ray_address is None:
             asyncio.run(Workers(folder, every, tally).run(num_workers))
@@ -70,12 +87,23 @@ def run_batch(
             waiting = [chunk for chunk in every if not tally.is_done(chunk)]
             for chunk, shards in on_ray.shards(ray_address, run, folder, waiting, num_workers):
                 tally.add_shards(chunk, shards)
+        for source in sources:
+            source.require_unchanged()
         manifest = Manifest.write(folder, run, tally.done.rows)
         drop_gathered(settings.inputs, folder)
+        (folder / STATES_FILE).unlink(missing_ok=True)
         for left in (path for pattern in _LEFT_BY_ACTORS for path in folder.glob(pattern)):
             left.unlink(missing_ok=True)
         tally.end()
         return manifest, left_out
+
+
+def _require_apart(inputs: Sequence[str], folder: Path) -> None:
+    """Raise InputError if an input lies in the output folder, where files of the run may replace it."""
+    output = Path(os.path.realpath(folder))
+    for given in inputs:
+        if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
+            raise InputError(f"the input {given} lies in the output folder {folder}. Name another output folder")
 
 
 @contextmanager
@@ -85,12 +113,12 @@ def _locked(folder: Path) -> Iterator[None]:
     A run that fails before it begins removes the files and folders that it created.
 
     Raises:
-        InputError: Another run is using the folder.
-        StorageError: The folder cannot be written to.
+        InputError: Another run is using the folder, or it is no folder that the caller may write to.
+        StorageError: The file system fails.
 
     """
     lock = folder / LOCK_FILE
-    with os_errors_as(StorageError, f"{folder} cannot be written to"):
+    with creating(folder, _NAME_A_FOLDER):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from mindie_mm.batch.file_state import FileState
 from mindie_mm.batch.files import replacing
-from mindie_mm.batch.gather import called, gathered_path, is_gathered, is_stream, require_streams_once
+from mindie_mm.batch.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
+from mindie_mm.batch.versions import versions
 from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
 from mindie_mm.msgspec_errors import in_words
@@ -24,9 +28,12 @@ FORMAT = 2
 RUN_FILE = "run.json"
 
 MAX_SHARD_BYTES = 2**40
+_GO_ON = "Name another folder for --output, or restore the earlier settings, files and versions to continue this run"
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
 """What may be there before the run's file is: its lock, gathered input, what came from another node."""
+_LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
+"""Settings that say where something is. What is there counts by its digest."""
 _PIECE_BYTES = 1 << 20
 _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
@@ -86,19 +93,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return Checkpoint.open(self.model or None)
 
     def media_folder(self, index: int) -> Path:
-        """Where the relative paths in the input of that number begin."""
+        """Return the folder at which relative paths in an input begin."""
         given = self.inputs[index]
-        return Path(self.stdin_folder) if is_stream(given) else Path(given).parent
+        if is_stream(given):
+            return Path(self.stdin_folder)
+        return Path(given) if is_folder(given) else Path(given).parent
 
-    def sources(self, folder: Path) -> list[Source]:
-        """The files of rows, opened; `folder` is the run's. InputError."""
+    def sources(self, folder: Path, states: Sequence[FileState] = (), digests: Sequence[str] = ()) -> list[Source]:
+        """Open the files of rows.
+
+        Args:
+            folder: Folder of the run.
+            states: States that the files must have, by default those that they have now.
+            digests: Fingerprints of the files, if they are known.
+
+        Raises:
+            InputError: A file cannot be read.
+            StorageError: A file is not in its state.
+
+        """
         found = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
             # Rows of a media folder are written by `gather` and need all their columns.
             columns = self.columns if is_stream(given) or not gathered else ()
             path = gathered_path(folder, index) if gathered else Path(given)
-            found.append(open_source(path, columns, called(given)))
+            state = states[index] if states else None
+            digest = digests[index] if digests else ""
+            found.append(open_source(path, columns, called(given), state, digest))
         return found
 
 
@@ -111,28 +133,60 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the checkpoint's files that tokenising reads."""
     input_digests: tuple[str, ...]
     """`Source.fingerprint` of each file of rows; media that rows name are not read for it."""
+    versions: Mapping[str, str] = {}
+    """Versions of the packages that make ids and arrays. Empty if the run is of a release that did not record them."""
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path) -> Run:
-        """Reads what the settings name. InputError and below."""
-        sources = settings.sources(folder)
+    def of(cls, settings: Settings, folder: Path, sources: Sequence[Source] | None = None) -> Run:
+        """Read what the settings name.
+
+        Args:
+            settings: Settings of the run.
+            folder: Folder of the run.
+            sources: Opened files of rows, by default those of `settings`.
+
+        Raises:
+            InputError: An input or the checkpoint cannot be read, or the settings do not fit them.
+            StorageError: An input changes meanwhile.
+
+        """
+        sources = settings.sources(folder) if sources is None else sources
         if settings.template and not any(map(_takes_template, settings.inputs, sources)):
             raise InputError("template is for folders of media and tars; rows of other files have their own texts")
         for source in sources:
             if isinstance(source, JSONLines):
                 _require_named(source)
         digests = tuple(source.fingerprint() for source in sources)
-        return cls(settings=settings, model_digest=model_digest(settings.checkpoint()), input_digests=digests)
+        digest = model_digest(settings.checkpoint())
+        return cls(settings=settings, model_digest=digest, input_digests=digests, versions=versions())
+
+    def parts(self) -> dict[str, Any]:
+        """Return everything that decides the bytes of the run, by name. It includes no location.
+
+        A part is named in the message that refuses to continue a run if it differs.
+        """
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return {
+            **{name: value for name, value in values.pop("settings").items() if name not in _LOCATIONS},
+            **values,
+        }
 
     @property
     def digest(self) -> str:
         """Names the run: a shard says of which one it is."""
-        return blake3(msgspec.json.encode(self)).hexdigest(16)
+        return blake3(msgspec.json.encode(self.parts())).hexdigest(16)
 
-    def require_here(self, folder: Path) -> None:
-        """InputError unless this machine has the checkpoint and the input, gathered in `folder`, that the run has."""
-        if differing := _differences(self, Run.of(self.settings, folder)):
+    def require_here(self, folder: Path) -> list[FileState]:
+        """Return the states of the input's files on this machine.
+
+        Raises:
+            InputError: The checkpoint, the input (gathered in `folder`) or the versions are not those of the run.
+
+        """
+        sources = self.settings.sources(folder)
+        if differing := _differences(self, Run.of(self.settings, folder, sources)):
             raise InputError(f"{socket.gethostname()} has other files than the run: {'; '.join(differing)}")
+        return [source.state for source in sources]
 
     def require_model(self, checkpoint: Checkpoint) -> None:
         """InputError unless the rows were tokenised with `checkpoint`, wherever it lay then."""
@@ -143,7 +197,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def begin(self, folder: Path) -> None:
-        """Writes the run's file into `folder`, unless it is there; InputError with what differs for another run's."""
+        """Write the run's file into `folder`, unless it is there.
+
+        If inputs or checkpoint have moved since, the file gets their new locations.
+
+        Raises:
+            InputError: The folder holds another run. The message names what differs.
+            StorageError: The file cannot be written.
+
+        """
         file = folder / RUN_FILE
         if file.is_file():
             try:
@@ -151,14 +213,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             except NOT_JSON as error:
                 raise InputError(f"{file} is not a run of this version: {in_words(error)}") from None
             if differing := _differences(earlier, self):
-                raise InputError(f"{folder} holds another run: {'; '.join(differing)}. Name another folder")
-            return
+                raise InputError(f"{folder} holds another run: {'; '.join(differing)}. {_GO_ON}")
+            if earlier == self:
+                return
         with replacing(file) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
 
 def _takes_template(given: str, source: Source) -> bool:
-    return isinstance(source, Tar) or (is_gathered(given) and not is_stream(given))
+    return isinstance(source, Tar) or is_folder(given)
 
 
 def _require_named(source: JSONLines) -> None:
@@ -189,28 +252,70 @@ def _is_utf8(path: str) -> bool:
 
 
 def require_run(folder: Path) -> None:
-    """InputError if a folder holds what no run writes, and no run: it is somebody's, and was not meant."""
+    """Raise InputError if a folder holds no run, but files that no run writes, or if it cannot be listed."""
     if not (folder / RUN_FILE).exists():
-        others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
+        with os_errors_as(InputError, f"{folder} cannot be listed"):
+            others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
         if others:
             raise InputError(f"{folder} holds no run, but {min(others)}: name a folder that is empty, or not there yet")
 
 
 def _differences(earlier: Run, now: Run) -> list[str]:
-    def flat(run: Run) -> dict[str, Any]:
-        values: dict[str, Any] = msgspec.to_builtins(run)
-        return {**values.pop("settings"), **values}
+    """Return the parts that differ between two runs, and the inputs that lie elsewhere, each with both values."""
+    before, after = earlier.parts(), now.parts()
+    found = [
+        _difference(name, before[name], value, now.settings.inputs)
+        for name, value in after.items()
+        if before[name] != value
+    ]
+    return found or _moved(earlier.settings, now.settings)
 
-    before = flat(earlier)
-    return [_difference(name, before[name], value) for name, value in flat(now).items() if before[name] != value]
 
-
-def _difference(name: str, before: Any, now: Any) -> str:
-    """Of tuples, which may name thousands of files, where they begin to differ."""
-    if not (isinstance(before, tuple) and isinstance(now, tuple)):
+def _difference(name: str, before: Any, now: Any, inputs: Sequence[str]) -> str:
+    """Return how a part differs. Of digests, which may be thousands, name the first one. Of a table, name its keys."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return f"{name} was {_shown(before, keys)}, now {_shown(now, keys)}"
+    if not (isinstance(before, Sequence) and isinstance(now, Sequence)) or isinstance(before, str):
         return f"{name} was {before}, now {now}"
     at, (was, value) = next((at, pair) for at, pair in enumerate(zip_longest(before, now)) if pair[0] != pair[1])
-    return f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
+    said = f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
+    if name == "input_digests" and at < len(inputs):
+        return f"{said}, because {called(inputs[at])} has another content than the earlier input"
+    return said
+
+
+def _shown(values: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {values.get(key, '(none)')}" for key in keys)
+
+
+def _moved(earlier: Settings, now: Settings) -> list[str]:
+    """Return the inputs whose rows have the same content, but may name other media because they lie elsewhere.
+
+    Another spelling of a path is the same place. So is a new path if nothing is left at the earlier one.
+    """
+    pairs = [*zip(earlier.inputs, now.inputs, strict=True), (earlier.stdin_folder, now.stdin_folder)]
+    return [
+        f"the input was {called(was)}, now {called(value)}, which may have other media beside the same rows"
+        for was, value in pairs
+        if not _is_same_place(was, value)
+    ]
+
+
+def _is_same_place(was: str, now: str) -> bool:
+    if was == now or (is_stream(was) and is_stream(now)) or not os.path.exists(was):  # noqa: PTH110 - True, never raises
+        return True
+    if _is_same_file(was, now):
+        return True
+    are_files = os.path.isfile(was) and os.path.isfile(now)  # noqa: PTH113 - False for a path that cannot be read
+    return are_files and _is_same_file(os.path.dirname(was), os.path.dirname(now))  # noqa: PTH120
+
+
+def _is_same_file(first: str, second: str) -> bool:
+    try:
+        return os.path.samefile(first, second)  # noqa: PTH121
+    except OSError:
+        return False
 
 
 def model_digest(checkpoint: Checkpoint) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mindie_mm import faults
 from mindie_mm.batch.files import replacing
-from mindie_mm.batch.source import NOT_JSON, Chunk
+from mindie_mm.batch.source import NOT_JSON, Chunk, RecordsDigest
 from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.shm import ArraySpec, DiskArena
@@ -64,6 +64,8 @@ class ShardInfo(msgspec.Struct, frozen=True):
     """Bytes of the blocks, in whole pages."""
     arena_digest: str
     """`DiskArena.digest` of the file of blocks."""
+    records_digest: str = ""
+    """`RecordsDigest` of the input's rows that it was made from. Empty if an earlier release wrote it."""
 
     @property
     def stop_row(self) -> int:
@@ -152,14 +154,14 @@ class ShardRow:
         return Prompt(self.prompt.plain_ids, self.prompt.spans)
 
 
-def read_table(path: Path, num_rows: int) -> pa.Table:
-    """The rows of a shard. CorruptReference for another file."""
+def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the rows of a shard, with all columns or with `columns`. Raise CorruptReference for another file."""
     try:
         with pq.ParquetFile(path) as file:  # in half the time of `pq.read_table`
-            table = file.read()
+            schema, table = file.schema_arrow, file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
-    if not table.schema.equals(SCHEMA) or table.num_rows != num_rows:
+    if not schema.equals(SCHEMA) or table.num_rows != num_rows:
         raise CorruptReference(f"{path} is no table of {num_rows} rows of a run")
     return table
 
@@ -181,6 +183,8 @@ class ShardWriter:
         self._shard_bytes = shard_bytes
         self._records: list[dict[str, Any]] = []
         self._num_items = 0
+        self.records = RecordsDigest()
+        """Digest of the records that its rows are made from."""
         path = arena_path(folder, first_row)
         self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS, memory)
         """Where the rows' blocks go."""
@@ -249,6 +253,7 @@ class ShardWriter:
             num_items=self._num_items,
             num_bytes=self.arena.used_bytes,
             arena_digest=self.arena.digest,
+            records_digest=self.records.hex(),
         )
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ _MAGICS = {
 }
 _PIECE_BYTES = 1 << 20
 _TAR_MAGIC = slice(257, 262)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def packing(data: bytes) -> str | None:
@@ -57,12 +59,16 @@ def no_json(text: str | bytes) -> str | None:
         return f"it is {found}"
     constants = list[str]()
     try:
-        json.loads(data.decode(), parse_constant=constants.append)
+        value = json.loads(data.decode(), parse_constant=constants.append)
     except UnicodeDecodeError as error:
         return f"byte {error.start} is not UTF-8. Convert the text, for example with iconv -f LATIN1 -t UTF-8"
     except (ValueError, RecursionError):
         return None
-    return f"it has {constants[0]}, which JSON does not allow. Write null" if constants else None
+    if constants:
+        return f"it has {constants[0]}, which JSON does not allow. Write null"
+    if half := _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
+        return f"it has \\u{ord(half[0]):04x}, half of a surrogate pair, as in a text that was cut within an emoji"
+    return None
 
 
 def are_tables(file: BinaryIO, metadata: Any) -> bool:

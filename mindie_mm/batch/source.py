@@ -9,19 +9,21 @@ from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from blake3 import blake3
+from xxhash import xxh3_128
 
+from mindie_mm.batch.file_state import FileState
 from mindie_mm.batch.sniff import are_tables, no_lines, packing
 from mindie_mm.batch.tar import key_of, members, row_starts
 from mindie_mm.config import MAX_SOURCE_BYTES
-from mindie_mm.errors import InputError, os_errors_as
+from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.media.endings import ending_of
 
 MEDIA_MARK = "{media}"
@@ -30,6 +32,7 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 """Exceptions of msgspec for bytes that are not JSON, or are JSON of another type."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
+_RESTORE = "Restore the file, or name another output folder for its new content"
 _MOST_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
 
@@ -51,6 +54,33 @@ class Files:
 
 Record = bytes | dict[str, Any] | Files
 """A line of JSON, a row of a table, files."""
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=repr)
+
+
+class RecordsDigest:
+    """Digest of consecutive records, by which a later call tells whether a shard was made from them."""
+
+    def __init__(self) -> None:
+        self._hash = xxh3_128()
+
+    def add(self, record: Record) -> None:
+        """Add the next record."""
+        if isinstance(record, Files):
+            for name, data in record.files.items():
+                self._add(name.encode(errors="surrogateescape"))
+                self._add(data)
+        else:
+            self._add(record if isinstance(record, bytes) else _encoder.encode(record))
+
+    def hex(self) -> str:
+        """Return the digest of the records so far."""
+        return str(self._hash.hexdigest())
+
+    def _add(self, data: bytes) -> None:
+        self._hash.update(len(data).to_bytes(8, "little"))
+        self._hash.update(data)
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -75,39 +105,92 @@ class Chunk(msgspec.Struct, frozen=True):
 class Source(ABC):
     """A file of rows."""
 
-    def __init__(self, path: Path, columns: Sequence[str] = (), name: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str] = (),
+        name: str = "",
+        state: FileState | None = None,
+        digest: str = "",
+    ) -> None:
         """Create a source.
 
         Args:
             path: File to read.
             columns: Columns to read, or all columns if empty.
             name: Name of the file in messages, by default its path.
+            state: State that the file must have, by default the one that it has now.
+            digest: Fingerprint of the file in that state, if it is known.
+
+        Raises:
+            InputError: The file cannot be read.
 
         """
         self.path = path
         self.columns = columns
         self.name = name or str(path)
+        self.digest = digest
+        if state is None:
+            with _reading(path), path.open("rb") as file:
+                state = FileState.of(file.fileno())
+        self.state = state
 
     @property
     def size(self) -> int:
         """Where its last chunk stops."""
-        return self.path.stat().st_size
+        return self.state.size
+
+    @property
+    def is_digested_whole(self) -> bool:
+        """Whether the fingerprint covers every byte of the file."""
+        return self.state.size <= _MAX_PIECES * _PIECE_BYTES
 
     def fingerprint(self) -> str:
-        """Tells it from another file: by all of it, or, of a large one, by its size and 1,024 pieces of it.
+        """Return a digest of the whole file, or of the size and 1,024 pieces of a large one.
 
-        InputError if it cannot be read.
+        Raises:
+            InputError: The file cannot be read.
+            StorageError: The file has changed.
+
         """
-        with _reading(self.path), self.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest = blake3(str(size).encode())
-            # The last one ends with the file: a Parquet file's end has something to say of each of its pages.
-            last = max(0, size - _PIECE_BYTES)
-            pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
-            for number in range(pieces + 1):
-                file.seek(last * number // pieces)
-                digest.update(file.read(_PIECE_BYTES))
-        return digest.hexdigest(16)
+        with _reading(self.path), self.opened() as file:
+            found = _digest_of(file)
+        self.digest = found
+        return found
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Open the file, and check on entry and on leaving that it is in the state that it had at first.
+
+        Raises:
+            OSError: The file cannot be opened.
+            StorageError: The file has changed, or another file has taken its path.
+
+        """
+        with self.path.open("rb") as file:
+            self._require_state(file)
+            file.seek(0)
+            yield file
+            self._require_state(file)
+
+    def require_unchanged(self) -> None:
+        """Raise StorageError if the file has changed since the run began, or was removed."""
+        try:
+            with self.opened():
+                pass
+        except (FileNotFoundError, NotADirectoryError):
+            raise StorageError(f"{self.name} was removed while the run read it. {_RESTORE}") from None
+        except OSError as error:
+            raise StorageError(f"{self.name} cannot be read any further: {error.strerror}") from error
+
+    def _require_state(self, file: BinaryIO) -> None:
+        now = FileState.of(file.fileno())
+        if now == self.state:
+            return
+        if not (self.digest and now.may_equal(self.state) and _digest_of(file) == self.digest):
+            difference = self.state.difference(now)
+            raise StorageError(f"{self.name} changed while the run read it: {difference}. {_RESTORE}")
+        self.state = now
 
     def close(self) -> None:
         """Lets go of what was opened to read on from; the next chunk opens it again."""
@@ -126,6 +209,19 @@ class Source(ABC):
 
 def _reading(path: Path) -> AbstractContextManager[None]:
     return os_errors_as(InputError, f"{path} cannot be read")
+
+
+def _digest_of(file: BinaryIO) -> str:
+    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger one."""
+    size = file.seek(0, os.SEEK_END)
+    digest = blake3(str(size).encode())
+    # The last piece ends with the file: the end of a Parquet file describes each of its pages.
+    last = max(0, size - _PIECE_BYTES)
+    pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
+    for number in range(pieces + 1):
+        file.seek(last * number // pieces)
+        digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest(16)
 
 
 def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
@@ -148,13 +244,13 @@ class JSONLines(Source):
     """A file with one row per line. Blank lines and byte order marks are ignored."""
 
     def check(self) -> None:
-        with _reading(self.path), self.path.open("rb") as file:
+        with _reading(self.path), self.opened() as file:
             head = file.read(_BYTES_AT_ONCE)
         if found := no_lines(head):
             raise InputError(f"{self.name} is not JSON lines, but {found}")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        with self.path.open("rb") as file:
+        with self.opened() as file:
             rows = 0
             start = stop = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
             for line in file:
@@ -167,7 +263,7 @@ class JSONLines(Source):
                 yield rows, start, stop
 
     def records(self, start: int, stop: int) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
+        with self.opened() as file:
             file.seek(start)
             while start < stop:
                 line = file.readline()
@@ -181,13 +277,19 @@ class JSONLines(Source):
 class Table(Source):
     """A Parquet file."""
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str] = (),
+        name: str = "",
+        state: FileState | None = None,
+        digest: str = "",
+    ) -> None:
         import pyarrow as pa  # late: the parent of the workers does with what lists its files
-        import pyarrow.parquet as pq
 
-        super().__init__(path, columns)
+        super().__init__(path, columns, name, state, digest)
         try:
-            with pq.ParquetFile(path) as file:
+            with self._parquet() as file:
                 self._metadata, names = file.metadata, file.schema_arrow.names
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
@@ -207,7 +309,7 @@ class Table(Source):
         return int(self._metadata.num_rows)
 
     def check(self) -> None:
-        with _reading(self.path), self.path.open("rb") as file:
+        with _reading(self.path), self.opened() as file:
             if are_tables(file, self._metadata):
                 raise InputError(f"{self.path} is several concatenated Parquet files. Name each of them separately")
 
@@ -229,19 +331,24 @@ class Table(Source):
     def close(self) -> None:
         self._at, self._rows = 0, iter(())
 
-    def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
+    def _parquet(self, **options: Any) -> Any:
+        """Open the file as Parquet. pyarrow opens the descriptor again, so that it reads the file that was checked."""
         import pyarrow.parquet as pq
 
+        with self.opened() as file:
+            return pq.ParquetFile(f"/proc/self/fd/{file.fileno()}", **options)
+
+    def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._metadata.num_row_groups))
         # In pieces: a group of rows with pictures in it may be larger than the memory.
         pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
-        with pq.ParquetFile(self.path, metadata=self._metadata, **pieces) as file:
+        with self._parquet(metadata=self._metadata, **pieces) as file:
             for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
                 try:
                     rows = batch.to_pylist()
                 except (ValueError, OverflowError):
                     names = batch.schema.names
-                    rows = [{name: _cell(row.column(name)[0]) for name in names} for row in _single(batch)]
+                    rows = [{name: _cell(name, row.column(name)[0]) for name in names} for row in _single(batch)]
                 yield from rows
 
 
@@ -249,11 +356,16 @@ def _single(batch: Any) -> Iterator[Any]:
     return (batch.slice(row, 1) for row in range(batch.num_rows))
 
 
-def _cell(scalar: Any) -> Any:
-    """What a cell holds; no bytes at all for what Python has no value for, such as text that is not UTF-8."""
+def _cell(name: str, scalar: Any) -> Any:
+    """Return the value of a cell, or empty bytes if Python has no such value, as for text that is not UTF-8.
+
+    Such text in an id is escaped, so that its row keeps its name.
+    """
     try:
         return scalar.as_py()
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError) as error:
+        if name == "id" and isinstance(error, UnicodeDecodeError):
+            return error.object.decode(errors="backslashreplace")
         return b""
 
 
@@ -264,19 +376,21 @@ class Tar(Source):
     """Offsets in bytes of all rows, followed by the end of the last row. Empty until `check` has run."""
 
     def check(self) -> None:
-        with _reading(self.path):
-            self._starts = row_starts(self.path)
+        with _reading(self.path), self.opened() as file:
+            self._starts = row_starts(file, self.path)
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        starts = self._starts or row_starts(self.path)
+        if not self._starts:
+            self.check()
+        starts = self._starts
         for first in range(0, len(starts) - 1, num_rows):
             stop = min(first + num_rows, len(starts) - 1)
             yield stop - first, starts[first], starts[stop]
 
     def records(self, start: int, stop: int) -> Iterator[Files]:
         key, files, repeated = "", dict[str, bytes](), None
-        with self.path.open("rb") as file:
-            for member in members(self.path, start):
+        with self.opened() as file:
+            for member in members(file, self.path, start):
                 if member.offset >= stop:
                     break
                 if (name := key_of(member.name)) != key:
@@ -291,16 +405,14 @@ class Tar(Source):
             yield Files(key, files, repeated)
 
 
-def open_source(path: Path, columns: Sequence[str], name: str = "") -> Source:
-    """Open a file of rows, in the format that its extension states.
-
-    Args:
-        path: File to read.
-        columns: Columns to read, or all columns if empty.
-        name: Name of the file in messages, by default its path.
+def open_source(
+    path: Path, columns: Sequence[str], name: str = "", state: FileState | None = None, digest: str = ""
+) -> Source:
+    """Open a file of rows, in the format that its extension states. `Source` describes the arguments.
 
     Raises:
         InputError: The file does not exist, cannot be read, or has an unknown extension.
+        StorageError: The file is not in the given state.
 
     """
     with _reading(path):
@@ -312,11 +424,11 @@ def open_source(path: Path, columns: Sequence[str], name: str = "") -> Source:
         raise InputError(f"there is no file {path}")
     ending = ending_of(path.name)
     if ending in (".jsonl", ".ndjson"):
-        return JSONLines(path, columns, name)
+        return JSONLines(path, columns, name, state, digest)
     if ending in (".parquet", ".pq"):
-        return Table(path, columns)
+        return Table(path, columns, name, state, digest)
     if ending == ".tar":
-        return Tar(path, columns)
+        return Tar(path, columns, name, state, digest)
     raise InputError(
         f"{path} is neither a folder of media nor a .jsonl, .ndjson, .parquet, .pq or .tar file{_but(path)}"
     )

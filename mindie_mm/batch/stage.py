@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from mindie_mm import faults
+from mindie_mm.batch.file_state import FileState
+from mindie_mm.batch.gather import is_folder
 from mindie_mm.batch.messages import Finished, Step
 from mindie_mm.batch.row import Row, parse, printable, row_id
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Record, Source
 from mindie_mm.device import host_memory
-from mindie_mm.errors import ArenaFull, MindieMMError, StorageError, error_name
+from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError, error_name
+from mindie_mm.inputs import Media
 from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
@@ -28,14 +33,26 @@ _log = logging.getLogger(__name__)
 class Stage:
     """A tokenizer that writes shards into `folder`. One thread's."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        """Reads the checkpoint. InputError, UnsupportedCheckpoint."""
+    def __init__(self, run: Run, folder: Path, states: Sequence[FileState] = ()) -> None:
+        """Read the checkpoint.
+
+        Args:
+            run: Run to write shards of.
+            folder: Folder to write them to.
+            states: States that the input's files must have, by default those that they have now.
+
+        Raises:
+            InputError: An input cannot be read.
+            UnsupportedCheckpoint: No family serves the checkpoint.
+            StorageError: An input is not in its state.
+
+        """
         torch.set_num_threads(1)
         host_memory.keep_freed()
         self._run, self._settings = run, run.settings
         settings = run.settings
         self._folder = folder
-        self._sources = settings.sources(folder)
+        self._sources = settings.sources(folder, states, run.input_digests)
         self._last = self._sources[0]
         self._memory = LotMemory()
         self._wire = DiskWire()
@@ -44,29 +61,37 @@ class Stage:
         )
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
-        """Tokenises the rows of `chunk`, one after another; those in `doomed` are not tried, but have that error.
+        """Tokenize the rows of `chunk`, one after another.
 
-        StorageError if the shards cannot be written. What cannot be tokenised is an error of its row alone.
+        Rows in `doomed` are not tried, but get that error. A row that cannot be tokenized is an error of its own. A
+        shard gets its name only if the input is still in the state in which the run found it.
+
+        Raises:
+            StorageError: The shards cannot be written, or the input has changed.
+
         """
         source, shards = self._sources[chunk.file], list[ShardInfo]()
         if self._last is not source:
             self._last.close()  # so that as many files are open as are read, however many there are
             self._last = source
-        records, folder = source.records(chunk.start, chunk.stop), self._settings.media_folder(chunk.file)
+        records, place = source.records(chunk.start, chunk.stop), self._place(chunk.file)
         with ExitStack() as left:
             shard = left.enter_context(self._shard(chunk, chunk.first_row))
             for number in range(chunk.first_row, chunk.stop_row):
                 if shard.is_full and shard.num_rows:
+                    source.require_unchanged()
                     shards.append(shard.finish())
                     shard = left.enter_context(self._shard(chunk, number))
                 record, used = _next(records, source), shard.arena.used_bytes
+                shard.records.add(record)
                 error = doomed.get(number)
                 if error is not None:
                     shard.add_error(row_id(record), error)
                 else:
-                    error = self._add(shard, record, folder)
+                    error = self._add(shard, record, place)
                 faults.point(f"row {number}")
                 yield Step(number, shard.arena.used_bytes - used, error)
+            source.require_unchanged()
             shards.append(shard.finish())
         yield Finished(chunk.number, shards)
 
@@ -74,14 +99,19 @@ class Stage:
         settings, digest = self._settings, self._run.digest
         return ShardWriter(self._folder, digest, chunk.number, first_row, settings.shard_bytes, self._memory)
 
-    def _add(self, shard: ShardWriter, record: Record, folder: Path) -> str | None:
-        """Adds a record's row to the shard; what is wrong with it, if anything is."""
+    def _place(self, index: int) -> _Place:
+        return _Place(self._settings.media_folder(index), is_folder(self._settings.inputs[index]))
+
+    def _add(self, shard: ShardWriter, record: Record, place: _Place) -> str | None:
+        """Add a record's row to the shard. Return its error, or None."""
         self._wire.arena = shard.arena
         self._wire.stored.clear()
         name = row_id(record)
         try:
-            prompt = self._prompt(parse(record, folder, self._settings.template))
+            prompt = self._prompt(parse(record, place.folder, self._settings.template))
         except MindieMMError as error:
+            if place.is_listed:
+                _require_listed(record, place.folder)
             if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk, and no row's fault
                 raise StorageError(str(error)) from error
             failed = printable(f"{error_name(error)}: {error}")
@@ -103,9 +133,31 @@ class Stage:
         return tokenizer.prompt_from_turn(row.items or (), None, *template, chat=settings.chat)
 
 
+class _Place(NamedTuple):
+    """Where the media of an input are."""
+
+    folder: Path
+    """Folder at which relative paths begin."""
+    is_listed: bool
+    """Whether the input is that folder."""
+
+
+def _require_listed(record: Record, folder: Path) -> None:
+    """Raise StorageError if the file of a row of a media folder was removed since the folder was listed."""
+    for item in parse(record, folder, "").items or ():
+        source = item.source if isinstance(item, Media) else None
+        # A name with an escaped byte, such as \xe9, is of a file that exists under its real name.
+        if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
+            raise StorageError(f"{source} was removed while the run read {folder}. Restore the file")
+
+
 def _next(records: Iterator[Record], source: Source) -> Record:
-    """The next record. StorageError if the file breaks off, or is damaged."""
+    """Return the next record. Raise StorageError if the file has changed, breaks off or is damaged."""
     try:
         return next(records)
+    except InputError:
+        source.require_unchanged()  # then the change is the reason
+        raise
     except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow's own are of the first three
+        source.require_unchanged()
         raise StorageError(f"{source.path} cannot be read any further: {str(error) or 'it ended early'}") from error

@@ -4,26 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+from mindie_mm.batch.file_state import FileState
 from mindie_mm.batch.messages import Step
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
-from mindie_mm.batch.source import Chunk, Source
-from mindie_mm.errors import TooManyErrors
+from mindie_mm.batch.source import Chunk, RecordsDigest, Source
+from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
 
 
 class Tally:
     """Counts what is done of `run` into `folder`, and shows it."""
 
-    def __init__(self, run: Run, folder: Path, sources: Sequence[Source], max_errors: int | None, show: Show) -> None:
-        """`sources`: the run's. `max_errors`: rows that may fail; None: any number."""
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        sources: Sequence[Source],
+        max_errors: int | None,
+        show: Show,
+        begun_states: Sequence[FileState] = (),
+    ) -> None:
+        """Create a tally.
+
+        Args:
+            run: Run to count.
+            folder: Folder of the run.
+            sources: Files of rows.
+            max_errors: Maximum number of rows that may fail, or None for any number.
+            show: Callback for each row.
+            begun_states: States of the files in the call that began the run.
+
+        """
+        self._sources = sources
+        self._doubted = {
+            index
+            for index, (source, state) in enumerate(zip(sources, begun_states, strict=False))
+            if source.state != state and not source.is_digested_whole
+        }
+        """Files that may have changed since an earlier call, between the pieces that their fingerprints cover."""
         self._digest, self._limit = run.digest, run.settings.limit
         self._folder = folder
         self._max_errors = max_errors
         self._show = show
-        sizes = [source.path.stat().st_size for source in sources]
+        sizes = [source.state.size for source in sources]
         each = zip(sizes, sources, strict=True)
         self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
         """Share of the whole input that a unit of each source's own size is."""
@@ -31,10 +58,18 @@ class Tally:
         show(self.done, self._earlier)
 
     def is_done(self, chunk: Chunk) -> bool:
-        """Whether an earlier run did a chunk; counts it then."""
+        """Return whether an earlier call did a chunk, and count the chunk in that case.
+
+        Raises:
+            InputError: The input has other rows than that call read.
+            StorageError: The input cannot be read.
+
+        """
         shards = complete_shards(self._folder, chunk, self._digest)
         if shards is None:
             return False
+        if chunk.file in self._doubted:
+            self._require_same_records(chunk, shards)
         before = self.done
         self._add_all(chunk, shards)
         self._earlier += self.done - before
@@ -60,6 +95,21 @@ class Tally:
     def end(self) -> None:
         """All is done, also what of a file is in no row, such as what a tar ends with."""
         self._show(replace(self.done, share=1.0), self._earlier)
+
+    def _require_same_records(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
+        source = self._sources[chunk.file]
+        with os_errors_as(StorageError, f"{source.name} cannot be read"):
+            records = source.records(chunk.start, chunk.stop)
+            for shard in shards:
+                digest = RecordsDigest()
+                for record in islice(records, shard.num_rows):
+                    digest.add(record)
+                if digest.hex() != shard.records_digest:
+                    raise InputError(
+                        f"{source.name} has changed since an earlier call: rows {shard.first_row} to "
+                        f"{shard.stop_row - 1} are not those that {self._folder} was made from. Restore the file, or "
+                        "name another folder for --output"
+                    )
 
     def _add_all(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
         for shard in shards:

@@ -28,8 +28,8 @@ def base_of(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def members(path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar in order, from byte `start`.
+def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a tar in order, from byte `start`. `path` is its name in messages.
 
     Links, sparse files and names that begin with a dot are skipped. macOS, for example, packs a `._4.jpg` before each
     4.jpg. Concatenated tars (`cat a.tar b.tar`) are read to the end.
@@ -38,21 +38,20 @@ def members(path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
         InputError: The file is damaged, truncated or not a tar.
 
     """
-    with path.open("rb") as file:
-        at: int | None = start
-        try:
-            while at is not None:
-                file.seek(at)
-                with tarfile.open(fileobj=file, mode="r:") as tar:
-                    while (member := tar.next()) is not None:
-                        tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every member
-                        if member.isfile() and not member.issparse() and not base_of(member.name).startswith("."):
-                            yield member
-                    at = _next_tar(path, file, tar.offset)
-        except tarfile.TarError as error:
-            file.seek(0)
-            why = packing(file.read(_PIECE_BYTES)) or error
-            raise InputError(f"{path} cannot be read as an uncompressed tar: {why}") from None
+    at: int | None = start
+    try:
+        while at is not None:
+            file.seek(at)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (member := tar.next()) is not None:
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every member
+                    if member.isfile() and not member.issparse() and not base_of(member.name).startswith("."):
+                        yield member
+                at = _next_tar(path, file, tar.offset)
+    except tarfile.TarError as error:
+        file.seek(0)
+        why = packing(file.read(_PIECE_BYTES)) or error
+        raise InputError(f"{path} cannot be read as an uncompressed tar: {why}") from None
 
 
 def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
@@ -72,8 +71,8 @@ def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
     return None
 
 
-def row_starts(path: Path) -> list[int]:
-    """Return the offset in bytes of each row, followed by the end of the last row.
+def row_starts(file: BinaryIO, path: Path) -> list[int]:
+    """Return the offset in bytes of each row of a tar, followed by the end of the last row.
 
     Raises:
         InputError: The files of a row are not contiguous, or `members` raises it.
@@ -82,7 +81,7 @@ def row_starts(path: Path) -> list[int]:
     starts, stop = list[int](), 0
     seen, split = set[str](), _DottedNames(path)
     last, names = "", list[str]()
-    for member in members(path):
+    for member in members(file, path):
         if (key := key_of(member.name)) != last or not names:
             split.add(last, names)
             if (same := str(PurePosixPath(key))) in seen:  # `./0` and `0` are one row

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from mindie_mm.batch.files import locked, replacing
+from mindie_mm.batch.files import creating, locked, replacing
 from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
@@ -59,7 +59,7 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
 
     InputError if they are not of this origin, StorageError, also of the writing.
     """
-    with _writing(output):
+    with creating(output, "Name a file in a folder that you may write to"):
         file = output.open("a+b")
 
     def append(line: bytes) -> None:

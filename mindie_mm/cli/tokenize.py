@@ -12,6 +12,7 @@ from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.config import MediaCaps, MiB
+from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.interrupts import importing
 
 
@@ -77,7 +78,9 @@ def command(
         from mindie_mm.batch.settings import Settings
 
     max_errors = _max_errors(on_error)
-    if not resume and output.is_dir() and any(output.iterdir()):
+    with os_errors_as(InputError, f"{output} cannot be listed"):
+        is_used = output.is_dir() and any(output.iterdir())
+    if is_used and not resume:
         raise click.UsageError(f"{output} is not empty; --no-resume needs an empty folder")
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
     media = configured(None, caps | {"config": config}).worker.media

@@ -384,11 +384,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_gone_since_they_were_counted_end_the_run(tmp_path: Path) -> None:
+    """Each process of a run may count and read on its own, as actors on another machine do."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "a", "id": row} for row in range(10)])
     given = settings(rows)
-    stage = Stage(Run.of(given, tmp_path), tmp_path)
     counted = [*chunks(given.sources(tmp_path), 7, None)]
     rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:3]))
+    stage = Stage(Run.of(given, tmp_path), tmp_path)
     for chunk, whole in zip(counted, (3, 0), strict=True):
         steps = stage.run(chunk, {})
         assert [next(steps).error for _ in range(whole)] == [None] * whole

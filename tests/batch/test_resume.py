@@ -88,12 +88,20 @@ def test_a_folder_of_something_else_is_left_alone(few: Path, tmp_path: Path) -> 
     assert (tmp_path / "errors.jsonl").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_written_to_is_said(few: Path, tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_named(few: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file cannot be written to: File exists"):
-        run(settings(few), tmp_path / "file")
-    with pytest.raises(StorageError, match=r"below cannot be written to: Not a directory"):
-        run(settings(few), tmp_path / "file/below")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    for name, why in (
+        ("file", "file is no folder"),
+        ("file/below/it", "file is no folder"),
+        ("link", "link is a link that leads nowhere"),
+        ("round", "round is a link that leads nowhere"),
+        ("x" * 300, "File name too long"),
+    ):
+        with pytest.raises(InputError, match=rf"cannot be written: .*{why}\. Name a folder that you may write to"):
+            run(settings(few), tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "round"]
 
 
 def test_headers_on_disk_say_nothing_of_who_wrote_them(whole: Path) -> None:

@@ -1,0 +1,36 @@
+"""Versions of the packages that decide ids and arrays. Two versions in one run would mix their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+_PACKAGES = (
+    "mindie_mm",
+    "transformers",
+    "tokenizers",
+    "jinja2",
+    "torch",
+    "numpy",
+    "pillow",
+    "simplejpeg",
+    "av",
+    "soxr",
+)
+
+
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the installed versions of our own package and of those that decode and tokenize, and of `more`.
+
+    Packages that are not installed are left out. PyAV may use FFmpeg of the system, so FFmpeg has its own version.
+    """
+    import av  # late, because listing and checking a run's files need no decoder
+
+    found = {}
+    for name in (*_PACKAGES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    libraries = sorted(av.library_versions.items())
+    return found | {name: ".".join(map(str, numbers)) for name, numbers in libraries}

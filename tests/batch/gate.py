@@ -1,0 +1,32 @@
+"""A picture at which a worker waits while something changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.media_samples import encoded, photograph
+
+
+class Gate(threading.Thread):
+    """A named pipe in place of a picture. Its reader gets the picture behind a call of `act`."""
+
+    def __init__(self, path: Path, act: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        os.mkfifo(path)
+        self._path, self._act = path, act
+        self.start()
+
+    def run(self) -> None:
+        with self._path.open("wb") as file:  # opens once somebody reads
+            self._act()
+            file.write(encoded(photograph(size=(80, 60))))
+
+    def close(self) -> None:
+        """Wait for the end, and put the picture in place of the pipe."""
+        self.join(300)
+        assert not self.is_alive()
+        self._path.unlink()
+        self._path.write_bytes(encoded(photograph(size=(80, 60))))
