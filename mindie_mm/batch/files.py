@@ -49,10 +49,10 @@ def creating(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _WRONG_PATH:
+        if error.errno is not None and error.errno not in _WRONG_PATH:
             raise StorageError(f"{path} cannot be written: {error.strerror}") from error
         blocking = next((one for one in (path, *path.parents) if os.path.lexists(one) and not one.is_dir()), None)
-        why = error.strerror
+        why = error.strerror or str(error)  # Python's own error for a pipe has no number
         if isinstance(error, FileExistsError | NotADirectoryError) and blocking is not None:
             why = f"{blocking} is a link that leads nowhere" if blocking.is_symlink() else f"{blocking} is no folder"
         raise InputError(f"{path} cannot be written: {why}. {advice}") from error

@@ -7,6 +7,7 @@ are copied to one of them, and the same command there finds nothing left to do b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,12 @@ from mindie_mm.ipc import Failure
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
+_JOIN_LIMITS = {
+    "RAY_NUM_REDIS_GET_RETRIES": "1",
+    "RAY_py_gcs_connect_timeout_s": "3",
+    "RAY_gcs_rpc_server_connect_timeout_s": "1",
+}
+"""Variables that Ray reads when it is imported. By default it tries to reach a head node for more than 8 minutes."""
 _DEATHS = 2
 """Deaths of actors at one row, after which it is not tried again."""
 _MOST_BLOCKS = 10_000
@@ -38,21 +45,26 @@ _PIECE_BYTES = 1 << 24
 def shards(
     address: str, run: Run, folder: Path, chunks: Sequence[Chunk], num_workers: int | None
 ) -> Iterator[tuple[Chunk, list[ShardInfo]]]:
-    """The chunks with their shards as they are done, in no order; with `num_workers` actors, None: one a core.
+    """Yield the chunks with their shards as they are done, in no order.
 
-    Joins the cluster at `address`; "local" starts one of this machine. InputError without Ray.
+    Args:
+        address: Address of the cluster to join as host:port, "auto" for the one that runs on this machine, or "local"
+            to start one.
+        run: Run to write shards of.
+        folder: Folder of the run on each node.
+        chunks: Chunks to tokenize.
+        num_workers: Number of actors, by default one per core of the cluster.
+
+    Raises:
+        InputError: Ray is not installed, or no cluster can be joined at the address.
+        MindieMMError: An error of an actor.
+
     """
-    try:
-        import ray
-    except ImportError:
-        raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'") from None
     if not chunks:
         return
-    if not ray.is_initialized():
-        try:
-            ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
-        except (ConnectionError, ValueError) as error:
-            raise InputError(f"no Ray cluster can be joined at {address}: {error}") from error
+    _join(address)
+    import ray
+
     # Ray's own store holds them, and writes what it has no room for to disk.
     lists = {
         index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index))]
@@ -71,6 +83,26 @@ def shards(
         if row["failed"]:
             raise msgspec.json.decode(row["failed"], type=Failure).exception()
         yield msgspec.json.decode(row["chunk"], type=Chunk), msgspec.json.decode(row["shards"], type=list[ShardInfo])
+
+
+def _join(address: str) -> None:
+    """Join the cluster at `address`, unless this process has joined one. Raise InputError if there is none."""
+    if "://" in address:
+        raise InputError(f"--ray {address}: a run joins a cluster itself, so give the host and port of its head node")
+    if address != "local":
+        for name, value in _JOIN_LIMITS.items():
+            os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'") from None
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"no Ray cluster can be joined at {address}: {reason}") from error
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
