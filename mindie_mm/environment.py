@@ -92,6 +92,16 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
+def limit_joining_ray() -> None:
+    """Let Ray give up soon on a cluster that does not answer. Call this before Ray is imported.
+
+    By default it tries for more than 8 minutes.
+    """
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "3")
+    os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "1")
+
+
 def has_thread_count() -> bool:
     """Return whether a variable sets the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))

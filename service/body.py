@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -107,16 +108,18 @@ class Settings(Fields):
     """Ours: say where the request's time went, in the answer's `timings`, or in the `details` of MindIE's forms."""
 
     @abstractmethod
-    def sampling_params(self) -> SamplingParams:
-        """As the engine takes them; InputError for what contradicts itself or is not served."""
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        """Return the settings for the engine. Fields that are absent or null keep their value in `default`.
 
-    def params(self, **made: Any) -> SamplingParams:
-        """Those that are given here under the sampler's own names, with those of `made` in their place.
+        Raises:
+            InputError: Fields contradict each other, or a value is not served.
 
-        What is absent or null keeps its default.
         """
+
+    def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
+        """Return `default` with the fields that have a sampler's own name, and with those in `made` in their place."""
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | made
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return msgspec.structs.replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 class Body(Fields):

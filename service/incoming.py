@@ -46,7 +46,8 @@ class Incoming:
         """Return the call for this request. `prefix` precedes the answer's id. Raise ModelNotFound or InputError."""
         self.service.check_model(model)
         try:
-            params = settings.sampling_params().check(self.service.worker.engine.info.vocab_size)
+            worker = self.service.worker
+            params = settings.sampling_params(worker.default_sampling).check(worker.engine.info.vocab_size)
         except InputError as error:
             error.param = settings.field or error.param
             raise

@@ -84,8 +84,9 @@ class InferParameters(Settings):
             return any(value is not None for value in (self.temperature, self.top_k, self.top_p))
         return self.do_sample
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
         return self.params(
+            default,
             max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
             temperature=self.temperature if self.draws else 0.0,
             # the answer names the seed, whoever chose it

@@ -173,16 +173,16 @@ class GenerationBody(Body, Settings):
         """Whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def params(self, **made: Any) -> SamplingParams:
+    def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
         """As `Settings.params`; InputError for what is not served."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
         own = {
-            "top_k": None if self.top_k == -1 else self.top_k,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
             "json_schema": self.response_format.schema_text() if self.response_format else None,
         }
-        return super().params(**(own | made))
+        return super().params(default, **(own | made))
 
 
 class ChatBody(GenerationBody):
@@ -206,7 +206,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     """Handed to the chat template, where it has one; "none" is taken in any case."""
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InputError(
                 f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one",
@@ -216,6 +216,7 @@ class ChatBody(GenerationBody):
             said = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
             raise InputError(said, param="top_logprobs")
         return self.params(
+            default,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
@@ -266,10 +267,11 @@ class CompletionBody(GenerationBody):
         ids = [item for item in self.prompt if isinstance(item, int)]
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.max_tokens == 0 and not self.echo:
             raise InputError("max_tokens is 0, which needs echo to be true", param="max_tokens")
         return self.params(
+            default,
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
             prompt_logprobs=self.logprobs if self.echo else None,
         )

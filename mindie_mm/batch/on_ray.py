@@ -7,7 +7,6 @@ are copied to one of them, and the same command there finds nothing left to do b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +21,13 @@ from mindie_mm.batch.messages import Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, JSONLines
+from mindie_mm.environment import limit_joining_ray
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError, os_errors_as
 from mindie_mm.ipc import Failure
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
-_JOIN_LIMITS = {
-    "RAY_NUM_REDIS_GET_RETRIES": "1",
-    "RAY_py_gcs_connect_timeout_s": "3",
-    "RAY_gcs_rpc_server_connect_timeout_s": "1",
-}
-"""Variables that Ray reads when it is imported. By default it tries to reach a head node for more than 8 minutes."""
 _DEATHS = 2
 """Deaths of actors at one row, after which it is not tried again."""
 _MOST_BLOCKS = 10_000
@@ -90,8 +84,7 @@ def _join(address: str) -> None:
     if "://" in address:
         raise InputError(f"--ray {address}: a run joins a cluster itself, so give the host and port of its head node")
     if address != "local":
-        for name, value in _JOIN_LIMITS.items():
-            os.environ.setdefault(name, value)
+        limit_joining_ray()
     try:
         import ray
     except ImportError:

@@ -24,6 +24,9 @@ from mindie_mm.interrupts import importing
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of the answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True,
               help="Randomness of the answer. 0 always gives the same answer.")  # fmt: skip
+@click.option("--generation-config", metavar="auto|vllm|FOLDER",
+              help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
+              "or a folder with such a file.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
@@ -38,6 +41,7 @@ def command(
     family: str | None,
     max_tokens: int,
     temperature: float,
+    generation_config: str | None,
     device: str | None,
     tensor_parallel: int | None,
     as_json: bool,
@@ -54,10 +58,18 @@ def command(
         from rich.console import Console
 
         from mindie_mm import logs
-        from mindie_mm.engine.sampling_params import SamplingParams
+        from mindie_mm.engine.default_sampling import default_sampling
+        from mindie_mm.nn.checkpoint import Checkpoint
 
-    found = configured(model, {"device": device, "family": family, "tensor_parallel": tensor_parallel})
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)
+    flags = {
+        "device": device,
+        "family": family,
+        "tensor_parallel": tensor_parallel,
+        "generation_config": generation_config,
+    }
+    found = configured(model, flags)
+    default = default_sampling(Checkpoint.open(found.worker.model), found.worker.generation_config)
+    params = msgspec.structs.replace(default, max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
     logs.configure(logs.LogSettings(found.service.log_format, level), "ask")
     status = Console(stderr=True)

@@ -27,6 +27,9 @@ from mindie_mm.interrupts import importing
 @click.option("--temperature", type=float, default=0.0, show_default=True,
               help="Randomness of the answers. 0 always gives the same answers.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
+@click.option("--generation-config", metavar="auto|vllm|FOLDER",
+              help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
+              "or a folder with such a file.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
@@ -40,6 +43,7 @@ def command(
     other_model: bool,
     max_tokens: int,
     temperature: float,
+    generation_config: str | None,
     limit: int | None,
     device: str | None,
     dtype: str | None,
@@ -57,19 +61,29 @@ def command(
     with importing():
         import asyncio
 
+        import msgspec
+
         from mindie_mm.batch import Dataset
         from mindie_mm.cli.offline import generate
-        from mindie_mm.engine.sampling_params import SamplingParams
+        from mindie_mm.engine.default_sampling import default_sampling
+        from mindie_mm.nn.checkpoint import Checkpoint
 
     if output.name == "-":
         raise click.BadParameter("answers go to a file, so that a second call can continue it", param_hint="--output")
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
-    flags = {"device": device, "dtype": dtype, "tensor_parallel": tensor_parallel, "arena_bytes": 1 << 20}
+    flags = {
+        "device": device,
+        "dtype": dtype,
+        "tensor_parallel": tensor_parallel,
+        "generation_config": generation_config,
+        "arena_bytes": 1 << 20,
+    }
     # The environment may name the checkpoint and family of a service. The rows have their own.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    default = default_sampling(Checkpoint.open(config.model), config.generation_config)
+    params = msgspec.structs.replace(default, max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:

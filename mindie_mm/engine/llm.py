@@ -94,7 +94,7 @@ class LLM:
 
         Args:
             inputs: Texts, or item lists (`List[Dict]`). Tuples work like lists.
-            params: Sampling settings.
+            params: Sampling settings, by default those of `get_default_sampling_params`.
             chat_template: Format each input as one user turn of the checkpoint's chat template.
             on_error: "raise" raises the error of an input when all inputs are done. "return" puts each error into its
                 Output.
@@ -121,10 +121,14 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Output:
-        """The assistant's answer to chat messages, as /v1/chat/completions takes them.
+        """Return the assistant's answer to chat messages, which have the form of /v1/chat/completions.
 
-        `chat_template_kwargs` holds further variables of the chat template, such as `tools`; without
-        `add_generation_prompt` the prompt does not end with the head of the assistant's turn.
+        Args:
+            messages: Messages of the conversation.
+            params: Sampling settings, by default those of `get_default_sampling_params`.
+            add_generation_prompt: End the prompt with the head of the assistant's turn.
+            chat_template_kwargs: More variables of the chat template, such as `tools`.
+
         """
         request = TokenizeRequest(
             messages=messages,
@@ -137,6 +141,13 @@ class LLM:
             raise output.error
         return output
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the settings of calls without `params`: those in the checkpoint's generation_config.json.
+
+        `WorkerConfig.generation_config` names another source. Change single settings by `msgspec.structs.replace`.
+        """
+        return self._worker.default_sampling
+
     def __enter__(self) -> Self:
         return self
 
@@ -144,7 +155,7 @@ class LLM:
         self.close()
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        return (params or SamplingParams()).check(self._worker.engine.info.vocab_size)
+        return (params or self._worker.default_sampling).check(self._worker.engine.info.vocab_size)
 
     async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
         # As many at a time as the engine runs: more would only fill the arena with pictures that wait.

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.default_sampling import default_sampling, log_default_sampling
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, generated, tokenized
@@ -118,7 +119,10 @@ class Worker:
         self.engine = engine
         self.tokenizer = tokenizer
         self._spool = absolute(default_spool())
-        self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
+        checkpoint = Checkpoint.open(config.model)
+        self._schemas = SchemaCheck(checkpoint.path, config.family)
+        self.default_sampling = default_sampling(checkpoint, config.generation_config)
+        """Sampling settings of requests that state none."""
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
@@ -129,6 +133,8 @@ class Worker:
         """
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
+        # Before the processes start, because a wrong value ends the start.
+        log_default_sampling(default_sampling(checkpoint, config.generation_config), config.generation_config)
 
         async def started(start: Coroutine[Any, Any, Part]) -> Part:
             part = await start

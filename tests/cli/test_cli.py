@@ -75,10 +75,10 @@ def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
 
 
 def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, tmp_path):
-    refused = CliRunner().invoke(main, ["ask", "What?", "--model", str(tmp_path / "none"), "--temperature", "-1"])
-    assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
     folder, sound = tmp_path / "no weights", tmp_path / "sound.wav"
     shutil.copytree(random_checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    refused = CliRunner().invoke(main, ["ask", "What?", "--model", str(folder), "--temperature", "-1"])
+    assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
     sound.touch()
     said = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
     assert said == f"Error: --audio: {folder} takes no audio, only image, video\n"

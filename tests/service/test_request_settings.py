@@ -43,18 +43,23 @@ def test_every_setting_is_given_here() -> None:
 
 def test_chat_and_completions() -> None:
     expected = SamplingParams(**GIVEN | MADE)
-    assert ChatBody(messages=[], **GIVEN).sampling_params() == expected
-    assert CompletionBody(prompt="x", **GIVEN).sampling_params() == expected
+    assert ChatBody(messages=[], **GIVEN).sampling_params(SamplingParams()) == expected
+    assert CompletionBody(prompt="x", **GIVEN).sampling_params(SamplingParams()) == expected
     nothing = dict.fromkeys(GIVEN)
-    assert ChatBody(messages=[], **nothing).sampling_params() == SamplingParams()
+    assert ChatBody(messages=[], **nothing).sampling_params(SamplingParams()) == SamplingParams()
 
 
 def test_infer() -> None:
     names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "cache_salt")
     given = {name: GIVEN[name] for name in names}
     expected = SamplingParams(max_tokens=5, **given | {"stop": ("a", "b")})
-    assert InferParameters(max_new_tokens=5, **given).sampling_params() == expected
-    assert InferParameters(max_new_tokens=5, do_sample=False, temperature=0.5).sampling_params().temperature == 0
+    assert InferParameters(max_new_tokens=5, **given).sampling_params(SamplingParams()) == expected
+    assert (
+        InferParameters(max_new_tokens=5, do_sample=False, temperature=0.5)
+        .sampling_params(SamplingParams())
+        .temperature
+        == 0
+    )
 
 
 BODIES: list[tuple[type[Fields], dict[str, Any]]] = [
@@ -91,5 +96,5 @@ def test_token_ids_may_be_written_as_floats() -> None:
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a"], ("a",)), ([], ()), (None, ())])
 def test_stop_strings_come_alone_or_in_a_list(stop: Any, strings: tuple[str, ...]) -> None:
-    assert ChatBody(messages=[], stop=stop).sampling_params().stop == strings
-    assert InferParameters(stop=stop).sampling_params().stop == strings
+    assert ChatBody(messages=[], stop=stop).sampling_params(SamplingParams()).stop == strings
+    assert InferParameters(stop=stop).sampling_params(SamplingParams()).stop == strings

@@ -1,0 +1,78 @@
+"""Default sampling settings of a checkpoint, as its authors state them in generation_config.json."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+FILE = "generation_config.json"
+_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json, and the fields of `SamplingParams` that they set."""
+
+
+def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingParams:
+    """Return the settings of requests that state none.
+
+    The keys are those of vLLM's `ModelConfig.get_diff_sampling_param`. `do_sample` is none of them.
+
+    Args:
+        checkpoint: Checkpoint that answers.
+        source: "auto" for the checkpoint's generation_config.json, "vllm" for neutral settings, or the path of a folder
+            with a generation_config.json.
+
+    Raises:
+        UnsupportedCheckpoint: A value in the checkpoint's file is wrong.
+        InputError: The folder has no generation_config.json, or a value in its file is wrong.
+
+    """
+    if source == "vllm":
+        return SamplingParams()
+    if source == "auto":
+        try:
+            return _read(checkpoint)
+        except InputError as error:
+            raise UnsupportedCheckpoint(
+                f"{error}. Correct the file, or choose other defaults by --generation-config vllm"
+            ) from error
+    folder = Path(source)
+    if not (folder / FILE).is_file():
+        raise InputError(
+            f"generation_config is {source!r}, it must be auto, vllm or a folder with a {FILE}",
+            param="generation_config",
+        )
+    return _read(Checkpoint(folder, {}))
+
+
+def log_default_sampling(params: SamplingParams, source: str) -> None:
+    """Log the settings of requests that state none, in one line."""
+    stated = [f"{name} {getattr(params, name)}" for name in _FIELDS.values() if getattr(params, name) != _NEUTRAL[name]]
+    _log.info("default sampling parameters: %s (--generation-config %s)", ", ".join(stated) or "neutral", source)
+
+
+_NEUTRAL = {name: getattr(SamplingParams(), name) for name in _FIELDS.values()}
+
+
+def _read(folder: Checkpoint) -> SamplingParams:
+    """Return the settings of a folder's file, or neutral ones if it has none. Raise InputError for a wrong value."""
+    config = folder.json(FILE)
+    given = {name: config[key] for key, name in _FIELDS.items() if config.get(key) is not None}
+    if given.get("top_k") == -1:  # vLLM's name for all tokens
+        given["top_k"] = 0
+    try:
+        return SamplingParams(**given).check(math.inf)
+    except InputError as error:
+        raise InputError(f"{folder.path / FILE}: {error}") from error

@@ -1,0 +1,76 @@
+"""Default sampling parameters, which a checkpoint states in generation_config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindie_mm.config import WorkerConfig
+from mindie_mm.engine.default_sampling import default_sampling
+from mindie_mm.engine.llm import LLM
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+"""As Qwen3-VL's authors publish it."""
+
+
+def checkpoint(folder: Path, content: Any) -> Checkpoint:
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return Checkpoint(folder, {})
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (QWEN, SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)),
+        ({"temperature": 1e-6, "do_sample": True}, SamplingParams(temperature=1e-6)),
+        ({"max_new_tokens": 512, "top_k": 0, "top_p": 0.5}, SamplingParams(max_tokens=512, top_p=0.5)),
+        ({"min_p": 0.1, "top_k": 50.0}, SamplingParams(min_p=0.1, top_k=50)),
+        ({"top_k": -1, "temperature": None}, SamplingParams()),
+        ({"do_sample": False, "num_beams": 3, "eos_token_id": 2}, SamplingParams()),
+        ({}, SamplingParams()),
+    ],
+)
+def test_reads_the_parameters_that_vllm_reads(tmp_path: Path, stated: dict[str, Any], expected: SamplingParams) -> None:
+    assert default_sampling(checkpoint(tmp_path, stated)) == expected
+    assert default_sampling(Checkpoint(tmp_path / "elsewhere", {}), str(tmp_path)) == expected
+    assert default_sampling(checkpoint(tmp_path, stated), "vllm") == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"temperature": -1}, r"temperature is -1, it must be in \[0, 100\]"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"repetition_penalty": "high"}, "repetition_penalty is 'high'"),
+        ({"max_new_tokens": -5}, "max_tokens is -5"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_file(tmp_path: Path, stated: dict[str, Any], said: str) -> None:
+    broken = checkpoint(tmp_path, stated)
+    with pytest.raises(UnsupportedCheckpoint, match=f"generation_config.json: {said}.*--generation-config vllm"):
+        default_sampling(broken)
+    with pytest.raises(InputError, match=f"generation_config.json: {said}"):
+        default_sampling(broken, str(tmp_path))
+
+
+def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"it must be auto, vllm or a folder with a generation_config.json"):
+        default_sampling(Checkpoint(tmp_path, {}), "gready")
+
+
+def test_a_script_gets_them(tmp_path: Path) -> None:
+    """The folder's settings are greedy and end after three tokens."""
+    checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 3})
+    with LLM(config=WorkerConfig(generation_config=str(tmp_path))) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+        first, second = llm.generate(["What is in the picture?"] * 2)
+        assert first.token_ids == second.token_ids
+        assert (len(first.token_ids), first.finish_reason) == (3, "length")
+        (other,) = llm.generate(["What is in the picture?"], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert len(other.token_ids) == 5
+        assert len(llm.chat([{"role": "user", "content": "What?"}]).token_ids) <= 3
