@@ -28,6 +28,8 @@ class Device(ABC):
     """Whether work can be recorded and replayed as one launch."""
     kernels: ClassVar[Kernels] = Kernels()
     """Its fused operators."""
+    has_bitsandbytes: ClassVar[bool] = True
+    """Whether bitsandbytes has operators for the device."""
     measure_s: ClassVar[float]
     """Default time in seconds for measuring memory at the start of an engine."""
 

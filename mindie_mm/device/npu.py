@@ -38,6 +38,7 @@ class NPU(Device):
     measure_s: ClassVar[float] = 10.0
     kv_block_size: ClassVar[int] = 128  # the least that fused attention takes
     kernels: ClassVar[Kernels] = NPUKernels()
+    has_bitsandbytes: ClassVar[bool] = False
 
     @classmethod
     def missing(cls) -> str | None:

@@ -23,7 +23,7 @@ from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.weights import stored_dtype
+from mindie_mm.nn.weight_files import stored_dtype
 
 GROUP = "mindie_mm.models"
 _log = logging.getLogger(__name__)

@@ -88,6 +88,10 @@ class Experts(nn.Module):
         self.shared_experts = MLP(width, inner * shared) if shared else None
         self._joined: tuple[Tensor, Tensor] | None = None
 
+    def is_plain(self) -> bool:
+        """Return whether no expert is quantised. Packed weights cannot be laid side by side."""
+        return all(type(layer) is nn.Linear for expert in self.experts for layer in expert.children())
+
     def join(self) -> None:
         """Lays the experts' weights side by side; takes the memory of one layer's until it is done."""
         names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -150,5 +154,5 @@ def join_experts(module: nn.Module, device: Device) -> None:
     """
     if device.torch_device.type != "cpu":
         for part in module.modules():
-            if isinstance(part, Experts):
+            if isinstance(part, Experts) and part.is_plain():
                 part.join()

@@ -69,7 +69,8 @@ def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
 def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) -> None:
     first = next(part.parameters())
     outer = (first.device, first.dtype)
-    if any(not tensor.is_floating_point() for tensor in part.parameters()):
+    # bitsandbytes may store 4 bits as floats, such as two bytes of them as one bfloat16.
+    if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()):
         raise InputError(f"{what}_device or {what}_bits is given, but that part is quantised, and stays as it is")
     stored = part.state_dict().keys()
     # Made, not loaded, such as rotary frequencies: transformers leaves them in 32 bits, whatever the weights are in.

@@ -1,61 +1,122 @@
-"""Checkpoints whose weights are quantised: transformers loads them, or what is missing is said by name."""
+"""Checkpoints whose weights are quantised: how, and what is missing here to run them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
+_TEXT_MODELS = ("text_config", "language_config", "llm_config")
+_PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
+    "awq": {"gptqmodel": "gptqmodel"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
+    "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes"},
+    "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes"},
+}
+"""For each method, the modules that it needs and the packages that have them. Of other methods transformers says it."""
+_INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
+
+
+def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return how the weights are quantised, as config.json says it to transformers, or None if they are not.
+
+    Older releases say it in another place: compressed-tensors in `compression_config`, AutoGPTQ in
+    quantize_config.json, AutoAWQ in quant_config.json, NVIDIA's ModelOpt in hf_quant_config.json.
+    """
+    config = checkpoint.config
+    for holder in (config, *(config.get(name) for name in _TEXT_MODELS)):
+        for key in ("quantization_config", "compression_config"):
+            found = holder.get(key) if isinstance(holder, Mapping) else None
+            if isinstance(found, dict) and found and not _is_off(found):
+                return found
+    if settings := checkpoint.json("quantize_config.json"):
+        return {"quant_method": "gptq", **settings}
+    if settings := checkpoint.json("quant_config.json"):
+        renamed = {"w_bit": "bits", "q_group_size": "group_size"}
+        return {"quant_method": "awq", **{renamed.get(name, name): value for name, value in settings.items()}}
+    if checkpoint.json("hf_quant_config.json"):
+        return {"quant_method": "modelopt"}
+    return None
+
+
+def _is_off(settings: Mapping[str, Any]) -> bool:
+    """Whether bitsandbytes' settings are there, but ask for nothing."""
+    return settings.get("quant_method") == "bitsandbytes" and method_of(settings) == "bitsandbytes"
+
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether config.json says that the weights are."""
-    return _settings(checkpoint) is not None
+    """Return whether the checkpoint says that its weights are quantised."""
+    return quantization(checkpoint) is not None
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """Return transformers' name for the method. bitsandbytes has two, by its bits."""
+    for bits in ("4bit", "8bit"):
+        if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
+            return f"bitsandbytes_{bits}"
+    return str(settings.get("quant_method"))
 
 
 def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
-    """UnsupportedCheckpoint names the package or device that is missing for weights that are quantised.
+    """Raise UnsupportedCheckpoint if quantised weights cannot be run here, and name what is missing.
 
-    Also for a method that transformers does not know: it would take the packed weights for plain ones.
+    That includes a method that transformers does not know. It would take the packed weights for plain ones.
     """
-    if (settings := _settings(checkpoint)) is None:
+    if (settings := quantization(checkpoint)) is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer  # late, like all of its modelling
 
-    method = _method(settings)
+    method = method_of(settings)
     if method not in AUTO_QUANTIZER_MAPPING:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} is quantised with {method!r}, which transformers does not load; it loads "
-            f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}"
+            f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
+        )
+    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
+    if packages := missing_packages(method):
+        raise UnsupportedCheckpoint(f"{refused}: install {' and '.join(packages)} (pip install ...). {_INSTEAD}")
+    if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
+        raise UnsupportedCheckpoint(
+            f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
+            "quantised, or take another device"
         )
     try:
-        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device.torch_device}, weights_only=True)
     except (ImportError, RuntimeError, ValueError, TypeError) as error:
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which cannot be run here: {error}"
-        ) from error
+        raise UnsupportedCheckpoint(f"{refused}: {error}. {_INSTEAD}") from error
+
+
+def missing_packages(method: str) -> list[str]:
+    """Return the packages that a method needs and that are not installed."""
+    return [package for module, package in _PACKAGES.get(method, {}).items() if find_spec(module) is None]
+
+
+def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
+    """Raise UnsupportedCheckpoint if layers that are not transformers' own cannot have the checkpoint's weights."""
+    refuse_quantized(checkpoint)
+    settings = quantization(checkpoint)
+    if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
+        check_quantization(checkpoint, device)
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """UnsupportedCheckpoint for a quantised checkpoint of a family whose layers are not transformers' own."""
-    if (settings := _settings(checkpoint)) is not None:
+    """Raise UnsupportedCheckpoint for a method that layers other than transformers' own do not run."""
+    if (settings := quantization(checkpoint)) is None:
+        return
+    method = method_of(settings)
+    if not method.startswith("bitsandbytes"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {_method(settings)!r}; of this family, whose layers are not "
-            "transformers' own, only plain weights are served"
+            f"{checkpoint.path} is quantised with {method!r}; of this family, whose layers are not transformers' own, "
+            "only plain weights are served and those that bitsandbytes quantised: take the checkpoint that is not "
+            "quantised"
         )
-
-
-def _settings(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    config = checkpoint.config
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    return found if isinstance(found, dict) else None
-
-
-def _method(settings: dict[str, Any]) -> str:
-    """transformers' name for it: bitsandbytes has two, by its bits."""
-    for bits in ("4bit", "8bit"):
-        if settings.get(f"load_in_{bits}"):
-            return f"bitsandbytes_{bits}"
-    return str(settings.get("quant_method"))
+    if settings.get("llm_int8_has_fp16_weight"):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training; it must be false"
+        )

@@ -3,109 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.pretrained import check_shapes, check_weights
-from mindie_mm.nn.quantized import refuse_quantized
+from mindie_mm.nn.quantized import check_own_layers, quantization
 from mindie_mm.nn.shares import refuse_shares
+from mindie_mm.nn.weight_files import read_weights
 
 M = TypeVar("M", bound=nn.Module)
-
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""What a model can have, by safetensors' names."""
 
 
 def build(
     make: Callable[[], M], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
 ) -> M:
-    """The module that `make` makes, with the checkpoint's weights as `dtype` on `device`, for inference alone.
+    """Return the module that `make` makes, with the checkpoint's weights as `dtype` on `device`, for inference alone.
 
-    `unused` are patterns (fnmatch) of weights that the checkpoint may have beside the module's own.
-    UnsupportedCheckpoint names what is missing, unknown or of another shape.
+    Linear layers that bitsandbytes quantised become its own. Other weights that it quantised are dequantised.
+
+    Args:
+        make: Makes the module. It is called on the meta device.
+        checkpoint: Where the weights are.
+        device: Where the module runs.
+        dtype: The dtype of weights that are not quantised.
+        unused: Patterns (fnmatch) of weights that the checkpoint may have beside the module's own.
+
+    Raises:
+        UnsupportedCheckpoint: Names what is missing, unknown or of another shape, or a quantisation that is not served.
     """
-    refuse_quantized(checkpoint)
+    check_own_layers(checkpoint, device)
     refuse_shares(checkpoint)
     with torch.device("meta"):
         module = make()
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     found: dict[str, Tensor] = {}
+    packed: set[str] = set()
     unexpected: list[str] = []
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    for name, tensor in _read(checkpoint):
+    for name, weight in _read(checkpoint):
         if name not in expected:
             unexpected.append(name)
-        elif tuple(tensor.shape) != expected[name]:
-            misfits.append((name, tuple(tensor.shape), expected[name]))
-        else:
-            found[name] = tensor.to(device.torch_device, dtype)
+        elif tuple(weight.shape) != expected[name]:
+            misfits.append((name, tuple(weight.shape), expected[name]))
+        elif isinstance(weight, Tensor):
+            _check_floats(checkpoint, name, weight)
+            found[name] = weight.to(device.torch_device, dtype)
+        elif type(layer := module.get_submodule(owner := name.removesuffix(".weight"))) is nn.Linear:
+            module.set_submodule(owner, weight.layer(layer, device.torch_device))
+            packed.add(name)
+        else:  # such as one that is taken apart, or belongs to PyTorch's own attention
+            found[name] = weight.dequantized().to(device.torch_device, dtype)
     check_shapes(checkpoint, misfits)
-    check_weights(checkpoint, sorted(expected.keys() - found.keys()), unexpected, unused)
-    module.load_state_dict(found, assign=True)
+    check_weights(checkpoint, sorted(expected.keys() - found.keys() - packed), unexpected, unused)
+    module.load_state_dict(found, assign=True, strict=not packed)
     return module.requires_grad_(False).eval()
 
 
-def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Each weight by its name, on the CPU, from the files one after another."""
-    for file in weight_files(checkpoint):
-        with _reading(file):
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as weights:
-                    for name in weights.keys():  # noqa: SIM118 - no mapping
-                        yield name, weights.get_tensor(name)
-            else:
-                yield from _load(file).items()
+def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield each weight by its name, those that bitsandbytes packed as such."""
+    settings = quantization(checkpoint)
+    yield from read_weights(checkpoint) if settings is None else read_packed(checkpoint, settings)
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Of the first weight that is stored as a model can have it; float32 where none is. UnsupportedCheckpoint."""
-    return next(
-        (dtype for dtype in _dtypes(checkpoint) if dtype is not None and dtype in _STORED.values()), torch.float32
-    )
-
-
-def _dtypes(checkpoint: Checkpoint) -> Iterator[torch.dtype | None]:
-    """Of each weight, none of which is read; None for one that safetensors alone has."""
-    for file in weight_files(checkpoint):
-        with _reading(file):
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as weights:
-                    yield from (_STORED.get(weights.get_slice(name).get_dtype()) for name in weights.keys())  # noqa: SIM118
-            else:
-                yield from (tensor.dtype for tensor in _load(file).values())
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return weights
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
-
-
-def weight_files(checkpoint: Checkpoint) -> list[Path]:
-    """The files of a checkpoint's weights, in order. UnsupportedCheckpoint where there are none, or one is missing."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (whole := checkpoint.path / name).is_file():
-            return [whole]
-        if weights := checkpoint.json(f"{name}.index.json").get("weight_map"):
-            shards = [checkpoint.path / shard for shard in sorted(set(weights.values()))]
-            if missing := [shard.name for shard in shards if not shard.is_file()]:
-                raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}"
-                )
-            return shards
-    raise UnsupportedCheckpoint(f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin")
+def _check_floats(checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
+    """Raise UnsupportedCheckpoint for a weight whose numbers need a scale that is not there."""
+    if not weight.is_floating_point() or weight.itemsize < 2:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: {name} is stored as {str(weight.dtype).removeprefix('torch.')}, and nothing in the "
+            "checkpoint says how it was quantised; take the weights that are not quantised"
+        )

@@ -1,0 +1,53 @@
+"""Small checkpoints quantised by bitsandbytes, and the same weights as plain numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import (
+    dequantize_4bit,
+    int8_vectorwise_dequant,
+    int8_vectorwise_quant,
+    quantize_4bit,
+)
+from safetensors.torch import load_file, save_file
+
+Weights = dict[str, torch.Tensor]
+
+
+def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, torch.Tensor], bool]) -> Weights:
+    """Quantise the checkpoint `folder` in place, as `settings`, its quantization_config, say.
+
+    Returns:
+        All weights as plain numbers, those that are packed after their rounding.
+    """
+    stored: Weights = {}
+    plain: Weights = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not is_packed(name, weight):
+            plain[name] = stored[name] = weight
+        elif settings.get("load_in_8bit"):
+            numbers, scales, _ = int8_vectorwise_quant(weight.half())
+            stored[name] = numbers
+            stored[f"{name.removesuffix('weight')}SCB"] = scales
+            stored[f"{name.removesuffix('weight')}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+            plain[name] = int8_vectorwise_dequant(numbers, scales)
+        else:
+            numbers, state = quantize_4bit(
+                weight,
+                compress_statistics=settings.get("bnb_4bit_use_double_quant", False),
+                quant_type=settings["bnb_4bit_quant_type"],
+                quant_storage=getattr(torch, settings.get("bnb_4bit_quant_storage", "uint8")),
+            )
+            stored[name] = numbers
+            stored |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
+            plain[name] = dequantize_4bit(numbers, state)
+    save_file({name: weight.contiguous() for name, weight in stored.items()}, folder / "model.safetensors")
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes", **settings}}
+    file.write_text(json.dumps(config))
+    return plain
