@@ -35,7 +35,7 @@ class CPU(Device):
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         if dtype not in (torch.bfloat16, torch.float16):
-            return True
+            return super().multiplies(dtype)
         if not torch.backends.mkldnn.is_available():
             return False
         on_x86 = platform.machine() == "x86_64"

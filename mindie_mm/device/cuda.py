@@ -42,6 +42,9 @@ class CUDA(Device):
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return checkpoint_dtype
 
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        return super().multiplies(dtype) or torch.cuda.get_device_capability() >= (8, 9)
+
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
         with suppress(Exception):  # raised if the runtime cannot be called

@@ -7,7 +7,6 @@ layers multiply with 4 bits.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from torch.nn.functional import linear
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.weight_files import read_weights, weight_names
+from mindie_mm.nn.weight_files import check_scaled, read_weights, weight_names
 
 _COMPANION = re.compile(
     r"(?P<weight>.+)\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
@@ -90,15 +89,21 @@ class _Weight4bit(PackedWeight):
             device=torch.device("meta"),
         )
         layer.weight = Params4bit.from_prequantized(self._data, dict(self._companions), device=device, module=layer)
-        # The kernel for AVX512-BF16 multiplies in bfloat16 whatever the compute dtype is, and fails at other shapes.
-        layer.support_avx512bf16_for_cpu = layer.support_avx512bf16_for_cpu and (
-            self._compute_dtype == torch.bfloat16
-            and self._data.dtype == torch.uint8
-            and plain.out_features % _CPU_BLOCK == 0
-            and plain.in_features % self._state.blocksize == 0
-        )
+        if self._compute_dtype != torch.bfloat16:  # the processor's kernel takes no notice of it
+            layer.support_avx512bf16_for_cpu = False
+        avoid_cpu_kernel(layer)
         module: nn.Module = layer
         return module
+
+
+def avoid_cpu_kernel(module: nn.Module) -> None:
+    """Have layers of 4 bits in `module` do without bitsandbytes' kernel for AVX512-BF16 if it fails at their shape."""
+    layer: Any
+    for layer in module.modules():
+        if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
+            rows, columns = state.shape
+            if rows % _CPU_BLOCK or columns % state.blocksize or layer.weight.dtype != torch.uint8:
+                layer.support_avx512bf16_for_cpu = False
 
 
 class _Weight8bit(PackedWeight):
@@ -153,14 +158,15 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
 
     Raises:
         UnsupportedCheckpoint: Names a packed weight that lacks a companion or has a wrong one.
+
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call of a layer
     compute_dtype = getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32")
     num_companions = Counter(owner for owner, part in map(_owner, weight_names(checkpoint)) if part)
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(checkpoint):
         owner, part = _owner(name)
         if owner not in num_companions:
+            check_scaled(checkpoint, name, tensor.dtype)
             yield name, tensor
             continue
         parts = waiting.setdefault(owner, {})

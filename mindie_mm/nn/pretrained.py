@@ -17,11 +17,14 @@ from torch import Tensor
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention
+from mindie_mm.nn.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.quantized import check_quantization, is_quantized
+from mindie_mm.nn.quantized import check_quantization, quantization
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
+from mindie_mm.nn.weight_files import PLAIN, check_stored
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layers that attend to no more and no less than the KV cache and a window of it; others have states of their own."""
@@ -127,9 +130,14 @@ def _load(
     unused: Sequence[str] = (),
     tp_plan: Mapping[str, str] | None = None,
 ) -> Any:
-    if is_quantized(checkpoint):
+    if (settings := quantization(checkpoint)) is None:
+        check_stored(checkpoint)
+    else:
         refuse_shares(checkpoint, "is quantised")
-    check_quantization(checkpoint, device)
+    if dequantized := must_dequantize(checkpoint, device):
+        settings = None
+    else:
+        check_quantization(checkpoint, device)
     # Straight to the device, by accelerate: the host never holds them all.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:
@@ -137,9 +145,11 @@ def _load(
         _settle_rope(checkpoint, config)
         if num_shares() > 1:
             cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
+        _set_quantization(config, settings)
         module, loaded = cls.from_pretrained(
-            checkpoint.path,
+            None if dequantized else checkpoint.path,
             config=config,
+            state_dict=dict(read_dequantized(checkpoint, dtype)) if dequantized else None,
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
@@ -154,9 +164,34 @@ def _load(
     # transformers would draw missing ones at random, and the answers would look like a bad model's
     check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
     module.requires_grad_(False).eval()
+    if settings is not None:
+        _cast_plain_weights(module, dtype)
+        avoid_cpu_kernel(module)
     if num_shares() > 1:
         localize(module)
     return module
+
+
+def _set_quantization(config: Any, settings: Mapping[str, Any] | None) -> None:
+    """Have transformers' `config` say how the weights are quantised, in whatever file the checkpoint says it."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if settings is not None:
+        config.quantization_config = dict(settings)
+
+
+def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:
+    """Cast the plain weights of a quantised checkpoint to `dtype`, but for modules that transformers keeps in float32.
+
+    transformers leaves these weights as they are stored.
+    """
+    kept = set(module._keep_in_fp32_modules_strict or ())  # noqa: SLF001 - there is no public name
+    if dtype == torch.float16:
+        kept |= set(module._keep_in_fp32_modules or ())  # noqa: SLF001
+    for name, weight in module.named_parameters():
+        if name.endswith("weight") and weight.dtype in PLAIN and not hasattr(weight, "quant_state"):
+            weight.data = weight.data.to(torch.float32 if kept.intersection(name.split(".")) else dtype)
 
 
 def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:

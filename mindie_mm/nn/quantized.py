@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from mindie_mm.device import Device
@@ -12,13 +13,13 @@ from mindie_mm.nn.checkpoint import Checkpoint
 
 _TEXT_MODELS = ("text_config", "language_config", "llm_config")
 _PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
-    "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes"},
-    "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes"},
+    "gptq": {"optimum": "optimum>=1.24", "gptqmodel": "gptqmodel>=1.4.3"},
+    "awq": {"gptqmodel": "gptqmodel>=1.4.3"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors>=0.15"},
+    "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
+    "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
-"""For each method, the modules that it needs and the packages that have them. Of other methods transformers says it."""
+"""For each method, the modules that it needs, and what pip installs for them. Of other methods transformers says it."""
 _INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
 
 
@@ -79,12 +80,14 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
         )
     refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
     if packages := missing_packages(method):
-        raise UnsupportedCheckpoint(f"{refused}: install {' and '.join(packages)} (pip install ...). {_INSTEAD}")
+        wanted = " ".join(f"'{package}'" for package in packages)
+        raise UnsupportedCheckpoint(f"{refused}: a package is missing (pip install {wanted}). {_INSTEAD}")
     if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
         raise UnsupportedCheckpoint(
             f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
             "quantised, or take another device"
         )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call of a layer
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device.torch_device}, weights_only=True)
@@ -93,8 +96,8 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def missing_packages(method: str) -> list[str]:
-    """Return the packages that a method needs and that are not installed."""
-    return [package for module, package in _PACKAGES.get(method, {}).items() if find_spec(module) is None]
+    """Return what pip has to install before a method can be run."""
+    return [package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None]
 
 
 def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import Device
-from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.dequantize import read_dequantized, scaling
 from mindie_mm.nn.pretrained import check_shapes, check_weights
-from mindie_mm.nn.quantized import check_own_layers, quantization
+from mindie_mm.nn.quantized import check_own_layers, is_quantized, quantization
 from mindie_mm.nn.shares import refuse_shares
-from mindie_mm.nn.weight_files import read_weights
+from mindie_mm.nn.weight_files import check_stored, read_weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,7 +25,7 @@ def build(
 ) -> M:
     """Return the module that `make` makes, with the checkpoint's weights as `dtype` on `device`, for inference alone.
 
-    Linear layers that bitsandbytes quantised become its own. Other weights that it quantised are dequantised.
+    Linear layers that bitsandbytes quantised stay so. All other weights that are quantised are dequantised.
 
     Args:
         make: Makes the module. It is called on the meta device.
@@ -36,8 +36,12 @@ def build(
 
     Raises:
         UnsupportedCheckpoint: Names what is missing, unknown or of another shape, or a quantisation that is not served.
+
     """
-    check_own_layers(checkpoint, device)
+    if not is_quantized(checkpoint):
+        check_stored(checkpoint)
+    elif scaling(checkpoint) is None:
+        check_own_layers(checkpoint, device)
     refuse_shares(checkpoint)
     with torch.device("meta"):
         module = make()
@@ -46,16 +50,15 @@ def build(
     packed: set[str] = set()
     unexpected: list[str] = []
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    for name, weight in _read(checkpoint):
+    for name, weight in _read(checkpoint, dtype):
         if name not in expected:
             unexpected.append(name)
         elif tuple(weight.shape) != expected[name]:
             misfits.append((name, tuple(weight.shape), expected[name]))
         elif isinstance(weight, Tensor):
-            _check_floats(checkpoint, name, weight)
             found[name] = weight.to(device.torch_device, dtype)
-        elif type(layer := module.get_submodule(owner := name.removesuffix(".weight"))) is nn.Linear:
-            module.set_submodule(owner, weight.layer(layer, device.torch_device))
+        elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
+            module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
             packed.add(name)
         else:  # such as one that is taken apart, or belongs to PyTorch's own attention
             found[name] = weight.dequantized().to(device.torch_device, dtype)
@@ -65,16 +68,11 @@ def build(
     return module.requires_grad_(False).eval()
 
 
-def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     """Yield each weight by its name, those that bitsandbytes packed as such."""
-    settings = quantization(checkpoint)
-    yield from read_weights(checkpoint) if settings is None else read_packed(checkpoint, settings)
-
-
-def _check_floats(checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
-    """Raise UnsupportedCheckpoint for a weight whose numbers need a scale that is not there."""
-    if not weight.is_floating_point() or weight.itemsize < 2:
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: {name} is stored as {str(weight.dtype).removeprefix('torch.')}, and nothing in the "
-            "checkpoint says how it was quantised; take the weights that are not quantised"
-        )
+    if (settings := quantization(checkpoint)) is None:
+        yield from read_weights(checkpoint)
+    elif scaling(checkpoint) is not None:
+        yield from read_dequantized(checkpoint, dtype)
+    else:
+        yield from read_packed(checkpoint, settings)

@@ -1,0 +1,170 @@
+"""Weights of 8 bits that become plain ones as they are read, by multiplication with their scales.
+
+A device that has no products of 8 bits, or lacks the library for them, runs such a checkpoint in the model's dtype. It
+takes the memory of one that is not quantised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.quantized import method_of, quantization
+from mindie_mm.nn.weight_files import check_scaled, read_weights, weight_names
+
+_log = logging.getLogger(__name__)
+
+_LIBRARIES: Mapping[str, str] = {
+    "fp8": "kernels",
+    "mxfp8": "kernels",
+    "fbgemm_fp8": "fbgemm_gpu",
+    "compressed-tensors": "compressed_tensors",
+}
+"""The modules with which transformers multiplies by the weights of each method as they are."""
+_FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
+"""Formats of compressed-tensors that store a number of 8 bits a byte."""
+_OF_ACTIVATIONS = re.compile(r".+[._](activation_scale|(input|output)_(scale|zero_point)|input_scale_ub|[qkv]_scale)")
+"""Names of scales for activations and for the KV cache, which are not rounded here."""
+_EXPONENT_BIAS = 127
+"""What the bytes of an exponent, E8M0, are larger by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How the weights of a checkpoint are scaled."""
+
+    suffix: str
+    """What the name of a weight's scales has behind the weight's own."""
+    block: tuple[int, int] | None
+    """Rows and columns of a weight that share a scale. None where a row has as many scales as the weight says."""
+
+
+def scaling(checkpoint: Checkpoint) -> Scaling | None:
+    """Return how the weights are scaled, or None if it takes more than a multiplication to make them plain."""
+    if (settings := quantization(checkpoint)) is None:
+        return None
+    method = method_of(settings)
+    if method in ("fp8", "mxfp8") and settings.get("expert_dtype", "fp8") == "fp8":
+        block = settings.get("weight_block_size", (1, 32) if method == "mxfp8" else (128, 128))
+        return Scaling("_scale_inv", None if block is None else (block[0], block[1]))
+    if method == "fbgemm_fp8":
+        return Scaling("_scale", None)
+    if method == "compressed-tensors":
+        return _of_compressed_tensors(settings)
+    return None
+
+
+def _of_compressed_tensors(settings: Mapping[str, Any]) -> Scaling | None:
+    groups = [group for group in (settings.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    formats = {group.get("format") or settings.get("format") for group in groups}
+    weights = [group.get("weights") or {} for group in groups]
+    if not groups or not formats.issubset(_FORMATS) or any(one.get("num_bits") != 8 for one in weights):
+        return None
+    blocks = {tuple(block) for one in weights if (block := one.get("block_structure"))}
+    return Scaling("_scale", blocks.pop() if len(blocks) == 1 else None)
+
+
+def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
+    """Return whether the weights have to become plain ones, and can, to run on `device`. Log that they do."""
+    settings = quantization(checkpoint)
+    if settings is None or scaling(checkpoint) is None:
+        return False
+    method = method_of(settings)
+    if device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(_LIBRARIES[method]) is not None:
+        return False
+    _log.warning(
+        "%s is quantised with %r, which the %s does not multiply here: its weights are dequantised, and take the "
+        "memory of plain ones",
+        checkpoint.path,
+        method,
+        device.name,
+    )
+    return True
+
+
+def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight by its name, on the CPU, those that are scaled as `dtype`.
+
+    transformers' own reader leaves other weights in the dtype that they are stored in, so that layers with different
+    ones meet. It also divides a weight evenly among its scales, where the last block of a row may be a shorter one.
+
+    Raises:
+        UnsupportedCheckpoint: Names a weight whose scales are missing or do not fit.
+
+    """
+    scheme = scaling(checkpoint)
+    assert scheme is not None, "must_dequantize said so"
+    names = {*weight_names(checkpoint)}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_weights(checkpoint):
+        owner, part = _owner(name, scheme.suffix)
+        parts = {part for part in ("", scheme.suffix, "_zero_point") if f"{owner}{part}" in names}
+        if (part and "" not in parts) or _OF_ACTIVATIONS.fullmatch(name):
+            continue
+        if scheme.suffix not in parts:
+            check_scaled(checkpoint, name, tensor.dtype)
+            yield name, tensor
+            continue
+        held = waiting.setdefault(owner, {})
+        held[part] = tensor
+        if held.keys() == parts:
+            del waiting[owner]
+            weight = held[""] if "_zero_point" not in held else held[""].float() - held["_zero_point"].float()
+            try:
+                yield owner, multiplied(weight, held[scheme.suffix], scheme.block).to(dtype)
+            except ValueError as error:
+                raise UnsupportedCheckpoint(f"{checkpoint.path}: {owner} {error}") from error
+
+
+def _owner(name: str, suffix: str) -> tuple[str, str]:
+    """The weight that a tensor belongs to, and what its name has behind the weight's."""
+    for part in (suffix, "_zero_point"):
+        if name.endswith(f"weight{part}"):
+            return name.removesuffix(part), part
+    return name, ""
+
+
+def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """Return a weight times its scales.
+
+    Args:
+        weight: [..., rows, columns], of any dtype.
+        scales: One number, [rows], [rows, groups] or, where there are blocks, [..., block rows, block columns]. Bytes
+            are exponents of two.
+        block: Rows and columns of a block. Blocks at the end may be shorter.
+
+    Returns:
+        Float32 of the weight's shape.
+
+    Raises:
+        ValueError: The scales do not fit the weight.
+
+    """
+    values, factors = weight.float(), scales.float()
+    if scales.dtype == torch.uint8:
+        factors = (factors - _EXPONENT_BIAS).exp2()
+    if factors.numel() == 1:
+        return values * factors.reshape(())
+    rows, columns = values.shape[-2:]
+    if factors.ndim == 1:
+        factors = factors.unsqueeze(-1)
+    if block is None:
+        block = (1, -(-columns // factors.shape[-1]))
+    needed = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(factors.shape[-2:]) != needed:
+        raise ValueError(
+            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(factors.shape)}, "
+            f"it must be {list(needed)}"
+        )
+    spread = factors.repeat_interleave(block[0], -2)[..., :rows, :]
+    return values * spread.repeat_interleave(block[1], -1)[..., :columns]

@@ -1,0 +1,230 @@
+"""Checkpoints that bitsandbytes quantised, of families with layers of our own, beside their dequantised weights."""
+
+import json
+import re
+import shutil
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from safetensors.torch import load_file, save_file
+
+from mindie_mm.config import EngineConfig
+from mindie_mm.device.npu import NPU
+from mindie_mm.engine.core import Engine
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.nn.bitsandbytes import Linear8bit
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.placement import Placement
+from mindie_mm.nn.quantized import check_own_layers, check_quantization
+from mindie_mm.shm import request_directory
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import picture, run
+from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
+from tests.models.packing import pack
+from tests.models.test_qwen_vl import position_table
+
+FAMILIES = {
+    "molmo": (GOLDEN / "molmo" / "d", r"model\.(vision_backbone\..*|transformer\.blocks\..*(att|ff).*)"),
+    "qwen_vl": (GOLDEN / "qwen_vl", r"transformer\.(h|visual)\..*(?<!in_proj_)"),
+    "deepseek_vl2": (GOLDEN / "deepseek_vl2" / "latent", r"(vision|projector|language\.model\.layers)\..*(?<!gate\.)"),
+}
+"""For each family, its golden checkpoint, and a pattern of the weights that its authors' code has in linear layers."""
+SETTINGS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": "bfloat16",
+    },
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 6.0},
+}
+TEXT = [{"text": "What is in the picture?"}]
+MEDIA = [{"text": "What is in "}, {"image": picture(20, 29)}, {"text": "?"}]
+# As published in the article's checkpoint: the layers of the decoder's blocks alone, in NF4 for float16.
+MOLMO_NF4 = {
+    "_load_in_4bit": True,
+    "bnb_4bit_compute_dtype": "float16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": False,
+    "llm_int8_skip_modules": ["model.vision_backbone", "model.transformer.ff_out", "model.transformer.ln_f"],
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+}
+MOLMO_NF4_NAMES = re.compile(
+    r"model\.transformer\.blocks\.\d+\.(att_proj|attn_out|ff_proj|ff_out)\.weight"
+    r"\.(absmax|quant_map|quant_state\.bitsandbytes__nf4)"
+)
+
+
+def write(family, folder):
+    folder.mkdir()
+    golden, _ = FAMILIES[family]
+    weights = drawn_weights(golden)
+    if family == "qwen_vl":
+        weights["transformer.visual.attn_pool.pos_embed"] = position_table(16, 256)
+    write_checkpoint(golden, folder, weights)
+
+
+def pair(family, settings, folder, pattern=None):
+    """The model with packed weights, and the one with the same numbers as plain weights."""
+    packed, plain = folder / "packed", folder / "plain"
+    write(family, packed)
+    shutil.copytree(packed, plain)
+    linear = re.compile(rf"(?:{pattern or FAMILIES[family][1]})weight")
+    weights = pack(packed, settings, lambda name, weight: weight.ndim == 2 and linear.fullmatch(name) is not None)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, plain / "model.safetensors")
+    return load_model(packed, device="cpu"), load_model(plain, device="cpu")
+
+
+def largest_difference(found, expected):
+    """In standard deviations of what is expected: these weights are larger than trained ones."""
+    return ((found - expected).abs().max() / expected.std()).item()
+
+
+def layers(model, kind):
+    return [name for name, layer in model.module.named_modules() if type(layer) is kind]
+
+
+@pytest.fixture
+def tokenized(tmp_path):
+    """A function that makes ids of the prompts for a checkpoint."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(request_directory(tmp_path / "spool"))
+
+        def ids_of(path):
+            tokenizer = stack.enter_context(Tokenizer.from_pretrained(path))
+            return [tokenizer.tokenize(items, directory.path_file) for items in (TEXT, MEDIA)]
+
+        yield ids_of
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_dequantised_weights_alone_and_in_a_batch(family, settings, tmp_path, tokenized):
+    packed, plain = pair(family, SETTINGS[settings], tmp_path)
+    linears = layers(plain, torch.nn.Linear)
+    kind = Linear8bit if settings == "int8" else Linear4bit
+    kept = {*layers(packed, torch.nn.Linear), *layers(packed, kind)}
+    assert len(layers(packed, kind)) > 20
+    assert kept.issuperset(linears)
+    prompts = tokenized(tmp_path / "packed")
+    expected = [plain.logits(ids) for ids in prompts]
+    for found in (
+        map(packed.logits, prompts),
+        packed.packed_logits(prompts),
+        packed.packed_logits(prompts[::-1])[::-1],
+    ):
+        for own, other in zip(found, expected, strict=True):
+            assert largest_difference(own, other) <= 1e-4
+    config = EngineConfig(max_num_batched_tokens=64)
+    tokens = [run(Engine(model, config), prompts, max_tokens=8, ignore_eos=True) for model in (packed, plain)]
+    alone = [run(Engine(packed, config), [ids], max_tokens=8, ignore_eos=True)[0][0] for ids in prompts]
+    assert tokens[0] == tokens[1]
+    assert [*tokens[0][0].values()] == alone
+
+
+def test_a_checkpoint_as_it_was_published(tmp_path, tokenized):
+    packed, plain = pair("molmo", MOLMO_NF4, tmp_path, r"model\.transformer\.blocks\..*")
+    names = [name for name in load_file(tmp_path / "packed" / "model.safetensors") if ".weight." in name]
+    assert all(MOLMO_NF4_NAMES.fullmatch(name) for name in names)
+    assert len(layers(packed, Linear4bit)) == len(names) / 3 == 4 * 3
+    assert not [name for name in layers(packed, Linear4bit) if "blocks" not in name]
+    for ids in tokenized(tmp_path / "packed"):
+        assert largest_difference(packed.logits(ids), plain.logits(ids)) <= 0.05  # it multiplies in float16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_multiplies_in_the_dtype_that_the_checkpoint_names(dtype, tmp_path):
+    packed, _ = pair("molmo", {**SETTINGS["nf4"], "bnb_4bit_compute_dtype": dtype}, tmp_path)
+    assert {layer.compute_dtype for layer in packed.module.modules() if type(layer) is Linear4bit} == {
+        getattr(torch, dtype)
+    }
+    ids = torch.arange(10, 40)
+    alone = packed.logits(ids)
+    assert torch.isfinite(alone).all()
+    assert largest_difference(packed.packed_logits([ids[:7], ids])[1], alone) <= (1e-4 if dtype == "float32" else 0.1)
+
+
+def spoil(folder, name, change):
+    weights = load_file(folder / "model.safetensors")
+    if (value := change(weights.pop(name))) is not None:
+        weights[name] = value
+    save_file(weights, folder / "model.safetensors")
+
+
+PROJECTION = "model.transformer.blocks.0.att_proj"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "change", "said"),
+    [
+        ("nf4", "weight.absmax", lambda _: None, "absmax"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda _: None, "quant_state"),
+        ("nf4", "weight", lambda numbers: numbers[:-4].clone(), "its numbers are"),
+        ("nf4", "weight.absmax", lambda scales: scales[:-1].clone(), "its absmax are"),
+        ("nf4", "weight", lambda _: None, f"lacks 1 weights, the first is {PROJECTION}.weight"),
+        ("int8", "SCB", lambda scales: scales[:-1].clone(), "scales for"),
+        ("int8", "weight_format", lambda _: torch.tensor(2, dtype=torch.uint8), "weight_format is 2"),
+        ("int8", "weight", lambda numbers: numbers[:-1].clone(), "scales for"),
+    ],
+)
+def test_spoiled_companions_are_named(settings, name, change, said, tmp_path):
+    write("molmo", tmp_path / "packed")
+    pack(tmp_path / "packed", SETTINGS[settings], lambda name, _: name == f"{PROJECTION}.weight")
+    spoil(tmp_path / "packed", f"{PROJECTION}.{name}", change)
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape(PROJECTION)) as error:
+        load_model(tmp_path / "packed", device="cpu")
+    assert said in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_weight_of_8_bits_without_its_scales_is_refused(tmp_path):
+    write("molmo", tmp_path / "packed")
+    pack(tmp_path / "packed", SETTINGS["int8"], lambda name, _: name == f"{PROJECTION}.weight")
+    spoil(tmp_path / "packed", f"{PROJECTION}.SCB", lambda _: None)
+    spoil(tmp_path / "packed", f"{PROJECTION}.weight_format", lambda _: None)
+    with pytest.raises(UnsupportedCheckpoint, match=f"{PROJECTION}.weight is stored as int8"):
+        load_model(tmp_path / "packed", device="cpu")
+
+
+def test_weights_kept_for_training_are_refused(tmp_path):
+    write("molmo", tmp_path / "packed")
+    pack(tmp_path / "packed", {**SETTINGS["int8"], "llm_int8_has_fp16_weight": True}, lambda *_: False)
+    with pytest.raises(UnsupportedCheckpoint, match="llm_int8_has_fp16_weight"):
+        load_model(tmp_path / "packed", device="cpu")
+
+
+@pytest.mark.parametrize("settings", ["fp4", "int8"])
+def test_a_quantised_tower_stays_in_its_dtype(settings, tmp_path):
+    write("molmo", tmp_path / "packed")
+    pack(tmp_path / "packed", SETTINGS[settings], lambda name, _: name.endswith("resblocks.0.feed_forward.w1.weight"))
+    with pytest.raises(InputError, match="quantised"):
+        load_model(tmp_path / "packed", device="cpu", vision=Placement(bits=16))
+
+
+def test_a_device_that_bitsandbytes_lacks_is_named(tmp_path):
+    write("molmo", tmp_path / "packed")
+    pack(tmp_path / "packed", SETTINGS["nf4"], lambda *_: False)
+    checkpoint = Checkpoint.open(tmp_path / "packed")
+    for check in (check_own_layers, check_quantization):
+        with pytest.raises(UnsupportedCheckpoint, match="bitsandbytes has no operators for the device npu"):
+            check(checkpoint, NPU())
+    file = tmp_path / "packed" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"load_in_8bit": True}}))
+    check_own_layers(Checkpoint.open(tmp_path / "packed"), NPU())
+
+
+def test_a_layer_of_8_bits_takes_any_float():
+    weight = torch.tensor([[127, -127], [1, 0]], dtype=torch.int8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype)
+        bias = torch.nn.Parameter(torch.tensor([0.5, 0.0], dtype=dtype))
+        found = Linear8bit(weight, torch.tensor([2.0, 127.0]), bias)(rows)
+        assert found.dtype == dtype
+        assert np.array_equal(found.detach().float(), [[2.5, 1.0], [-1.5, 0.0]])
