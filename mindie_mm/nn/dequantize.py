@@ -46,7 +46,7 @@ class Scaling:
     suffix: str
     """What the name of a weight's scales has behind the weight's own."""
     block: tuple[int, int] | None
-    """Rows and columns of a weight that share a scale. None where a row has as many scales as the weight says."""
+    """Rows and columns of a weight that share a scale. None where each row has one scale, or the weight."""
 
 
 def scaling(checkpoint: Checkpoint) -> Scaling | None:
@@ -70,8 +70,14 @@ def _of_compressed_tensors(settings: Mapping[str, Any]) -> Scaling | None:
     weights = [group.get("weights") or {} for group in groups]
     if not groups or not formats.issubset(_FORMATS) or any(one.get("num_bits") != 8 for one in weights):
         return None
-    blocks = {tuple(block) for one in weights if (block := one.get("block_structure"))}
-    return Scaling("_scale", blocks.pop() if len(blocks) == 1 else None)
+    blocks = {_block(one) for one in weights}
+    return Scaling("_scale", blocks.pop()) if len(blocks) == 1 else None
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    if block := weights.get("block_structure"):
+        return block[0], block[1]
+    return (1, size) if (size := weights.get("group_size") or 0) > 0 else None
 
 
 def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
@@ -139,8 +145,8 @@ def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = N
 
     Args:
         weight: [..., rows, columns], of any dtype.
-        scales: One number, [rows], [rows, groups] or, where there are blocks, [..., block rows, block columns]. Bytes
-            are exponents of two.
+        scales: One number, [rows], [rows, 1] or, where there are blocks, [..., block rows, block columns]. Bytes are
+            exponents of two.
         block: Rows and columns of a block. Blocks at the end may be shorter.
 
     Returns:
@@ -159,7 +165,7 @@ def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = N
     if factors.ndim == 1:
         factors = factors.unsqueeze(-1)
     if block is None:
-        block = (1, -(-columns // factors.shape[-1]))
+        block = (1, columns)
     needed = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(factors.shape[-2:]) != needed:
         raise ValueError(

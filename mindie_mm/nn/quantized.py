@@ -97,7 +97,9 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
 def missing_packages(method: str) -> list[str]:
     """Return what pip has to install before a method can be run."""
-    return [package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None]
+    return [
+        package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None
+    ]
 
 
 def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:

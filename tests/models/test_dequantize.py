@@ -1,0 +1,268 @@
+"""Checkpoints in FP8 and int8, on a device that does not multiply by such weights, beside their plain numbers."""
+
+import json
+import logging
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from mindie_mm.device.cpu import CPU
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.dequantize import multiplied, must_dequantize, scaling
+from mindie_mm.nn.quantized import check_quantization, is_quantized, quantization
+from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
+from tests.models.small_checkpoints import changed
+
+IDS = torch.arange(10, 40)
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.visual"],
+}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head", "re:visual.*"],
+}
+"""As `llm-compressor` writes it."""
+
+
+def compressed(**changes):
+    settings = json.loads(json.dumps(W8A8))
+    settings["config_groups"]["group_0"]["weights"] |= changes.pop("weights", {})
+    return {**settings, **changes}
+
+
+FP8_CHANNEL = compressed(format="float-quantized", weights={"type": "float"})
+FP8_TENSOR = compressed(format="naive-quantized", weights={"type": "float", "strategy": "tensor"})
+FP8_BLOCK = compressed(
+    format="float-quantized", weights={"type": "float", "strategy": "block", "block_structure": [128, 128]}
+)
+INT8_GROUP = compressed(weights={"strategy": "group", "group_size": 32})
+CASES = {
+    "blocks": (FP8, (128, 128), "_scale_inv", torch.float8_e4m3fn),
+    "one scale": ({**FP8, "weight_block_size": None}, None, "_scale_inv", torch.float8_e4m3fn),
+    "rows": ({"quant_method": "fbgemm_fp8"}, (1, 0), "_scale", torch.float8_e4m3fn),
+    "int8 rows": (W8A8, (1, 0), "_scale", torch.int8),
+    "int8 groups": (INT8_GROUP, (1, 32), "_scale", torch.int8),
+    "fp8 rows": (FP8_CHANNEL, (1, 0), "_scale", torch.float8_e4m3fn),
+    "fp8 tensor": (FP8_TENSOR, None, "_scale", torch.float8_e4m3fn),
+    "fp8 blocks": (FP8_BLOCK, (128, 128), "_scale", torch.float8_e4m3fn),
+}
+"""For each kind, the quantization_config, rows and columns of a block (0: all), scales' name, the numbers' dtype."""
+
+
+def rounded(weight, block, dtype):
+    """The numbers of a weight [rows, columns], and their scales."""
+    rows, columns = weight.shape
+    down, across = block or (rows, columns)
+    across = across or columns
+    scales = torch.empty(math.ceil(rows / down), math.ceil(columns / across))
+    numbers = torch.empty(rows, columns, dtype=dtype)
+    largest = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
+    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
+        part = (slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across))
+        scales[i, j] = weight[part].abs().max() / largest
+        exact = weight[part] / scales[i, j]
+        numbers[part] = (exact.round() if dtype == torch.int8 else exact).to(dtype)
+    return numbers, scales.reshape(()) if block is None else scales
+
+
+def quantise(folder, case, pattern, stored=torch.float32):
+    """Quantise the checkpoint `folder` in place, other weights and the scales as `stored`; its plain numbers."""
+    settings, block, suffix, dtype = case
+    packed, plain = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if re.fullmatch(pattern, name):
+            numbers, scales = rounded(weight, block, dtype)
+            packed[name], packed[f"{name}{suffix}"] = numbers, scales.to(stored)
+            spread = scales.to(stored).float()
+            if block is not None:
+                down, across = block[0], block[1] or weight.shape[1]
+                spread = spread.repeat_interleave(down, 0)[: weight.shape[0]]
+                spread = spread.repeat_interleave(across, 1)[:, : weight.shape[1]]
+            plain[name] = numbers.float() * spread
+        else:
+            packed[name] = weight.to(stored)
+            plain[name] = packed[name].float()
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    assert len(packed) > len(plain)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    return plain
+
+
+LINEAR = r"model\.layers\..*_proj\.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def odd_checkpoint(random_checkpoint, tmp_path_factory):
+    """The random checkpoint with layers of 160 and 200 numbers, which blocks of 128 do not divide."""
+    folder = changed(random_checkpoint, tmp_path_factory.mktemp("odd") / "odd", "config", {})
+    config = Qwen2VLConfig.from_pretrained(random_checkpoint)
+    config.text_config.hidden_size, config.text_config.intermediate_size = 160, 200
+    config.vision_config.hidden_size = 160
+    config.text_config.rope_parameters["mrope_section"] = [4, 8, 8]
+    torch.manual_seed(0)
+    (folder / "model.safetensors").unlink()
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def plain_copy(source, folder, weights):
+    shutil.copytree(source, folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
+    shutil.copytree(odd_checkpoint, tmp_path / "packed")
+    # As published: what is not quantised in bfloat16, and FP8's scales too.
+    weights = quantise(tmp_path / "packed", CASES[case], LINEAR, torch.bfloat16)
+    plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
+    with caplog.at_level(logging.WARNING):
+        found = load_model(tmp_path / "packed", device="cpu")
+    assert "its weights are dequantised" in caplog.text
+    assert {weight.dtype for weight in found.module.parameters()} == {torch.float32}
+    assert (found.logits(IDS) - load_model(plain, device="cpu").logits(IDS)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_any_dtype_of_the_model_and_of_the_file(dtype, stored, odd_checkpoint, tmp_path):
+    shutil.copytree(odd_checkpoint, tmp_path / "packed")
+    weights = quantise(tmp_path / "packed", CASES["blocks"], LINEAR, stored)
+    plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
+    found, expected = (load_model(path, device="cpu", dtype=dtype) for path in (tmp_path / "packed", plain))
+    assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-5
+
+
+def test_layers_of_our_own_have_them_too(tmp_path):
+    for name in ("packed", "plain"):
+        (tmp_path / name).mkdir()
+        write_checkpoint(
+            GOLDEN / "deepseek_vl2" / "latent", tmp_path / name, drawn_weights(GOLDEN / "deepseek_vl2" / "latent")
+        )
+    weights = quantise(tmp_path / "packed", CASES["blocks"], r"language\.model\.layers\..*_proj.*\.weight")
+    save_file(weights, tmp_path / "plain" / "model.safetensors")
+    found, expected = (load_model(tmp_path / name, device="cpu").logits(IDS) for name in ("packed", "plain"))
+    assert (found - expected).abs().max() <= 1e-4
+
+
+def test_exponents_are_scales():
+    scales = torch.tensor([[127, 128], [126, 127]], dtype=torch.uint8)
+    found = multiplied(torch.ones(2, 3).to(torch.float8_e4m3fn), scales, (1, 2))
+    assert found.tolist() == [[1, 1, 2], [0.5, 0.5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights, name: weights.pop(f"{name}_scale_inv"), "is stored as float8_e4m3fn"),
+        (lambda weights, name: weights.update({f"{name}_scale_inv": torch.ones(3, 2)}), "it must be [2, 2]"),
+        (lambda weights, name: weights.pop(name), "lacks 1 weights"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(change, said, odd_checkpoint, tmp_path):
+    shutil.copytree(odd_checkpoint, tmp_path / "packed")
+    quantise(tmp_path / "packed", CASES["blocks"], LINEAR)
+    weights = load_file(tmp_path / "packed" / "model.safetensors")
+    change(weights, GATE)
+    save_file(weights, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape("layers.0.mlp.gate_proj.weight")) as error:
+        load_model(tmp_path / "packed", device="cpu")
+    assert said in str(error.value)
+
+
+def test_weights_of_8_bits_that_nothing_explains_are_refused(odd_checkpoint, tmp_path):
+    shutil.copytree(odd_checkpoint, tmp_path / "packed")
+    weights = load_file(tmp_path / "packed" / "model.safetensors")
+    name = GATE
+    weights[name] = (weights[name] * 100).to(torch.int8)
+    save_file(weights, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match=f"{name} is stored as int8"):
+        load_model(tmp_path / "packed", device="cpu")
+
+
+GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": True, "model_name_or_path": None}
+AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "said"),
+    [
+        ("quantize_config.json", GPTQ, "quantised with 'gptq'.*optimum"),
+        ("quant_config.json", AWQ, "quantised with 'awq'.*gptqmodel"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "FP8"}},
+            "quantised with 'modelopt', which transformers",
+        ),
+    ],
+)
+def test_a_file_beside_config_json_says_it(file, settings, said, odd_checkpoint, tmp_path):
+    shutil.copytree(odd_checkpoint, tmp_path / "packed")
+    (tmp_path / "packed" / file).write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedCheckpoint, match=said) as error:
+        load_model(tmp_path / "packed", device="cpu")
+    assert "Or serve the checkpoint that is not quantised" in str(error.value)
+    for family in ("molmo/d", "qwen_vl"):
+        shutil.copytree(GOLDEN / family, folder := tmp_path / family.replace("/", "_"))
+        (folder / file).write_text(json.dumps(settings))
+        (folder / "model.safetensors").write_bytes(b"not read")
+        with pytest.raises(UnsupportedCheckpoint, match="only plain weights are served"):
+            load_model(folder, device="cpu")
+
+
+def opened(random_checkpoint, folder, **config) -> Checkpoint:
+    return Checkpoint.open(changed(random_checkpoint, Path(folder) / "changed", "config", config))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("part", [None, "text_config", "language_config"])
+def test_it_is_found_wherever_config_json_has_it(key, part, random_checkpoint, tmp_path):
+    config = {key: FP8}
+    checkpoint = opened(random_checkpoint, tmp_path, **(config if part is None else {part: config}))
+    assert quantization(checkpoint) == FP8
+
+
+def test_settings_that_ask_for_nothing_quantise_nothing(random_checkpoint, tmp_path):
+    off = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}
+    assert not is_quantized(opened(random_checkpoint, tmp_path, quantization_config=off))
+    load_model(tmp_path / "changed", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**W8A8, "quant_method": "awq"},
+        compressed(weights={"num_bits": 4}),
+        compressed(format="pack-quantized"),
+        {"quant_method": "compressed-tensors"},
+    ],
+)
+def test_what_is_more_than_a_multiplication_is_not_tried(settings, random_checkpoint, tmp_path):
+    checkpoint = opened(random_checkpoint, tmp_path, quantization_config=settings)
+    assert scaling(checkpoint) is None
+    assert not must_dequantize(checkpoint, CPU())
+    with pytest.raises(UnsupportedCheckpoint, match="cannot be run here"):
+        check_quantization(checkpoint, CPU())
