@@ -44,9 +44,13 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def check_stored(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if weights of a checkpoint that is not quantised are stored in 8 bits."""
-    for name, dtype in _dtypes(checkpoint):
-        check_scaled(checkpoint, name, dtype)
+    """Raise UnsupportedCheckpoint if weights of a checkpoint that is not quantised are stored in 8 bits.
+
+    Only safetensors files are checked, whose headers are read at once.
+    """
+    if weight_files(checkpoint)[0].suffix == ".safetensors":
+        for name, dtype in _dtypes(checkpoint):
+            check_scaled(checkpoint, name, dtype)
 
 
 def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:

@@ -13,9 +13,9 @@ from mindie_mm.nn.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import read_dequantized, scaling
 from mindie_mm.nn.pretrained import check_shapes, check_weights
-from mindie_mm.nn.quantized import check_own_layers, is_quantized, quantization
+from mindie_mm.nn.quantized import check_own_layers, quantization
 from mindie_mm.nn.shares import refuse_shares
-from mindie_mm.nn.weight_files import check_stored, read_weights
+from mindie_mm.nn.weight_files import check_scaled, read_weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,9 +38,7 @@ def build(
         UnsupportedCheckpoint: Names what is missing, unknown or of another shape, or a quantisation that is not served.
 
     """
-    if not is_quantized(checkpoint):
-        check_stored(checkpoint)
-    elif scaling(checkpoint) is None:
+    if scaling(checkpoint) is None:
         check_own_layers(checkpoint, device)
     refuse_shares(checkpoint)
     with torch.device("meta"):
@@ -71,7 +69,9 @@ def build(
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     """Yield each weight by its name, those that bitsandbytes packed as such."""
     if (settings := quantization(checkpoint)) is None:
-        yield from read_weights(checkpoint)
+        for name, weight in read_weights(checkpoint):
+            check_scaled(checkpoint, name, weight.dtype)
+            yield name, weight
     elif scaling(checkpoint) is not None:
         yield from read_dequantized(checkpoint, dtype)
     else:
