@@ -118,8 +118,10 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
     if file.is_file():
         if not shown_tokens:
             return Tokenizer.from_file(str(file))
-        return checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in shown_tokens)
-    # Late: only checkpoints without a tokenizer.json pay for torch, and for the conversion.
+        stated = {token["content"] for token in checkpoint.json("tokenizer.json").get("added_tokens", ())}
+        if stated.issuperset(shown_tokens):
+            return checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in shown_tokens)
+    # Late: only checkpoints whose tokenizer.json does not have all tokens pay for torch, and for the conversion.
     from mindie_mm.models import family_of
 
     converted: Tokenizer = family_of(checkpoint, family).tokenizer(checkpoint).backend_tokenizer

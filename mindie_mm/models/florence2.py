@@ -2,21 +2,27 @@
 
 Source: arXiv 2311.06242; transformers' florence2, whose ids, pixels and logits these are. An encoder-decoder. Places in
 prompts and answers are tokens of their own, <loc_0> to <loc_999>; to make boxes of them is left to who asked.
+
+Two layouts are read: transformers' own, and that of microsoft's repositories and of models fine-tuned from these. The
+second is translated in memory by the rules of transformers' convert_florence2_original_pytorch_to_hf.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from mindie_mm.device import Device
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
 from mindie_mm.media.preprocess import Preprocess, Size, check_settings, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint import Checkpoint, tokenizer_length, with_special_tokens
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
@@ -24,8 +30,10 @@ from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.pretrained import read_config
-from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.renaming import TRANSPOSED, Renaming
+from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
+from mindie_mm.nn.splice import MediaItem, Splice
+from mindie_mm.nn.weights import renamed_weights
 
 _DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 224},
@@ -35,7 +43,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
-_ORIGINAL_TOWER = "davit"
 _TASKS = {
     "<OCR>": "What is the text in the image?",
     "<OCR_WITH_REGION>": "What is the text in the image, with regions?",
@@ -59,6 +66,98 @@ _TASKS_ON_INPUT = {
 """The same, of tasks that are given something: the text beside the name."""
 
 
+_ORIGINAL_KEYS = frozenset({"dim_embed", "image_pos_embed", "visual_temporal_embedding"})
+"""Settings of the tower that transformers' own configuration calls otherwise: they tell the original layout."""
+_VISION_DEFAULTS: Mapping[str, Any] = {
+    "patch_size": [7, 3, 3, 3],
+    "patch_stride": [4, 2, 2, 2],
+    "patch_padding": [3, 1, 1, 1],
+    "patch_prenorm": [False, True, True, True],
+    "dim_embed": [256, 512, 1024, 2048],
+    "num_heads": [8, 16, 32, 64],
+    "num_groups": [8, 16, 32, 64],
+    "depths": [1, 1, 9, 1],
+    "window_size": 12,
+    "projection_dim": 1024,
+    "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
+}
+"""Of the original code's tower, which are not transformers'."""
+_TEXT_KEYS = (
+    "vocab_size",
+    "max_position_embeddings",
+    "d_model",
+    "encoder_layers",
+    "encoder_ffn_dim",
+    "encoder_attention_heads",
+    "decoder_layers",
+    "decoder_ffn_dim",
+    "decoder_attention_heads",
+    "activation_function",
+    "scale_embedding",
+)
+"""What the original decoder and encoder are made by: those of BART, under the same names."""
+_GENERATION_DEFAULTS: Mapping[str, Any] = {
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+    "forced_bos_token_id": None,
+    "no_repeat_ngram_size": None,
+    "encoder_no_repeat_ngram_size": None,
+    "repetition_penalty": None,
+    "min_length": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "diversity_penalty": None,
+    "num_beams": None,
+}
+"""What the original's text_config can say of generating."""
+_NAMED_TOKENS: Mapping[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "sep_token": "</s>",
+    "pad_token": "<pad>",
+    "cls_token": "<s>",
+    "mask_token": "<mask>",
+}
+"""BART's, which the original tokenizer_config.json leaves out."""
+_PAIRED = ("cap", "ncap", "dcap", "grounding", "seg", "region_cap", "region_to_desciption", "proposal", "poly")
+_ADDED_TOKENS = (
+    *("<od>", "</od>", "<ocr>", "</ocr>"),
+    *(f"<loc_{place}>" for place in range(1000)),
+    *(f"<{slash}{name}>" for name in _PAIRED[:5] for slash in ("", "/")),
+    "<sep>",
+    *(f"<{slash}{name}>" for name in _PAIRED[5:] for slash in ("", "/")),
+    "<and>",
+)
+"""What the original processor adds to BART's tokenizer, in this order and with this spelling of "description"."""
+_TOWER = r"model\.vision_tower\."
+_BLOCK = rf"{_TOWER}(blocks\.\d+\.\d+\.(spatial|channel)_block)\."
+_ATTENTION = r"(window_attn|channel_attn)"
+_PROJECTOR = r"model\.multi_modal_projector\."
+_RENAMINGS = (
+    Renaming(rf"{_TOWER}(convs\.\d+)\.conv\.(\w+)", r"vision_tower.\1.proj.\2"),
+    Renaming(rf"{_BLOCK}(conv[12])\.(\w+)", r"vision_tower.\1.\3.fn.dw.\4"),
+    Renaming(rf"{_TOWER}(blocks\.\d+\.\d+\.spatial_block)\.norm1\.(\w+)", r"vision_tower.\1.window_attn.norm.\2"),
+    Renaming(rf"{_TOWER}(blocks\.\d+\.\d+\.channel_block)\.norm1\.(\w+)", r"vision_tower.\1.channel_attn.norm.\2"),
+    Renaming(rf"{_BLOCK}norm2\.(\w+)", r"vision_tower.\1.ffn.norm.\3"),
+    Renaming(rf"{_BLOCK}{_ATTENTION}\.(qkv|proj)\.(\w+)", r"vision_tower.\1.\3.fn.\4.\5"),
+    Renaming(rf"{_BLOCK}ffn\.(fc[12])\.(\w+)", r"vision_tower.\1.ffn.fn.net.\3.\4"),
+    Renaming(rf"{_TOWER}(.+)", r"vision_tower.\1"),
+    Renaming(rf"{_PROJECTOR}image_projection\.weight", "image_projection", TRANSPOSED),
+    Renaming(rf"{_PROJECTOR}image_position_embed\.(.+)", r"image_pos_embed.\1"),
+    Renaming(rf"{_PROJECTOR}(.+)", r"\1"),
+    Renaming(r"model\.language_model\.(.+)", r"language_model.model.\1"),
+    Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
+)
+_LOGITS_BIAS = "language_model.final_logits_bias"
+"""A weight of the original's that transformers' class has no place for."""
+
+
 class Florence2Processor(OneSizeProcessor):
     """The tokenizer's half."""
 
@@ -71,12 +170,8 @@ class Florence2Processor(OneSizeProcessor):
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint = _translated(checkpoint)
         where = str(checkpoint.path)
-        if checkpoint.config.get("vision_config", {}).get("model_type") == _ORIGINAL_TOWER:
-            raise UnsupportedCheckpoint(
-                f"{where}: these are the weights of the code that came with Florence-2; what is served is their "
-                "conversion for transformers' own, such as florence-community/Florence-2-base"
-            )
         config = read_config("Florence2Config", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
         settings = checkpoint.preprocessor("image", {"CLIPImageProcessor": _DEFAULTS})
@@ -126,6 +221,17 @@ class Florence2Model(PictureModel, Seq2SeqModel):
         super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
         self.normalizations = processor.normalizations
 
+    def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
+        items = super().read(ids)
+        # The placeholder may be no row of the embeddings: then it stands for an image, and for nothing else.
+        beyond = np.flatnonzero(ids >= self.spec.vocab_size)
+        if len(stray := np.setdiff1d(beyond, [slot for item in items for slot in item.slots])):
+            raise TokenOutOfRange(f"token id {ids[stray[0]]} is not in [0, {self.spec.vocab_size})")
+        return items
+
+    def encode_prompt(self, input_ids: Tensor, splices: Sequence[Splice]) -> Decoding:
+        return super().encode_prompt(input_ids.clamp(max=self.spec.vocab_size - 1), splices)
+
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: Tensor = self.module.get_image_features(self.pixels(items)).pooler_output
         return list(features)
@@ -141,9 +247,20 @@ class Florence2(PretrainedFamily):
     module_name = "Florence2ForConditionalGeneration"
 
     @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return _translated(checkpoint)
+
+    @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Florence2Model:
-        longest = read_config("Florence2Config", checkpoint).text_config.max_position_embeddings
-        module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest)
+        checkpoint = _translated(checkpoint)
+        config = read_config("Florence2Config", checkpoint)
+        renamed = renamed_weights(cls.module_class(), checkpoint)
+        bias = renamed.others.pop(_LOGITS_BIAS, None) if renamed else None
+        longest = config.text_config.max_position_embeddings
+        module, spec, rules = load_seq2seq(cls.module_class(), checkpoint, device, dtype, longest, renamed)
+        if bias is not None and bias.any():
+            module.lm_head.bias = nn.Parameter(bias.flatten().to(device.torch_device, dtype), requires_grad=False)
+        spec = replace(spec, embedding_size=max(spec.vocab_size, config.image_token_id + 1))
         return Florence2Model(module, spec, rules, processor)
 
     @classmethod
@@ -151,10 +268,10 @@ class Florence2(PretrainedFamily):
         """Places and the marks of tasks are text, in prompts and answers, though tokenizer.json calls them special."""
         from transformers import PreTrainedTokenizerFast
 
+        checkpoint = _translated(checkpoint)
         if not checkpoint.json("tokenizer.json"):
             return super().tokenizer(checkpoint)
-        names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-        named = {name: token for name in names if (token := checkpoint.special_token(name)) is not None}
+        named = {name: token for name in _NAMED_TOKENS if (token := checkpoint.special_token(name)) is not None}
         image = checkpoint.config.get("image_token_id")
         backend = checkpoint.tokenizer(
             lambda token: token["id"] == image or (token["special"] and token["content"] in named.values())
@@ -179,3 +296,67 @@ def _named_token(checkpoint: Checkpoint, name: str) -> int:
     if (token := checkpoint.special_token(name)) is None:
         raise UnsupportedCheckpoint(f"{checkpoint.path}: tokenizer_config.json has no {name}")
     return checkpoint.token_id(token)
+
+
+def _translated(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint in transformers' layout: one in microsoft's is translated, others are as they were."""
+    vision = checkpoint.config.get("vision_config") or {}
+    if checkpoint.renamings is not None or not (vision.get("model_type") == "davit" or _ORIGINAL_KEYS & vision.keys()):
+        return checkpoint
+    where = str(checkpoint.path)
+    text = dict(checkpoint.config.get("text_config") or {})
+    if not (described := checkpoint.json("tokenizer.json")):
+        raise UnsupportedCheckpoint(f"{where} has no tokenizer.json; copy it from the model that this one was made of")
+    described = with_special_tokens(described, _ADDED_TOKENS)
+    tied = text.get("tie_word_embeddings", True)
+    known = {key: text[key] for key in _TEXT_KEYS if key in text}
+    config = {
+        **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},
+        "architectures": ["Florence2ForConditionalGeneration"],
+        "vision_config": _vision_config(vision, where),
+        "text_config": {"model_type": "bart", "vocab_size": 51289, "tie_word_embeddings": tied, **known},
+        "tie_word_embeddings": tied,
+        "image_token_id": tokenizer_length(described),
+    }
+    if config["vision_config"]["projection_dim"] != (width := known.get("d_model", 1024)):
+        raise UnsupportedCheckpoint(
+            f"{where}: vision_config.projection_dim is {config['vision_config']['projection_dim']}, it must be "
+            f"text_config.d_model, {width}"
+        )
+    # The original generates with its language model, whose settings text_config has: its generation_config.json and
+    # the token ids at the top of its config.json, which re-saved checkpoints have wrong, change nothing.
+    generation = {key: text.get(key, value) for key, value in _GENERATION_DEFAULTS.items()}
+    files = {
+        "generation_config.json": {key: value for key, value in generation.items() if value is not None},
+        "tokenizer.json": described,
+        "tokenizer_config.json": {**_NAMED_TOKENS, **checkpoint.json("tokenizer_config.json")},
+    }
+    return checkpoint.translated(config, files, _RENAMINGS)
+
+
+def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """transformers' vision_config for the original's. UnsupportedCheckpoint for a tower that it does not have."""
+    # Re-saved configurations have lost the name of the tower, which is the only one that the original code has.
+    if (tower := vision.get("model_type") or "davit") != "davit":
+        raise UnsupportedCheckpoint(
+            f"{where}: vision_config.model_type is {tower!r}; of Florence-2 only the tower davit is served"
+        )
+    settings = {**_VISION_DEFAULTS, **{key: value for key, value in vision.items() if value is not None}}
+    stated = {
+        "image_feature_source": list(settings.pop("image_feature_source")),
+        "image_pos_embed.type": (settings.get("image_pos_embed") or {}).get("type", "none"),
+        "visual_temporal_embedding.type": (settings.get("visual_temporal_embedding") or {}).get("type", "none"),
+    }
+    served = {
+        "image_feature_source": _VISION_DEFAULTS["image_feature_source"],
+        "image_pos_embed.type": "learned_abs_2d",
+        "visual_temporal_embedding.type": "COSINE",
+    }
+    check_settings(stated, served, f"{where} (vision_config)")
+    return {
+        "model_type": "florence_vision",
+        **{key: settings[key] for key in _VISION_DEFAULTS.keys() & settings.keys() - {"dim_embed"}},
+        "embed_dim": settings["dim_embed"],
+        "max_position_embeddings": settings["image_pos_embed"]["max_pos_embeddings"],
+        "max_temporal_embeddings": settings["visual_temporal_embedding"]["max_temporal_embeddings"],
+    }

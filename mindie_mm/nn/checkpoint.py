@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from mindie_mm.paths import absolute, working_directory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from mindie_mm.nn.renaming import Renaming
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
 """Directory of the embedded checkpoint."""
@@ -34,6 +36,8 @@ class Checkpoint:
     """config.json."""
     _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     """Files that `json` has read. A tokenizer.json takes a second to parse."""
+    renamings: Sequence[Renaming] | None = field(default=None, repr=False, compare=False)
+    """Rules that give a weight's published name. None if the weights have the names of transformers' module."""
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:
@@ -58,6 +62,15 @@ class Checkpoint:
                 )
             raise UnsupportedCheckpoint(said)
         return cls(root, _read(file))
+
+    def translated(
+        self, config: Mapping[str, Any], files: Mapping[str, dict[str, Any]], renamings: Sequence[Renaming]
+    ) -> Checkpoint:
+        """Return this checkpoint as transformers lays it out, for weights that are published under other names.
+
+        `config` and `files` are what transformers' config.json and other JSON files would hold. Nothing is written.
+        """
+        return replace(self, config=config, _files={**self._files, **files}, renamings=renamings)
 
     def json(self, name: str) -> dict[str, Any]:
         """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
@@ -105,6 +118,33 @@ class Checkpoint:
         extra = config.get("extra_special_tokens")
         token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
         return token["content"] if isinstance(token, dict) else token
+
+
+def with_special_tokens(described: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """Return a tokenizer.json that has all of `tokens` as special tokens.
+
+    New ones get the ids behind the last one, in order, as transformers' `add_special_tokens` gives them.
+    """
+    added = {token["content"]: token for token in described.get("added_tokens", ())}
+    vocabulary = described["model"]["vocab"]
+    known = (
+        vocabulary if isinstance(vocabulary, dict) else {piece: index for index, (piece, _) in enumerate(vocabulary)}
+    )
+    next_id = tokenizer_length(described)
+    for content in tokens:
+        if content in added:
+            continue
+        if (index := known.get(content)) is None:
+            index, next_id = next_id, next_id + 1
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added[content] = {"id": index, "content": content, **flags, "special": True}
+    return {**described, "added_tokens": [*added.values()]}
+
+
+def tokenizer_length(described: Mapping[str, Any]) -> int:
+    """Return the number of ids of a tokenizer.json, as `len` of transformers' tokenizer counts them."""
+    added = (int(token["id"]) + 1 for token in described.get("added_tokens", ()))
+    return max(len(described["model"]["vocab"]), *added, 0)
 
 
 def _require_utf8(root: Path) -> None:

@@ -25,6 +25,7 @@ from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.nn.weights import renamed_weights
 from mindie_mm.shm import ArraySpec
 
 
@@ -193,6 +194,14 @@ class Family(ABC):
         return config.get("model_type") in cls.model_types
 
     @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint as the family reads it. One in its authors' own layout is translated in memory.
+
+        Whoever reads other files of a family's checkpoint reads them here. UnsupportedCheckpoint.
+        """
+        return checkpoint
+
+    @classmethod
     @abstractmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
         """The model's half, weights loaded on `device` as `dtype`.
@@ -221,6 +230,8 @@ class PretrainedFamily(Family):
     """transformers' class of the whole model."""
     model_class: ClassVar[type[Any]]
     """The model's half, a `Model` made of the loaded module, its sizes and the processor."""
+    unused_weights: ClassVar[tuple[str, ...]] = ()
+    """Patterns (fnmatch) of weights that published checkpoints have and the module does not."""
 
     def __init_subclass__(cls) -> None:
         """`reference` is that class, unless the family says otherwise."""
@@ -236,7 +247,12 @@ class PretrainedFamily(Family):
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
-        module, spec = load_pretrained(cls.module_class(), checkpoint, device, dtype)
+        checkpoint = cls.translated(checkpoint)
+        module_class = cls.module_class()
+        renamed = renamed_weights(module_class, checkpoint)
+        module, spec = load_pretrained(
+            module_class, checkpoint, device, dtype, unused=cls.unused_weights, renamed=renamed
+        )
         model: Model = cls.model_class(module, spec, processor)
         return model
 

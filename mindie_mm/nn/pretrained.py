@@ -7,6 +7,7 @@ families, and never load a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatch
 from typing import Any
 
@@ -23,6 +24,7 @@ from mindie_mm.nn.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, quantization
+from mindie_mm.nn.renaming import RenamedWeights
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weight_files import PLAIN, check_stored
 
@@ -37,9 +39,16 @@ def read_config(name: str, checkpoint: Checkpoint) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        return getattr(transformers, name).from_pretrained(checkpoint.path, local_files_only=True)
+        return _configuration(getattr(transformers, name), checkpoint)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} is not read as {name}: {error}") from error
+
+
+def _configuration(cls: type[Any], checkpoint: Checkpoint) -> Any:
+    """Return config.json as `cls`, a configuration class of transformers."""
+    if checkpoint.renamings is None:
+        return cls.from_pretrained(checkpoint.path, local_files_only=True)
+    return cls.from_dict(deepcopy(dict(checkpoint.config)))
 
 
 def text_width(name: str, checkpoint: Checkpoint) -> int:
@@ -90,17 +99,18 @@ def load_pretrained(
     *,
     unused: Sequence[str] = (),
     tp_plan: Mapping[str, str] | None = None,
+    renamed: RenamedWeights | None = None,
 ) -> tuple[Any, ModelSpec]:
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its text layers on paged attention.
 
     In inference mode, and with the sizes of its text model, in a process that is one of several ranks those of its
     share. `unused` are patterns (fnmatch) of weights that the checkpoint may have beside the model's own; `tp_plan` is
-    the text model's plan of shares where transformers has none.
+    the text model's plan of shares where transformers has none. `renamed` are the weights of a translated checkpoint.
     UnsupportedCheckpoint as `load_module`.
     """
     from transformers import AttentionInterface
 
-    module = _load(cls, checkpoint, device, dtype, unused, tp_plan)
+    module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed)
     if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
         raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not served")
     # Without a mask function of that name no mask is worked out, which would make a device wait for the positions.
@@ -112,14 +122,16 @@ def load_pretrained(
     return module, _spec(checkpoint, module.config.get_text_config(), device, dtype)
 
 
-def load_module(cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Any:
+def load_module(
+    cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, renamed: RenamedWeights | None = None
+) -> Any:
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, in inference mode, as it comes.
 
     UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
     quantised and a package or a device for that is missing; and where several ranks are to share them.
     """
     refuse_shares(checkpoint)
-    return _load(cls, checkpoint, device, dtype)
+    return _load(cls, checkpoint, device, dtype, renamed=renamed)
 
 
 def _load(
@@ -129,6 +141,7 @@ def _load(
     dtype: torch.dtype,
     unused: Sequence[str] = (),
     tp_plan: Mapping[str, str] | None = None,
+    renamed: RenamedWeights | None = None,
 ) -> Any:
     if (settings := quantization(checkpoint)) is None:
         check_stored(checkpoint)
@@ -141,15 +154,18 @@ def _load(
     # Straight to the device, by accelerate: the host never holds them all.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:
-        config = cls.config_class.from_pretrained(checkpoint.path, local_files_only=True)
+        config = _configuration(cls.config_class, checkpoint)
         _settle_rope(checkpoint, config)
         if num_shares() > 1:
             cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
         _set_quantization(config, settings)
+        state = renamed.weights if renamed else None
+        if dequantized:
+            state = dict(read_dequantized(checkpoint, dtype))
         module, loaded = cls.from_pretrained(
-            None if dequantized else checkpoint.path,
+            None if dequantized or renamed else checkpoint.path,
             config=config,
-            state_dict=dict(read_dequantized(checkpoint, dtype)) if dequantized else None,
+            state_dict=state,
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
@@ -161,8 +177,12 @@ def _load(
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
     check_shapes(checkpoint, loaded["mismatched_keys"])
+    missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
+    if renamed is not None:
+        missing = sorted({renamed.published[name] for name in missing})
+        unexpected = [*unexpected, *renamed.others]
     # transformers would draw missing ones at random, and the answers would look like a bad model's
-    check_weights(checkpoint, loaded["missing_keys"], loaded["unexpected_keys"], unused)
+    check_weights(checkpoint, missing, unexpected, unused)
     module.requires_grad_(False).eval()
     if settings is not None:
         _cast_plain_weights(module, dtype)

@@ -14,6 +14,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
 from mindie_mm.nn.pretrained import load_module
+from mindie_mm.nn.renaming import RenamedWeights
 from mindie_mm.nn.splice import Splice, plain_ids, splice
 
 
@@ -82,16 +83,25 @@ class Seq2SeqModel(MediaModel):
 
 
 def load_seq2seq(
-    cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, max_model_len: int
+    cls: type[Any],
+    checkpoint: Checkpoint,
+    device: Device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    renamed: RenamedWeights | None = None,
 ) -> tuple[Any, ModelSpec, GenerationRules]:
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its decoder's sizes and its rules.
 
-    `max_model_len` is how long prompt and answer may each be. UnsupportedCheckpoint as `load_module`, and for rules
-    that are not served.
+    `max_model_len` is how long prompt and answer may each be; `renamed` are the weights of a translated checkpoint.
+    UnsupportedCheckpoint as `load_module`, and for rules that are not served.
     """
-    module = load_module(cls, checkpoint, device, dtype)
+    module = load_module(cls, checkpoint, device, dtype, renamed)
     # What config.json says of generating is with the part that it says it of.
     configs = [config for part in (module, *module.children()) if (config := getattr(part, "generation_config", None))]
+    if renamed is not None:
+        from transformers import GenerationConfig  # late, like all of its modelling
+
+        configs = [GenerationConfig(**checkpoint.json("generation_config.json"))]
     rules = GenerationRules(configs, str(checkpoint.path), device.torch_device)
     text = module.config.get_text_config()
     heads = getattr(text, "decoder_attention_heads", None) or text.num_attention_heads

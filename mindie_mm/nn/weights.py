@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import read_dequantized, scaling
-from mindie_mm.nn.pretrained import check_shapes, check_weights
-from mindie_mm.nn.quantized import check_own_layers, quantization
+from mindie_mm.nn.pretrained import check_shapes, check_weights, read_config
+from mindie_mm.nn.quantized import check_own_layers, method_of, quantization
+from mindie_mm.nn.renaming import RenamedWeights, rename
 from mindie_mm.nn.shares import refuse_shares
 from mindie_mm.nn.weight_files import check_scaled, read_weights
 
@@ -64,6 +66,29 @@ def build(
     check_weights(checkpoint, sorted(expected.keys() - found.keys() - packed), unexpected, unused)
     module.load_state_dict(found, assign=True, strict=not packed)
     return module.requires_grad_(False).eval()
+
+
+def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | None:
+    """Return the weights of a translated checkpoint for `cls`, a PreTrainedModel. None if it was not translated.
+
+    The tensors are views of the files, on the CPU.
+
+    Raises:
+        UnsupportedCheckpoint: A weight has another shape than config.json makes, or the weights are quantised.
+
+    """
+    if checkpoint.renamings is None:
+        return None
+    if (settings := quantization(checkpoint)) is not None:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised with {method_of(settings)!r}; in this layout, only plain weights are served"
+        )
+    config = read_config(cls.config_class.__name__, checkpoint)
+    with torch.device("meta"):
+        shapes = {name: tuple(weight.shape) for name, weight in cls(config).state_dict().items()}
+    renamed = rename(read_weights(checkpoint), shapes, checkpoint.renamings)
+    check_shapes(checkpoint, renamed.misfits)
+    return renamed
 
 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:

@@ -89,6 +89,7 @@ class Tokenizer:
         """Create a tokenizer. Use `from_pretrained` instead."""
         self._closed = False
         with reading(checkpoint, family):
+            checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
         placeholders = [self._processor.placeholder(kind) for kind in family.kinds]

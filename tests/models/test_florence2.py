@@ -157,13 +157,6 @@ class TestFlorence2(Seq2SeqContract):
         load_model(changed(path, tmp_path / "other", "generation_config", {"num_beams": 3}), device="cpu")
         assert "num_beams 3; answers are decoded without beams" in caplog.text
 
-    def test_the_originals_weights_are_told_from_the_conversion(self, path, tmp_path):
-        other = changed(
-            path, tmp_path / "other", "config", {"vision_config": {"model_type": "davit", "dim_embed": [128]}}
-        )
-        with pytest.raises(UnsupportedCheckpoint, match="florence-community"):
-            load_model(other, device="cpu")
-
     @pytest.mark.parametrize(
         ("changes", "said"),
         [

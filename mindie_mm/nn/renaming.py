@@ -1,0 +1,87 @@
+"""Names and shapes that the weights of transformers' modules have in their authors' own checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What makes a weight of the module from a published one."""
+
+    apply: Callable[[Tensor], Tensor]
+    """The weight, a view of the published one."""
+    published: Callable[[Shape], Shape]
+    """Shape of the published weight, given the module's."""
+
+
+SAME = Change(lambda weight: weight, lambda shape: shape)
+TRANSPOSED = Change(lambda weight: weight.T, lambda shape: shape[::-1])
+UNBATCHED = Change(lambda weight: weight[0], lambda shape: (1, *shape))
+"""The published weight has a first axis of length 1 more."""
+
+
+def third(index: int) -> Change:
+    """Return the change that takes one of three equal parts: the query, key or value of one matrix for all three."""
+    return Change(lambda weight: weight.chunk(3)[index], lambda shape: (3 * shape[0], *shape[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """A rule for the published names of some weights."""
+
+    pattern: str
+    """Regular expression of whole names in transformers' module."""
+    published: str
+    """The published name, with groups of the pattern as `re.Match.expand` takes them."""
+    change: Change = SAME
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedWeights:
+    """A checkpoint's weights for transformers' module, by the module's names."""
+
+    weights: dict[str, Any]
+    """Tensors by their names in the module."""
+    published: Mapping[str, str]
+    """Published names by names in the module."""
+    others: dict[str, Tensor]
+    """Weights of the checkpoint that have no name in the module, by their published names."""
+    misfits: Sequence[tuple[str, Shape, Shape]]
+    """Published names of weights of another shape, with their shape and the one that the module needs."""
+
+
+def rename(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], renamings: Sequence[Renaming]
+) -> RenamedWeights:
+    """Return published `weights` under the names of a module whose weights have these `shapes`."""
+    rules = {name: _rule(name, renamings) for name in shapes}
+    wanted: dict[str, list[str]] = {}
+    for name, (published, _) in rules.items():
+        wanted.setdefault(published, []).append(name)
+    renamed = RenamedWeights({}, {name: published for name, (published, _) in rules.items()}, {}, misfits := [])
+    for published, weight in weights:
+        if published not in wanted:
+            renamed.others[published] = weight
+        for name in wanted.get(published, ()):
+            change = rules[name][1]
+            if tuple(weight.shape) == (needed := change.published(shapes[name])):
+                renamed.weights[name] = change.apply(weight)
+            else:
+                misfits.append((published, tuple(weight.shape), needed))
+    return renamed
+
+
+def _rule(name: str, renamings: Sequence[Renaming]) -> tuple[str, Change]:
+    """The published name of the module's weight `name`, and what makes it of that; the first rule counts."""
+    for renaming in renamings:
+        if found := re.fullmatch(renaming.pattern, name):
+            return found.expand(renaming.published), renaming.change
+    return name, SAME
