@@ -1,11 +1,14 @@
 """DeepSeek-VL: an image padded to a square, through a SigLIP tower and a projector of two layers.
 
 Source: arXiv 2403.05525; transformers' deepseek_vl, whose ids, pixels and logits these are.
+
+Two layouts are read: transformers' own, and deepseek-ai's, of model_type multi_modality. The second is translated in
+memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,11 +18,12 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
 from mindie_mm.media.preprocess import Size, background_of, check_settings, pad, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint import Checkpoint, with_special_tokens
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
+from mindie_mm.nn.renaming import UNBATCHED, Renaming, third
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -32,6 +36,76 @@ DEFAULTS: Mapping[str, Any] = {
     "image_std": CLIP_STD,
 }
 
+ORIGINAL = "multi_modality"
+"""model_type of deepseek-ai's layout."""
+UNUSED_WEIGHTS = (
+    "vision_model.*attn_pool.*",  # pools a picture into one feature, which nothing takes
+    "vision_model.high_layer_norm.*",  # made and never called
+    "vision_model.low_layer_norm.*",
+    "language_model.model.layers.*.rotary_emb.inv_freq",
+)
+"""Weights of deepseek-ai's layout that its own code does not compute with."""
+_SIGLIPS: Mapping[str, Mapping[str, Any]] = {
+    "siglip_large_patch16_384": {"width": 1024, "layers": 24, "heads": 16, "patch_size": 16, "mlp_ratio": 4.0},
+    "siglip_so400m_patch14_384": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
+    "siglip_so400m_patch14_224": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
+}
+"""Sizes of the towers by their names; sizes that the tower's parameters state themselves come first."""
+_IMAGE_TAG = "<image_placeholder>"
+
+
+def siglip_renamings(tower: str) -> tuple[Renaming, ...]:
+    """Return the names of SigLIP's weights, which the original has in its module `tower`."""
+    layer = r"model\.vision_model\.encoder\.layers\.(\d+)\."
+    return (
+        Renaming(r"model\.vision_model\.embeddings\.position_embedding\.weight", rf"{tower}.pos_embed", UNBATCHED),
+        Renaming(r"model\.vision_model\.embeddings\.patch_embedding\.(\w+)", rf"{tower}.patch_embed.proj.\1"),
+        *(
+            Renaming(rf"{layer}self_attn\.{part}_proj\.(\w+)", rf"{tower}.blocks.\1.attn.qkv.\2", third(index))
+            for index, part in enumerate("qkv")
+        ),
+        Renaming(rf"{layer}self_attn\.out_proj\.(\w+)", rf"{tower}.blocks.\1.attn.proj.\2"),
+        Renaming(rf"{layer}layer_norm(\d)\.(\w+)", rf"{tower}.blocks.\1.norm\2.\3"),
+        Renaming(rf"{layer}mlp\.(\w+)\.(\w+)", rf"{tower}.blocks.\1.mlp.\2.\3"),
+        Renaming(r"model\.vision_model\.post_layernorm\.(\w+)", rf"{tower}.norm.\1"),
+    )
+
+
+LANGUAGE_RENAMINGS = (
+    Renaming(r"model\.language_model\.(.+)", r"language_model.model.\1"),
+    Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
+)
+RENAMINGS = (
+    *siglip_renamings("vision_model.vision_tower"),
+    Renaming(r"model\.aligner\.linear1\.(\w+)", r"aligner.layers.0.\1"),
+    Renaming(r"model\.aligner\.linear2\.(\w+)", r"aligner.layers.2.\1"),
+    *LANGUAGE_RENAMINGS,
+)
+CHAT_TEMPLATE = """\
+You are a helpful language and vision assistant. You are able to understand the visual content that the user provides, \
+and assist the user with a variety of tasks using natural language.
+
+{% for message in messages %}
+{%- set role = message.role | capitalize %}
+{%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content %}
+{%- set said = namespace(text='', after_text=false) %}
+{%- for part in parts %}
+{%- if part.type == 'text' %}
+{%- set text = part.text.lstrip() if loop.first else part.text %}
+{%- set text = text.rstrip() if loop.last else text %}
+{%- set said.text = said.text + (' ' if said.after_text else '') + text %}
+{%- elif part.type == 'image' %}
+{%- set said.text = said.text + '<image_placeholder>' %}
+{%- endif %}
+{%- set said.after_text = part.type == 'text' %}
+{%- endfor %}
+{%- set open = loop.last and not add_generation_prompt %}
+{{- role }}:{{ '' if role == 'Assistant' and open and said.text == '' else ' ' }}{{ said.text }}
+{%- if not open %}{{ '\n\n' if role == 'User' else '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}Assistant:{% endif %}"""
+"""deepseek-ai's format `deepseek`, as transformers' conversion script words it for messages of several parts."""
+
 
 class DeepseekVLProcessor(Processor):
     """The tokenizer's half. A block holds `pixel_values`, uint8 [side, side, 3]."""
@@ -40,7 +114,29 @@ class DeepseekVLProcessor(Processor):
     image_type: ClassVar[str] = "DeepseekVLImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
 
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
+        if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
+            return checkpoint
+        where, config = str(checkpoint.path), checkpoint.config
+        check_original(config, "CLIPVisionTower", "mlp_gelu", where)
+        params = config["vision_config"]["params"]
+        tower = siglip_config(params, where)
+        check_aligner(config, tower, where)
+        pixels = original_pixels(checkpoint)
+        side = {"height": pixels["image_size"], "width": pixels["image_size"]}
+        settings = {
+            "image_processor_type": cls.image_type,
+            "size": side,
+            **{key: pixels[key] for key in ("min_size", "rescale_factor") if key in pixels},
+            **normalization(pixels, {"": params}, where),
+        }
+        return translate(checkpoint, "deepseek_vl", {"vision_config": tower}, settings, RENAMINGS)
+
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint = self.translated(checkpoint)
+        self._original = checkpoint.renamings is not None
         where = self.where = str(checkpoint.path)
         config = self.config = read_config(self.config_name, checkpoint)
         self.feature_width = config.get_text_config().hidden_size
@@ -59,6 +155,10 @@ class DeepseekVLProcessor(Processor):
         self.resample = resample_of(self.settings, where)
         self._background = background_of(self.settings["image_mean"])
         self.normalizations = {"pixel_values": Normalization.read(self.settings)}
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        """Return the processor's template before the tokenizer's, which deepseek-ai's processor never reads."""
+        return (own or CHAT_TEMPLATE) if self._original else super().template(own, tokenizers, kinds)
 
     def max_tokens(self, kind: Kind) -> int:
         return self._num_features
@@ -125,9 +225,211 @@ class DeepseekVLModel(PretrainedModel):
 class DeepseekVL(PretrainedFamily):
     """DeepSeek-VL 1.3B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
-    model_types = ("deepseek_vl",)
+    model_types = ("deepseek_vl", ORIGINAL)
     published = "deepseek-community/deepseek-vl-1.3b-chat"
     kinds = ("image",)
-    processor = DeepseekVLProcessor
+    processor: ClassVar[type[DeepseekVLProcessor]] = DeepseekVLProcessor
     module_name = "DeepseekVLForConditionalGeneration"
     model_class = DeepseekVLModel
+    unused_weights = UNUSED_WEIGHTS
+
+    @classmethod
+    def serves(cls, config: Mapping[str, Any]) -> bool:
+        return super().serves(config) and not is_hybrid(config)
+
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return cls.processor.translated(checkpoint)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        checkpoint = cls.translated(checkpoint)
+        if checkpoint.renamings is None:
+            return super().tokenizer(checkpoint)
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        template = checkpoint.path / "chat_template.jinja"
+        return PreTrainedTokenizerFast(
+            tokenizer_object=checkpoint.tokenizer(lambda token: token["special"]),
+            model_max_length=checkpoint.json("tokenizer_config.json").get("model_max_length", 16384),
+            clean_up_tokenization_spaces=False,
+            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+            **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
+        )
+
+
+def is_hybrid(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json in deepseek-ai's layout is of a model with two towers."""
+    return config.get("model_type") == ORIGINAL and "Hybrid" in str((config.get("vision_config") or {}).get("cls"))
+
+
+def check_original(config: Mapping[str, Any], tower: str, projector: str, where: str) -> None:
+    """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout is of these classes."""
+    if made := sorted(key for key in config if key.startswith("gen_")):
+        raise UnsupportedCheckpoint(
+            f"{where} has {made[0]} in its config.json: it is of Janus, which makes pictures; of model_type "
+            f"{ORIGINAL} only DeepSeek-VL is served"
+        )
+    vision, aligner, language = (config[f"{part}_config"] for part in ("vision", "aligner", "language"))
+    stated = {
+        "vision_config.cls": vision["cls"].rpartition(".")[2],
+        "aligner_config.cls": aligner["cls"].rpartition(".")[2],
+        "aligner_config.params.projector_type": aligner["params"]["projector_type"],
+        "aligner_config.params.depth": aligner["params"].get("depth", 1),
+        "language_config.model_type": language.get("model_type"),
+    }
+    served = (tower, "MlpProjector", projector, 2, "llama")
+    check_settings(stated, dict(zip(stated, served, strict=True)), where)
+
+
+def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedCheckpoint unless the projector leads from the SigLIP `tower` to the language model."""
+    params, width = config["aligner_config"]["params"], config["language_config"].get("hidden_size", 4096)
+    for key, needed in (("input_dim", tower["hidden_size"]), ("n_embed", width)):
+        if params[key] != needed:
+            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}, it must be {needed}")
+
+
+def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return transformers' configuration of a SigLIP tower with the original's parameters. UnsupportedCheckpoint."""
+    name = params.get("model_name", "siglip_large_patch16_384")
+    if name not in _SIGLIPS:
+        raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}, only {', '.join(_SIGLIPS)} are served")
+    check_settings(params, {"ignore_head": True}, f"{where} (vision_config.params)")
+    sizes = {key: params.get(key, size) for key, size in _SIGLIPS[name].items()}
+    layers, last = sizes["layers"], params.get("select_layer", -2)
+    return {
+        "model_type": "siglip_vision_model",
+        "hidden_size": sizes["width"],
+        "intermediate_size": int(sizes["width"] * sizes["mlp_ratio"]),
+        "num_hidden_layers": min(layers, last if last > 0 else layers + last + 1),
+        "num_attention_heads": sizes["heads"],
+        "image_size": params.get("image_size", 336),
+        "patch_size": sizes["patch_size"],
+        "hidden_act": "gelu",
+        "vision_use_head": False,
+    }
+
+
+def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """Return the settings of normalisation for what the original's processor and towers do of it between them.
+
+    Args:
+        pixels: The original's preprocessor_config.json.
+        towers: Parameters of each tower, by the prefix of its settings. The first one's pictures are padded.
+        where: The checkpoint, for errors.
+
+    Raises:
+        UnsupportedCheckpoint: Pictures would be normalised twice, or only one tower's are, or they are padded with
+            another colour than the mean.
+
+    """
+    own = pixels.get("do_normalize", True)
+    mean, std = pixels.get("image_mean") or HALF, pixels.get("image_std") or HALF
+    inner = {prefix: params.get("pixel_mean") is not None for prefix, params in towers.items()}
+    if len(set(inner.values())) > 1 or (own and any(inner.values())):
+        raise UnsupportedCheckpoint(
+            f"{where}: do_normalize is {own} in preprocessor_config.json, and pixel_mean is stated by "
+            f"{sum(inner.values())} of {len(inner)} towers; either the one or the others normalise pictures"
+        )
+    settings: dict[str, Any] = {"do_normalize": own or any(inner.values())}
+    for prefix, params in towers.items():
+        settings[f"{prefix}image_mean"] = params["pixel_mean"] if inner[prefix] else mean
+        settings[f"{prefix}image_std"] = params["pixel_std"] if inner[prefix] else std
+    padded = next(iter(towers))
+    if (used := background_of(settings[f"{padded}image_mean"])) != (stated := background_of(mean)):
+        raise UnsupportedCheckpoint(
+            f"{where}: image_mean in preprocessor_config.json pads with {stated}, the tower's pixel_mean is {used}"
+        )
+    return settings
+
+
+def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return preprocessor_config.json of deepseek-ai's layout. UnsupportedCheckpoint if it is not one."""
+    pixels = checkpoint.json("preprocessor_config.json")
+    if "image_size" not in pixels:
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
+    check_settings(pixels, {"image_processor_type": "VLMImageProcessor"}, str(checkpoint.path))
+    return pixels
+
+
+def translate(
+    checkpoint: Checkpoint,
+    model_type: str,
+    towers: Mapping[str, Mapping[str, Any]],
+    pixels: Mapping[str, Any],
+    renamings: Sequence[Renaming],
+) -> Checkpoint:
+    """Return a checkpoint of deepseek-ai's layout in transformers'.
+
+    Args:
+        checkpoint: The checkpoint, whose classes were checked.
+        model_type: transformers' name of the model.
+        towers: Configurations of the towers, by their names in config.json.
+        pixels: preprocessor_config.json, but for what the original's processor always does.
+        renamings: Published names of the weights.
+
+    Raises:
+        UnsupportedCheckpoint: The processor or the tokenizer does something that is not served.
+
+    """
+    where, config = str(checkpoint.path), checkpoint.config
+    said = checkpoint.json("processor_config.json")
+    check_settings(
+        said,
+        {"add_special_token": False, "sft_format": "deepseek", "image_tag": _IMAGE_TAG},
+        f"{where} (processor_config.json)",
+    )
+    if not (described := checkpoint.json("tokenizer.json")):
+        raise UnsupportedCheckpoint(f"{where} has no tokenizer.json")
+    described = _framed(with_special_tokens(described, [_IMAGE_TAG]), checkpoint)
+    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
+    language = config["language_config"]
+    translated = {
+        **{key: value for key, value in config.items() if not key.endswith("_config") or key.startswith("quant")},
+        "model_type": model_type,
+        "architectures": None,
+        "text_config": {**language, "model_type": "llama"},
+        **towers,
+        "image_token_id": ids[_IMAGE_TAG],
+        "tie_word_embeddings": language.get("tie_word_embeddings", False),
+    }
+    generation = dict(checkpoint.json("generation_config.json"))
+    # The original stops at the tokenizer's end token: its language_config leaves Llama's, which is another one.
+    if generation.get("eos_token_id") is None and (eos := checkpoint.special_token("eos_token")) in ids:
+        generation["eos_token_id"] = ids[eos]
+    files = {
+        "processor_config.json": {"num_image_tokens": said.get("num_image_tokens", 576)},
+        "preprocessor_config.json": dict(pixels),
+        "generation_config.json": generation,
+        "tokenizer.json": described,
+    }
+    return checkpoint.translated(translated, files, renamings)
+
+
+def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """A tokenizer.json that puts BOS and EOS round a text where tokenizer_config.json says so.
+
+    The original's class of tokenizer goes by that file alone.
+    """
+    stated = checkpoint.json("tokenizer_config.json")
+    if "add_bos_token" not in stated:
+        return described
+    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
+    frame: list[list[dict[str, Any]]] = []
+    for name, default in (("bos", True), ("eos", False)):
+        token = checkpoint.special_token(f"{name}_token") if stated.get(f"add_{name}_token", default) else None
+        if token is not None and token not in ids:
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: tokenizer.json has no added token {token}")
+        frame.append([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [])
+    first, last = frame
+    used = [part["SpecialToken"]["id"] for part in (*first, *last)]
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
+    processor = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in used},
+    }
+    return {**described, "post_processor": processor}

@@ -1,6 +1,7 @@
 """DeepSeek-VL with two towers: SAM sees the image at a high resolution, SigLIP the same padded square at a low one.
 
-Source: arXiv 2403.05525; transformers' deepseek_vl_hybrid, whose ids, pixels and logits these are.
+Source: arXiv 2403.05525; transformers' deepseek_vl_hybrid, whose ids, pixels and logits these are. deepseek-ai's layout
+is translated by the rules of transformers' convert_deepseek_vl_hybrid_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -12,14 +13,69 @@ import numpy as np
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.image import Pixels, resize
-from mindie_mm.media.preprocess import background_of, resample_of
-from mindie_mm.models.deepseek_vl import DEFAULTS, DeepseekVLModel, DeepseekVLProcessor
+from mindie_mm.media.preprocess import background_of, check_settings, resample_of
+from mindie_mm.models.deepseek_vl import (
+    DEFAULTS,
+    LANGUAGE_RENAMINGS,
+    ORIGINAL,
+    DeepseekVL,
+    DeepseekVLModel,
+    DeepseekVLProcessor,
+    check_aligner,
+    check_original,
+    is_hybrid,
+    normalization,
+    original_pixels,
+    siglip_config,
+    siglip_renamings,
+    translate,
+)
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.renaming import Renaming
 from mindie_mm.shm import ArraySpec
 
 _HIGH = "high_res_pixel_values"
+_SAM: Mapping[str, Any] = {
+    "width": 768,
+    "layers": 12,
+    "heads": 12,
+    "patch_size": 16,
+    "window_size": 14,
+    "prompt_embed_dim": 256,
+    "global_attn_indexes": [2, 5, 8, 11],
+}
+"""Sizes of `sam_b_downsample`, the only tower whose features go with SigLIP's; those that are stated come first."""
+_TOWER = "vision_model.vision_tower_high.vision_tower"
+_ENCODER = r"model\.high_res_vision_model\.vision_encoder\."
+
+
+def _neck(module: str, published: str) -> tuple[Renaming, ...]:
+    """Return the names of a neck's weights: convolutions 1 and 2, and a norm behind each."""
+    return (
+        Renaming(rf"{module}\.conv1\.weight", f"{_TOWER}.{published}.0.weight"),
+        Renaming(rf"{module}\.layer_norm1\.(\w+)", rf"{_TOWER}.{published}.1.\1"),
+        Renaming(rf"{module}\.conv2\.weight", f"{_TOWER}.{published}.2.weight"),
+        Renaming(rf"{module}\.layer_norm2\.(\w+)", rf"{_TOWER}.{published}.3.\1"),
+    )
+
+
+_RENAMINGS = (
+    Renaming(rf"{_ENCODER}pos_embed", f"{_TOWER}.pos_embed"),
+    Renaming(rf"{_ENCODER}patch_embed\.projection\.(\w+)", rf"{_TOWER}.patch_embed.proj.\1"),
+    Renaming(rf"{_ENCODER}layers\.(\d+)\.layer_norm(\d)\.(\w+)", rf"{_TOWER}.blocks.\1.norm\2.\3"),
+    Renaming(rf"{_ENCODER}layers\.(\d+)\.(.+)", rf"{_TOWER}.blocks.\1.\2"),
+    *_neck(rf"{_ENCODER}neck", "neck"),
+    *_neck(r"model\.high_res_vision_neck", "neck_hd"),
+    Renaming(r"model\.high_res_vision_proj\.conv1\.weight", f"{_TOWER}.downsamples.0.weight"),
+    Renaming(r"model\.high_res_vision_proj\.conv2\.weight", f"{_TOWER}.downsamples.1.weight"),
+    Renaming(r"model\.high_res_vision_alpha", f"{_TOWER}.hd_alpha_downsamples"),
+    *siglip_renamings("vision_model.vision_tower_low.vision_tower"),
+    Renaming(r"model\.aligner\.vision_proj\.(\w+)", r"aligner.low_up_proj.\1"),
+    Renaming(r"model\.aligner\.high_res_vision_proj\.(\w+)", r"aligner.high_up_proj.\1"),
+    Renaming(r"model\.aligner\.proj\.(\w+)", r"aligner.layers.1.\1"),
+    *LANGUAGE_RENAMINGS,
+)
 
 
 class DeepseekVLHybridProcessor(DeepseekVLProcessor):
@@ -35,7 +91,30 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
         "high_res_image_std": DEFAULTS["image_std"],
     }
 
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
+            return checkpoint
+        where, config = str(checkpoint.path), checkpoint.config
+        check_original(config, "HybridVisionTower", "low_high_hybrid_split_mlp_gelu", where)
+        params = config["vision_config"]["params"]
+        check_settings(params, {"concat_type": "tuple"}, f"{where} (vision_config.params)")
+        high, low = params["high_res_cfg"], params["low_res_cfg"]
+        towers = {"vision_config": siglip_config(low, where), "high_res_vision_config": _sam_config(high, where)}
+        check_aligner(config, towers["vision_config"], where)
+        pixels = original_pixels(checkpoint)
+        settings = {
+            "image_processor_type": cls.image_type,
+            "high_res_size": {"height": pixels["image_size"], "width": pixels["image_size"]},
+            "size": {"height": low["image_size"], "width": low["image_size"]},
+            "resample": 2,  # the original makes the low resolution of the high one, bilinearly
+            **{key: pixels[key] for key in ("min_size", "rescale_factor") if key in pixels},
+            **normalization(pixels, {"high_res_": high, "": low}, where),
+        }
+        return translate(checkpoint, "deepseek_vl_hybrid", towers, settings, _RENAMINGS)
+
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint = self.translated(checkpoint)
         super().__init__(checkpoint)
         tower = self.config.high_res_vision_config
         if tower.model_type != "sam_vision_model":
@@ -67,12 +146,37 @@ class DeepseekVLHybridModel(DeepseekVLModel):
     )
 
 
-class DeepseekVLHybrid(PretrainedFamily):
+class DeepseekVLHybrid(DeepseekVL):
     """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
 
-    model_types = ("deepseek_vl_hybrid",)
+    model_types = ("deepseek_vl_hybrid", ORIGINAL)
     published = "deepseek-community/deepseek-vl-7b-chat"
-    kinds = ("image",)
     processor = DeepseekVLHybridProcessor
     module_name = "DeepseekVLHybridForConditionalGeneration"
     model_class = DeepseekVLHybridModel
+
+    @classmethod
+    def serves(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") == cls.model_types[0] or is_hybrid(config)
+
+
+def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """transformers' configuration of a SAM tower with the original's parameters. UnsupportedCheckpoint."""
+    if (name := params.get("model_name")) != "sam_b_downsample":
+        raise UnsupportedCheckpoint(
+            f"{where}: the high resolution's tower is {name!r}, only sam_b_downsample is served"
+        )
+    sizes = {key: params.get(key, size) for key, size in _SAM.items()}
+    return {
+        "model_type": "sam_vision_model",
+        "hidden_size": sizes["width"],
+        "mlp_dim": 4 * sizes["width"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"],
+        "output_channels": sizes["prompt_embed_dim"],
+        "image_size": params.get("image_size", 336),
+        "patch_size": sizes["patch_size"],
+        "window_size": sizes["window_size"],
+        "global_attn_indexes": sizes["global_attn_indexes"],
+        "hidden_act": "gelu",
+    }
