@@ -86,7 +86,9 @@ class DeepseekVL2Processor(Processor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         _check(checkpoint)
-        settings = {**checkpoint.config, **checkpoint.json("processor_config.json")}
+        settings = checkpoint.require(
+            "processor_config.json", ("candidate_resolutions", "patch_size", "downsample_ratio")
+        )
         self.mean: tuple[float, ...] = tuple(settings.get("image_mean", (0.5, 0.5, 0.5)))
         self.std: tuple[float, ...] = tuple(settings.get("image_std", (0.5, 0.5, 0.5)))
         self.feature_width: int = checkpoint.config["language_config"]["hidden_size"]

@@ -53,9 +53,9 @@ class Gemma3Processor(Processor):
         _check_text(config.text_config, where)
         self._side: int = config.vision_config.image_size
         self._features = _features(config, where)
+        settings = checkpoint.preprocessor("image", {"Gemma3ImageProcessor": _DEFAULTS})
         stated = {"image_seq_length": 256, **checkpoint.json("processor_config.json")}
         check_settings(stated, {"image_seq_length": self._features}, where)
-        settings = checkpoint.preprocessor("image", {"Gemma3ImageProcessor": _DEFAULTS})
         check_settings(settings, {"do_resize": True}, where)
         check_made(Size.read(settings["size"], where, square=True).fixed, self._side, where)
         self._resample = resample_of(settings, where)

@@ -114,7 +114,7 @@ class MolmoProcessor(Processor):
     chat_template = CHAT_TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        config = checkpoint.json("preprocessor_config.json")
+        config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
         check_settings(config, _PREPROCESSING, str(checkpoint.path))
         check_settings(checkpoint.config, {name: _DEFAULTS[name] for name in _ONLY}, str(checkpoint.path))
         self.feature_width: int = checkpoint.config["hidden_size"]

@@ -17,16 +17,15 @@ from torch import Tensor
 from mindie_mm.device import Device, upload
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image import Data
-from mindie_mm.media.mel import MelSettings
 from mindie_mm.media.video import Video
 from mindie_mm.models.qwen2_5_vl import PICOSECONDS, window_places
-from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio
+from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio, read_mel
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
 
@@ -48,8 +47,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         checkpoint = _thinker(checkpoint)
         super().__init__(checkpoint)
         joint, config = checkpoint.json("processor_config.json"), checkpoint.config
-        sound = joint.get("feature_extractor") or checkpoint.json("preprocessor_config.json")
-        self.mel = MelSettings.read(sound, f"{checkpoint.path} (audio)")
+        self.mel = read_mel(checkpoint, read_config(self.config_name, checkpoint).audio_config)
         # The reference's processor has a size of its own for videos, whatever their preprocessor's configuration says.
         size = joint.get("videos_kwargs", {}).get("size", _VIDEO_SIZE)
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])

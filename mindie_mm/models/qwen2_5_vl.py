@@ -31,6 +31,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
     """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, picoseconds from one t to the next)."""
 
     config_name = "Qwen2_5_VLConfig"
+    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # the same class in the first release
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions

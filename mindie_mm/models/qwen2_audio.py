@@ -19,10 +19,11 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.audio import open_audio
 from mindie_mm.media.image import Data
 from mindie_mm.media.mel import MelSettings, write_log_mel
+from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pretrained import PretrainedModel, text_width
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -37,6 +38,14 @@ _FURTHER_FRAMES = 2
 def num_features_of(num_frames: int) -> int:
     """Features of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
     return _encoder_length(num_frames) // 2
+
+
+def read_mel(checkpoint: Checkpoint, tower: Any) -> MelSettings:
+    """Return how sound becomes the spectrograms that `tower`, its part of config.json, takes. UnsupportedCheckpoint."""
+    where = f"{checkpoint.path} (audio)"
+    settings = checkpoint.preprocessor("audio", {"WhisperFeatureExtractor": {"feature_size": 80}})
+    check_settings(settings, {"feature_size": tower.num_mel_bins}, where)
+    return MelSettings.read(settings, where)
 
 
 def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> Plan:
@@ -90,12 +99,11 @@ class Qwen2AudioProcessor(Processor):
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        joint = checkpoint.json("processor_config.json")
-        config = joint.get("feature_extractor") or checkpoint.json("preprocessor_config.json")
-        self.mel = MelSettings.read(config, f"{checkpoint.path} (audio)")
+        config = read_config("Qwen2AudioConfig", checkpoint)
+        self.mel = read_mel(checkpoint, config.audio_config)
         token = checkpoint.config.get("audio_token_index", 151646)
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
-        self.feature_width = text_width("Qwen2AudioConfig", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
         self.placeholders = {"audio": Placeholder((before,), token, (after,))}
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:

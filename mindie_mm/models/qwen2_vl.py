@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import upload
-from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.frames import bounded, check_asked, comes_sampled, stepped
 from mindie_mm.media.image import Data, Pixels, open_image, resize
@@ -29,7 +29,7 @@ from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, joined, normalize_patches, normalize_planes, repeat_frames
-from mindie_mm.nn.pretrained import PretrainedModel, text_width
+from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
@@ -48,6 +48,9 @@ _MINDIE: Mapping[Kind, Layout] = {
     "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
     "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
 }
+# What transformers' classes do where a file does not say.
+_IMAGE_DEFAULTS: Mapping[str, Any] = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
+_VIDEO_DEFAULTS: Mapping[str, Any] = {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,18 @@ class PixelSettings:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], where: str, min_pixels: int, max_pixels: int) -> PixelSettings:
-        """From a preprocessor configuration; `min_pixels` and `max_pixels` are the family's own defaults."""
+    def read(cls, config: Mapping[str, Any], where: str) -> PixelSettings:
+        """Read a preprocessor configuration that has a `size`. UnsupportedCheckpoint."""
         needed = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": _BICUBIC}
         check_settings(config, needed, where)
-        size = config.get("size") or {}
+        size = config["size"]
+        min_pixels = config.get("min_pixels") or size.get("shortest_edge")
+        max_pixels = config.get("max_pixels") or size.get("longest_edge")
+        if min_pixels is None or max_pixels is None:
+            raise UnsupportedCheckpoint(f"{where}: size is {size!r}, only shortest_edge and longest_edge are served")
         settings = cls(
-            min_pixels=config.get("min_pixels") or size.get("shortest_edge") or min_pixels,
-            max_pixels=config.get("max_pixels") or size.get("longest_edge") or max_pixels,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
             patch_size=config.get("patch_size", 14),
             temporal_patch_size=config.get("temporal_patch_size", 2),
             merge_size=config.get("merge_size", 2),
@@ -156,14 +163,19 @@ class Qwen2VLProcessor(Processor):
     bounds_pixels = True
 
     config_name: ClassVar[str] = "Qwen2VLConfig"
+    image_types: ClassVar[Sequence[str]] = ("Qwen2VLImageProcessor",)
+    video_type: ClassVar[str] = "Qwen2VLVideoProcessor"
+    video_defaults: ClassVar[Mapping[str, Any]] = _VIDEO_DEFAULTS
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.feature_width = text_width(self.config_name, checkpoint)
-        joint = checkpoint.json("processor_config.json")
-        image = joint.get("image_processor") or checkpoint.json("preprocessor_config.json")
-        video = joint.get("video_processor") or checkpoint.json("video_preprocessor_config.json") or image
-        self.image = PixelSettings.read(image, f"{checkpoint.path} (images)", 56 * 56, 28 * 28 * 1280)
+        read = read_config(self.config_name, checkpoint)
+        self.feature_width = read.get_text_config().hidden_size
+        image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, _IMAGE_DEFAULTS))
+        video = checkpoint.preprocessor("video", {self.video_type: self.video_defaults})
+        self.image = PixelSettings.read(image, f"{checkpoint.path} (images)")
         self.video = self.video_settings(video, f"{checkpoint.path} (videos)")
+        for kind, settings in (("images", self.image), ("videos", self.video)):
+            _check_tower(settings, read.vision_config, f"{checkpoint.path} ({kind})")
         config = checkpoint.config
         before = (config.get("vision_start_token_id", 151652),)
         after = (config.get("vision_end_token_id", 151653),)
@@ -204,7 +216,7 @@ class Qwen2VLProcessor(Processor):
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """From the configuration that videos are preprocessed by. UnsupportedCheckpoint."""
-        return PixelSettings.read(config, where, 128 * 28 * 28, 28 * 28 * 768)
+        return PixelSettings.read(config, where)
 
     def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
         """Indices of those taken of `total` frames, ascending; of frames with no rate to sample by, all. InputError."""
@@ -275,6 +287,15 @@ class Qwen2VLProcessor(Processor):
             for group in array.reshape(t, h * w, -1, patch, patch, 3)
             for frame in group.transpose(1, 0, 2, 3, 4)
         ]
+
+
+def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
+    """Raise UnsupportedCheckpoint unless pictures are cut into the patches that the tower takes."""
+    made = {"patch_size": settings.patch_size, "temporal_patch_size": settings.temporal_patch_size}
+    made["merge_size"] = settings.merge_size
+    for name, value in made.items():
+        if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value}, the tower of config.json takes {taken}")
 
 
 def _plan_image(data: Data, settings: PixelSettings) -> Plan:

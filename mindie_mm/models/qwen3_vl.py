@@ -48,6 +48,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
     config_name = "Qwen3VLConfig"
+    video_type = "Qwen3VLVideoProcessor"
+    video_defaults = _VIDEO_DEFAULTS
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -57,14 +59,13 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """`min_pixels` and `max_pixels` are those of all frames of a video together."""
-        config = {**_VIDEO_DEFAULTS, **config}
         if not config["do_sample_frames"]:
             raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False, only True is served")
-        if config.get("num_frames") is not None and config["fps"] is not None:
+        if config.get("num_frames") is not None and config.get("fps") is not None:
             raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both given")
         size = config["size"]
         own = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "cap_pixels_per_frame": None}
-        settings = PixelSettings.read({**config, **own}, where, 0, 0)
+        settings = PixelSettings.read({**config, **own}, where)
         self._frame_pixels: int | None = None
         if config.get("cap_pixels_per_frame"):
             self._frame_pixels = config.get("max_video_tokens", 768) * settings.factor**2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,25 @@ EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
 
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 """Pattern of a repository on the Hugging Face Hub, owner/name. A relative path may match it too."""
+
+_PARTS: Mapping[Kind, Sequence[str]] = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+"""Keys of processor_config.json that hold the preprocessing settings of a kind, the first one first."""
+_FILES: Mapping[Kind, Sequence[str]] = {
+    "image": ("preprocessor_config.json",),
+    "video": ("video_preprocessor_config.json", "preprocessor_config.json"),
+    "audio": ("preprocessor_config.json",),
+}
+"""Files that hold them where processor_config.json does not, the first one first."""
+_CLASS_KEYS: Mapping[Kind, str] = {
+    "image": "image_processor_type",
+    "video": "video_processor_type",
+    "audio": "feature_extractor_type",
+}
+"""Key of the settings of a kind that names the class of transformers that reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +99,66 @@ class Checkpoint:
         return self._files[name]
 
     def preprocessor(self, kind: Kind, classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """How items of `kind` are preprocessed: the checkpoint's settings, completed by its class's defaults.
+        """Return the settings that items of `kind` are preprocessed by, completed by the defaults of their class.
 
-        `classes` are transformers' classes of processors that are served, with their defaults, the first one that of a
-        checkpoint that names none; a name with Fast or Pil behind it is a backend of the same class. The settings are
-        processor_config.json's, else preprocessor_config.json's, of videos video_preprocessor_config.json's before
-        that; a null is none, as in transformers. UnsupportedCheckpoint.
+        The settings come from where transformers takes them: the part of processor_config.json, else the file of the
+        kind (see `_FILES`). A null is none, as in transformers.
+
+        Args:
+            kind: The kind of medium.
+            classes: transformers' classes of processors that are served, with their defaults. The first one is that of
+                a checkpoint that names none. A name that ends in Fast or Pil is a backend of the same class.
+
+        Raises:
+            UnsupportedCheckpoint: No file states the settings, or they are those of a class that is not served.
+
         """
-        files = ["video_preprocessor_config.json"] * (kind == "video") + ["preprocessor_config.json"]
-        sources = (self.json("processor_config.json").get(f"{kind}_processor"), *(self.json(file) for file in files))
-        settings = {name: value for name, value in next(filter(None, sources), {}).items() if value is not None}
-        key = f"{kind}_processor_type"
-        stated = str(settings.get(key) or next(iter(classes)))
+        found, source = self._stated(kind)
+        settings = {name: value for name, value in found.items() if value is not None}
+        key = _CLASS_KEYS[kind]
+        stated = str(settings.get(key) or _implied_class(kind, settings) or next(iter(classes)))
         name = stated.removesuffix("Fast").removesuffix("Pil")
         if name not in classes:
-            raise UnsupportedCheckpoint(f"{self.path}: {key} is {stated!r}, only {', '.join(classes)} is served")
+            files = " or ".join([f"processor_config.json ({_PARTS[kind][0]})", *_FILES[kind]])
+            raise UnsupportedCheckpoint(
+                f"{self.path}: {key} is {stated!r} in {source}, only {', '.join(classes)} is served; take "
+                f"{files} from the repository that the checkpoint was made of"
+            )
         return {**classes[name], **settings, key: name}
+
+    def _stated(self, kind: Kind) -> tuple[Mapping[str, Any], str]:
+        """The settings of `kind` as a file has them, and the name of the file. UnsupportedCheckpoint without any."""
+        joint = self.json("processor_config.json")
+        for part in _PARTS[kind]:
+            if (found := joint.get(part)) is not None:
+                if not isinstance(found, dict):
+                    raise UnsupportedCheckpoint(
+                        f"{self.path}: {part} in processor_config.json is {found!r}, it must be an object"
+                    )
+                return found, "processor_config.json"
+        for file in _FILES[kind]:
+            if self.has(file):
+                return self.json(file), file
+        raise UnsupportedCheckpoint(
+            f"{self.path} does not say how its {kind} inputs are preprocessed: it has no {_FILES[kind][0]}, and no "
+            f"{_PARTS[kind][0]} in a processor_config.json; take the file from the repository that the checkpoint was "
+            "made of"
+        )
+
+    def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
+        """The file `name` parsed, which has all of `keys`. UnsupportedCheckpoint names what is missing."""
+        settings = self.json(name)
+        if missing := [key for key in keys if settings.get(key) is None]:
+            what = f"its {name} has no {', '.join(missing)}" if self.has(name) else f"it has no {name}"
+            raise UnsupportedCheckpoint(
+                f"{self.path} does not say how its images are preprocessed: {what}; take the file from the repository "
+                "that the checkpoint was made of"
+            )
+        return settings
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file `name`. UnsupportedCheckpoint where that cannot be told."""
+        return _is_file(self.path / name)
 
     def token_id(self, token: str) -> int:
         """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
@@ -155,6 +218,18 @@ def _require_utf8(root: Path) -> None:
             f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not encode file names so; "
             "rename the directory, or start Python with PYTHONUTF8=1"
         )
+
+
+def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
+    """The class that settings of `kind` are of by a name for another kind, as transformers derives it."""
+    if kind == "image":
+        return str(settings.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor") or None
+    if kind == "video" and (image := settings.get("image_processor_type")):
+        import transformers  # late: most who read a checkpoint need none of it
+
+        name = str(image).removesuffix("Fast").removesuffix("Pil").replace("ImageProcessor", "VideoProcessor")
+        return name if name in dir(transformers) else None
+    return None
 
 
 def _is_file(file: Path) -> bool:

@@ -7,6 +7,7 @@ one item, two items of different size, an extreme aspect ratio, and mixed modali
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
 from ast import literal_eval
@@ -233,6 +234,17 @@ class ExtremeShapes:
         assert num_same >= 4
 
 
+def without_settings(path: Path, out: Path) -> Path:
+    """A copy of the checkpoint `path` without weights and without any file of preprocessing settings."""
+    out.mkdir()
+    for file in path.iterdir():
+        if file.suffix in {".json", ".jinja", ".model", ".tiktoken"} and not file.name.endswith(
+            ("preprocessor_config.json", "processor_config.json", ".index.json")
+        ):
+            shutil.copyfile(file, out / file.name)
+    return out
+
+
 class FamilyContract:
     """Subclasses are named Test<Family>."""
 
@@ -251,6 +263,8 @@ class FamilyContract:
     """Greedy tokens that are compared; golden data can have fewer."""
     unspelled: ClassVar[bool] = False
     """Whether the prompt's text names no items: the family inserts them."""
+    settings_file: ClassVar[str | None] = "preprocessor_config.json"
+    """File that the preprocessing settings are in, where no other has them; None if config.json has them."""
 
     @classmethod
     def write_checkpoint(cls, out: Path) -> None:
@@ -348,6 +362,33 @@ class FamilyContract:
         assert family is family_named(self.name)
         assert family.reference
         assert {kind for items in self.prompts.values() for item in items for kind in item} >= set(family.kinds)
+
+    def test_missing_preprocessing_settings_are_named(self, path, tmp_path):
+        """No family's defaults stand in for a file that is missing, broken, or without the part that is needed."""
+        if (file := self.settings_file) is None:
+            return
+        out = without_settings(path, tmp_path / "other")
+        self.assert_refused(out, file)
+        for content in ("{", "[]", '"text"', ""):
+            (out / file).write_text(content)
+            self.assert_refused(out, file)
+        (out / file).unlink()
+        joint = out / "processor_config.json"
+        for content in ("[]", '{"processor_class": "SomeProcessor", "image_processor": null}'):
+            joint.write_text(content)
+            self.assert_refused(out, "processor_config.json")
+
+    def test_settings_of_an_unknown_class_are_refused(self, path, tmp_path):
+        if self.settings_file != "preprocessor_config.json":
+            return
+        out = without_settings(path, tmp_path / "other")
+        others = {"image_processor_type": "ZzImageProcessor", "feature_extractor_type": "ZzFeatureExtractor"}
+        (out / self.settings_file).write_text(json.dumps(others))
+        self.assert_refused(out, "Zz(ImageProcessor|FeatureExtractor)")
+        (out / self.settings_file).unlink()
+        parts = dict.fromkeys(("image_processor", "video_processor", "feature_extractor"), others)
+        (out / "processor_config.json").write_text(json.dumps(parts))
+        self.assert_refused(out, "Zz(ImageProcessor|FeatureExtractor)")
 
     def test_ids_and_arrays_equal_the_processors(self, reference, model, tokenized):
         for name, items in self.prompts.items():

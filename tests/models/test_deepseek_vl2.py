@@ -56,6 +56,7 @@ class Reference(GoldenReference):
 
 class DeepseekVL2Contract(FamilyContract):
     name = "deepseek_vl2"
+    settings_file = "processor_config.json"
     num_tokens = 8
 
     @classmethod

@@ -27,9 +27,9 @@ from tests.media_samples import (
 
 
 def make_processor(folder: Path, **files: dict) -> Qwen2VLProcessor:
-    """Of a checkpoint directory with these JSON files."""
+    """Of a checkpoint directory with these JSON files; without any of settings, an empty one, which means defaults."""
     folder.mkdir(exist_ok=True)
-    for name, content in {"config": {"model_type": "qwen2_vl"}, **files}.items():
+    for name, content in {"config": {"model_type": "qwen2_vl"}, "preprocessor_config": {}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return Qwen2VLProcessor(Checkpoint.open(folder))
 
