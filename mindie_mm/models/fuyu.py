@@ -175,6 +175,8 @@ class Fuyu(PretrainedFamily):
     processor = FuyuProcessor
     module_name = "FuyuForCausalLM"
     model_class = FuyuModel
+    # transformers 4's. transformers 5 has it in a class that does not read it, and takes 10000.
+    default_theta = 25_000.0
 
 
 def _prepended(checkpoint: Checkpoint) -> list[str]:

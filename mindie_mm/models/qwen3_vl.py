@@ -218,9 +218,12 @@ class Qwen3VL(PretrainedFamily):
     kinds = ("image", "video")
     processor = Qwen3VLProcessor
     module_name = "Qwen3VLForConditionalGeneration"
+    default_theta = 5_000_000.0  # transformers 4's; transformers 5 takes a tenth of it
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen3VLModel:
-        module, spec = load_pretrained(cls.module_class(), checkpoint, device, dtype, tp_plan=DECODER_PLAN)
+        module, spec = load_pretrained(
+            cls.module_class(), checkpoint, device, dtype, tp_plan=DECODER_PLAN, default_theta=cls.default_theta
+        )
         levels = len(module.config.vision_config.deepstack_visual_indexes)
         return Qwen3VLModel(module, replace(spec, extra_width=levels * spec.hidden_size), processor)

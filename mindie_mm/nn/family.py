@@ -232,6 +232,8 @@ class PretrainedFamily(Family):
     """The model's half, a `Model` made of the loaded module, its sizes and the processor."""
     unused_weights: ClassVar[tuple[str, ...]] = ()
     """Patterns (fnmatch) of weights that published checkpoints have and the module does not."""
+    default_theta: ClassVar[float | None] = None
+    """Base of rotary frequencies where config.json states none; None: that of the installed transformers."""
 
     def __init_subclass__(cls) -> None:
         """`reference` is that class, unless the family says otherwise."""
@@ -249,9 +251,14 @@ class PretrainedFamily(Family):
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
         checkpoint = cls.translated(checkpoint)
         module_class = cls.module_class()
-        renamed = renamed_weights(module_class, checkpoint)
         module, spec = load_pretrained(
-            module_class, checkpoint, device, dtype, unused=cls.unused_weights, renamed=renamed
+            module_class,
+            checkpoint,
+            device,
+            dtype,
+            unused=cls.unused_weights,
+            renamed=renamed_weights(module_class, checkpoint),
+            default_theta=cls.default_theta,
         )
         model: Model = cls.model_class(module, spec, processor)
         return model

@@ -25,12 +25,12 @@ from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, quantization
 from mindie_mm.nn.renaming import RenamedWeights
+from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weight_files import PLAIN, check_stored
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layers that attend to no more and no less than the KV cache and a window of it; others have states of their own."""
-_PLAIN_ROPE = frozenset({"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor"})
 
 
 def read_config(name: str, checkpoint: Checkpoint) -> Any:
@@ -100,17 +100,19 @@ def load_pretrained(
     unused: Sequence[str] = (),
     tp_plan: Mapping[str, str] | None = None,
     renamed: RenamedWeights | None = None,
+    default_theta: float | None = None,
 ) -> tuple[Any, ModelSpec]:
     """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its text layers on paged attention.
 
     In inference mode, and with the sizes of its text model, in a process that is one of several ranks those of its
     share. `unused` are patterns (fnmatch) of weights that the checkpoint may have beside the model's own; `tp_plan` is
-    the text model's plan of shares where transformers has none. `renamed` are the weights of a translated checkpoint.
+    the text model's plan of shares where transformers has none. `renamed` are the weights of a translated checkpoint,
+    and `default_theta` is as `settle` takes it.
     UnsupportedCheckpoint as `load_module`.
     """
     from transformers import AttentionInterface
 
-    module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed)
+    module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
     if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
         raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not served")
     # Without a mask function of that name no mask is worked out, which would make a device wait for the positions.
@@ -142,6 +144,7 @@ def _load(
     unused: Sequence[str] = (),
     tp_plan: Mapping[str, str] | None = None,
     renamed: RenamedWeights | None = None,
+    default_theta: float | None = None,
 ) -> Any:
     if (settings := quantization(checkpoint)) is None:
         check_stored(checkpoint)
@@ -155,7 +158,7 @@ def _load(
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:
         config = _configuration(cls.config_class, checkpoint)
-        _settle_rope(checkpoint, config)
+        settle(checkpoint, config, default_theta)
         if num_shares() > 1:
             cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
         _set_quantization(config, settings)
@@ -250,24 +253,6 @@ def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype)
         device=device.torch_device,
         dtype=dtype,
     )
-
-
-def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
-    """Frequencies that depend on a batch's longest position: one sequence of a flat batch would bend another's.
-
-    Dynamic ones are the default's as far as `max_position_embeddings`, which no sequence goes beyond; not where a
-    medium's seconds may (M-RoPE), or with settings of a model's own.
-    """
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        rope_type = entry.get("rope_type")
-        if rope_type == "longrope" or (rope_type == "dynamic" and entry.keys() - _PLAIN_ROPE):
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
-            )
-        if rope_type == "dynamic":
-            entry["rope_type"] = "default"
-            entry.pop("factor", None)
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -1,0 +1,49 @@
+"""Print how an old release of transformers reads the published config.json files, an entry of resolved.json.
+
+Run with a release of transformers 4, once for each release: `python record_resolved.py tests/published`. What a
+release reads is recorded for the keys that shape the text model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import transformers
+from transformers import CONFIG_MAPPING
+
+KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps"),
+    *("max_position_embeddings", "attention_bias", "qk_layernorm", "query_pre_attn_scalar", "layer_types"),
+    *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "final_logit_softcapping"),
+)
+
+
+def resolved(folder: Path) -> dict | None:
+    """What the release reads from the folder's config.json; None where it has no such model, or cannot read it."""
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return None
+    try:
+        config = CONFIG_MAPPING[model_type].from_pretrained(folder)
+    except Exception:  # noqa: BLE001 - each release fails in its own way
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else getattr(config, "text_config", config)
+    found = text.to_dict()
+    if layers := found.get("layer_types"):
+        found["layer_types"] = "".join(layer[0] for layer in layers)
+    return {key: found[key] for key in KEYS if key in found}
+
+
+def main() -> None:
+    folders = sorted(file.parent for file in Path(sys.argv[1]).glob("*/config.json"))
+    entries = {folder.name: resolved(folder) for folder in folders}
+    entries = {name: entry for name, entry in entries.items() if entry is not None}
+    lines = ",\n".join(f'"{name}": {json.dumps(entry, sort_keys=True)}' for name, entry in entries.items())
+    print(f'"{transformers.__version__}": {{\n{lines}\n}}')
+
+
+if __name__ == "__main__":
+    main()
