@@ -102,6 +102,11 @@ def limit_joining_ray() -> None:
     os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "1")
 
 
+def ray_address() -> str | None:
+    """Return the address of the Ray cluster that "auto" means, or None to find it on this machine."""
+    return os.environ.get("RAY_ADDRESS")
+
+
 def has_thread_count() -> bool:
     """Return whether a variable sets the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))

@@ -7,7 +7,10 @@ are copied to one of them, and the same command there finds nothing left to do b
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -21,13 +24,17 @@ from mindie_mm.batch.messages import Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, JSONLines
-from mindie_mm.environment import limit_joining_ray
+from mindie_mm.environment import limit_joining_ray, ray_address
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError, os_errors_as
 from mindie_mm.ipc import Failure
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
+_CHECK = (
+    "Start its head node, or correct host and port. If the cluster has an authentication token, it must be in "
+    "RAY_AUTH_TOKEN here"
+)
 _DEATHS = 2
 """Deaths of actors at one row, after which it is not tried again."""
 _MOST_BLOCKS = 10_000
@@ -81,21 +88,43 @@ def shards(
 
 def _join(address: str) -> None:
     """Join the cluster at `address`, unless this process has joined one. Raise InputError if there is none."""
+    named = address
+    if address == "auto" and (set_there := ray_address()) not in (None, "auto"):
+        address, named = set_there, f"{set_there}, which RAY_ADDRESS names"
     if "://" in address:
-        raise InputError(f"--ray {address}: a run joins a cluster itself, so give the host and port of its head node")
+        raise InputError(f"--ray {named}: a run joins a cluster itself, so give the host and port of its head node")
+    if find_spec("ray") is None:
+        raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'")
+    imported = "ray" in sys.modules
     if address != "local":
         limit_joining_ray()
-    try:
-        import ray
-    except ImportError:
-        raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'") from None
+    import ray
+    from ray.exceptions import RayError
+
     if ray.is_initialized():
         return
     try:
+        if imported and address != "local":
+            _require_answer(address)
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"no Ray cluster can be joined at {address}: {reason}") from error
+        advice = f". {_CHECK}" if isinstance(error, ConnectionError) else ""
+        raise InputError(f"no Ray cluster can be joined at {named}: {reason}{advice}") from error
+
+
+def _require_answer(address: str) -> None:
+    """Raise ConnectionError unless a new process can join the cluster.
+
+    This process imported Ray before its limits were set, so it would wait for the default ones.
+    """
+    code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
+    done = subprocess.run(  # noqa: S603 - our own code
+        [sys.executable, "-c", code, address], capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        _, _, reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1].partition(": ")
+        raise ConnectionError(reason or done.stderr)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

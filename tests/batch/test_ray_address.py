@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -15,59 +17,82 @@ import pytest
 pytest.importorskip("ray")
 
 CLI = Path(sys.executable).with_name("mindie-mm")
+LIMIT_S = 240
+"""Ray's own limit is more than 8 minutes, so only that fails the time limit."""
+IMPORTED = "import ray; from mindie_mm.batch import on_ray; on_ray._join('127.0.0.1:1')"
+"""Ray reads its limits when it is imported, which a script may do before it calls us."""
+
+JOINED = "no Ray cluster can be joined at "
+OTHER = ": a run joins a cluster itself, so give the host and port"
+CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
+    "closed": ("{closed}", {}, JOINED + "{closed}: Failed to connect"),
+    "silent": ("{silent}", {}, JOINED + "{silent}: Failed to connect"),
+    "web server": ("{web}", {}, JOINED + "{web}: Failed to connect"),
+    "unknown name": ("nowhere.invalid:6379", {}, JOINED + "nowhere.invalid:6379: Failed to connect"),
+    "IPv6": ("[::1]:1", {}, JOINED + "[::1]:1: Failed to connect"),
+    "no port": ("127.0.0.1", {}, JOINED + "127.0.0.1: Invalid address format"),
+    "client": ("ray://127.0.0.1:10001", {}, "--ray ray://127.0.0.1:10001" + OTHER),
+    "dashboard": ("http://127.0.0.1:8265", {}, "--ray http://127.0.0.1:8265" + OTHER),
+    "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1, which RAY_ADDRESS names: Failed"),
+    "auto client": ("auto", {"RAY_ADDRESS": "ray://a:1"}, "--ray ray://a:1, which RAY_ADDRESS names" + OTHER),
+    "no token": ("127.0.0.1:1", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
+}
+"""The address, variables of the environment, and what the last line must say."""
 
 
-def tokenize(tmp_path: Path, address: str) -> tuple[int, str]:
-    """Run the command. Ray's own limit is more than 8 minutes, so only that fails the time limit."""
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    command = [CLI, "tokenize", tmp_path / "rows.jsonl", "--output", tmp_path / "run", "--ray", address]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, check=False)
-    return done.returncode, done.stderr
-
-
-@pytest.fixture
-def closed_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return f"127.0.0.1:{port}"
-
-
-@pytest.fixture
-def silent_port() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture
-def web_server() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        serving = threading.Thread(target=server.serve_forever)
+@pytest.fixture(scope="module")
+def places() -> Iterator[Mapping[str, str]]:
+    with ExitStack() as open_ones:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            closed = server.getsockname()[1]
+        silent = open_ones.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        web = open_ones.enter_context(HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler))
+        serving = threading.Thread(target=web.serve_forever)
         serving.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join()
+        open_ones.callback(serving.join)
+        open_ones.callback(web.shutdown)
+        ports = {"closed": closed, "silent": silent, "web": web.server_port}
+        yield {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
 
-@pytest.mark.parametrize("kind", ["closed_port", "silent_port", "web_server"])
-def test_an_address_where_no_cluster_answers(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    address = request.getfixturevalue(kind)
-    status, said = tokenize(tmp_path, address)
-    assert status == 2, said
-    assert f"no Ray cluster can be joined at {address}: " in said.splitlines()[-1]
+@pytest.fixture(scope="module")
+def processes(
+    places: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, subprocess.Popen[str]]]:
+    """All of them at once, because each waits for some seconds."""
+    folder = tmp_path_factory.mktemp("addresses")
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    started: dict[str, subprocess.Popen[str]] = {}
+    with ExitStack() as running:
+        for name, (address, variables, _) in CASES.items():
+            output = str(folder / f"run {name}")
+            command = [str(CLI), "tokenize", str(folder / "rows.jsonl"), "--output", output, "--ray"]
+            started[name] = running.enter_context(
+                subprocess.Popen(
+                    [*command, address.format(**places)],
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**own, **variables},
+                )
+            )
+            running.callback(started[name].kill)
+        yield started
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_address_where_no_cluster_answers(
+    name: str, processes: Mapping[str, subprocess.Popen[str]], places: Mapping[str, str]
+) -> None:
+    _, said = processes[name].communicate(timeout=LIMIT_S)
+    assert processes[name].returncode == 2, said
+    assert CASES[name][2].format(**places) in said.splitlines()[-1]
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("nowhere.invalid:6379", "no Ray cluster can be joined at nowhere.invalid:6379: "),
-        ("127.0.0.1", "no Ray cluster can be joined at 127.0.0.1: "),
-        ("ray://127.0.0.1:10001", "--ray ray://127.0.0.1:10001: a run joins a cluster itself"),
-        ("http://127.0.0.1:8265", "--ray http://127.0.0.1:8265: a run joins a cluster itself"),
-    ],
-)
-def test_an_address_that_names_no_cluster(address: str, expected: str, tmp_path: Path) -> None:
-    status, said = tokenize(tmp_path, address)
-    assert status == 2, said
-    assert expected in said.splitlines()[-1]
-    assert "Traceback" not in said
+def test_a_process_that_has_imported_ray_does_not_wait_longer() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert f"InputError: {JOINED}127.0.0.1:1: Failed to connect" in done.stderr.splitlines()[-1]
