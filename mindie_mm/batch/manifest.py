@@ -136,12 +136,10 @@ def _ids(folder: Path, shard: Shard) -> list[str]:
 
 
 def _warn(repeated: RepeatedIds) -> None:
-    shown = ", ".join(f"{row} that of row {first}" for first, row in repeated.examples)
     _log.warning(
-        "%d rows have the id of an earlier row: row %s%s. Join answers to the input by row, which is unique",
+        "%d rows have the id of an earlier row, such as rows %s. Join results to the input by `row`, which is unique",
         repeated.num_rows,
-        shown,
-        ", ..." if repeated.num_rows > len(repeated.examples) else "",
+        ", ".join(f"{first} and {row}" for first, row in repeated.examples),
     )
 
 
