@@ -81,7 +81,8 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
         return None
     if (settings := quantization(checkpoint)) is not None:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method_of(settings)!r}; in this layout, only plain weights are served"
+            f"{checkpoint.path} is quantised with {method_of(settings)!r}; "
+            "in this layout, only plain weights are served"
         )
     config = read_config(cls.config_class.__name__, checkpoint)
     with torch.device("meta"):
