@@ -24,13 +24,13 @@ from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
-from mindie_mm.nn.pretrained import eos_token_ids
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights import build

@@ -21,6 +21,7 @@ from mindie_mm.nn import attention
 from mindie_mm.nn.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import must_dequantize, read_dequantized
+from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, quantization
@@ -253,12 +254,3 @@ def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype)
         device=device.torch_device,
         dtype=dtype,
     )
-
-
-def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The ids that end a sequence: generation_config.json's, else config.json's."""
-    text = checkpoint.config.get("text_config") or {}
-    for source in (checkpoint.json("generation_config.json"), checkpoint.config, text):
-        if (value := source.get("eos_token_id")) is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    return ()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindie_mm.device import Device, upload
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
 from mindie_mm.nn.pretrained import load_module
@@ -112,7 +113,7 @@ def load_seq2seq(
         num_layers=getattr(text, "decoder_layers", None) or text.num_decoder_layers,
         num_kv_heads=heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        eos_token_ids=rules.eos_token_ids,
+        eos_token_ids=rules.eos_token_ids or eos_token_ids(checkpoint),
         device=device.torch_device,
         dtype=dtype,
     )

@@ -1,0 +1,72 @@
+"""Ids of the tokens that end a sequence, from all files of a checkpoint that name them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+_TEXT_MODELS = ("text_config", "llm_config", "language_config")
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the ids that end a sequence: those of generation_config.json or config.json, and the tokenizer's.
+
+    vLLM takes the tokenizer's too. A chat model may name the end of its text in generation_config.json, and the end of
+    its turns in tokenizer_config.json.
+
+    Raises:
+        UnsupportedCheckpoint: An id is not an integer.
+
+    """
+    ids = list(_stated(checkpoint))
+    if (token_id := _tokenizers(checkpoint)) is not None and token_id not in ids:
+        ids.append(token_id)
+    if not ids:
+        _log.warning(
+            "%s names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
+            "answers end at max_tokens",
+            checkpoint.path,
+        )
+    return tuple(ids)
+
+
+def _stated(checkpoint: Checkpoint) -> Iterator[int]:
+    """Yield the ids in the first configuration that states any."""
+    config = checkpoint.config
+    texts = [text for name in _TEXT_MODELS if isinstance(text := config.get(name), Mapping)]
+    for source in (checkpoint.json("generation_config.json"), config, *texts):
+        if (value := source.get("eos_token_id")) is not None:
+            for token_id in value if isinstance(value, list) else [value]:
+                if not isinstance(token_id, int) or isinstance(token_id, bool):
+                    raise UnsupportedCheckpoint(
+                        f"{checkpoint.path}: eos_token_id is {value!r}, it must be an integer or a list of integers"
+                    )
+                yield token_id
+            return
+
+
+def _tokenizers(checkpoint: Checkpoint) -> int | None:
+    """Return the id of the tokenizer's end-of-sequence token, or None if it has none."""
+    token = checkpoint.special_token("eos_token")
+    if token is None and (entry := checkpoint.json("special_tokens_map.json").get("eos_token")) is not None:
+        token = entry["content"] if isinstance(entry, Mapping) else entry
+    if token is None:
+        return None
+    described = checkpoint.json("tokenizer.json")
+    added = {entry["content"]: entry["id"] for entry in described.get("added_tokens", ())}
+    decoder = checkpoint.json("tokenizer_config.json").get("added_tokens_decoder") or {}
+    added |= {entry["content"]: int(token_id) for token_id, entry in decoder.items()}
+    found = {**_vocabulary(described), **checkpoint.json("added_tokens.json"), **added}.get(token)
+    return None if found is None else int(found)
+
+
+def _vocabulary(described: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return the ids in a tokenizer.json by token. Unigram models list tokens with their scores."""
+    tokens = (described.get("model") or {}).get("vocab") or {}
+    return tokens if isinstance(tokens, Mapping) else {token: at for at, (token, *_) in enumerate(tokens)}

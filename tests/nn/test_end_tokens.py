@@ -1,0 +1,62 @@
+"""End-of-sequence tokens, which published checkpoints name in one of many files, or in several."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.end_tokens import eos_token_ids
+
+END = {"eos_token": "</s>"}
+AS_ADDED_TOKEN = {"eos_token": {"content": "</s>", "__type": "AddedToken", "special": True}}
+TOKENIZER = {"added_tokens": [{"content": "</s>", "id": 7, "special": True}]}
+
+
+def found(folder: Path, **files: Any) -> tuple[int, ...]:
+    for name, content in {"config": {}, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return eos_token_ids(Checkpoint.open(folder))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config": {"eos_token_id": [5, 6]}, "config": {"eos_token_id": 9}}, (5, 6)),
+        ({"generation_config": {"pad_token_id": 1}, "config": {"eos_token_id": 0}}, (0,)),
+        ({"generation_config": {"eos_token_id": None}, "config": {"text_config": {"eos_token_id": 4}}}, (4,)),
+        ({"config": {"llm_config": {"eos_token_id": 3}}}, (3,)),
+        ({"config": {"eos_token_id": 2}, "tokenizer_config": END, "tokenizer": TOKENIZER}, (2, 7)),
+        ({"config": {"eos_token_id": [7, 2]}, "tokenizer_config": END, "tokenizer": TOKENIZER}, (7, 2)),
+        ({"tokenizer_config": END, "tokenizer": TOKENIZER}, (7,)),
+        ({"tokenizer_config": AS_ADDED_TOKEN, "tokenizer": TOKENIZER}, (7,)),
+        ({"special_tokens_map": END, "tokenizer": TOKENIZER}, (7,)),
+        ({"special_tokens_map": AS_ADDED_TOKEN, "tokenizer": TOKENIZER}, (7,)),
+        ({"tokenizer_config": {**END, "added_tokens_decoder": {"8": {"content": "</s>"}}}}, (8,)),
+        ({"tokenizer_config": END, "added_tokens": {"</s>": 9}}, (9,)),
+        ({"tokenizer_config": END, "tokenizer": {"model": {"vocab": {"a": 0, "</s>": 1}}}}, (1,)),
+        ({"tokenizer_config": END, "tokenizer": {"model": {"vocab": [["a", -1.0], ["</s>", 0.0]]}}}, (1,)),
+    ],
+)
+def test_reads_every_file_that_names_one(tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert found(tmp_path, **files) == expected
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer_config": END}, {"tokenizer_config": {"eos_token": None}}])
+def test_warns_if_there_is_none(tmp_path: Path, files: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert found(tmp_path, **files) == ()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path} names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
+        "answers end at max_tokens"
+    )
+
+
+@pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"]])
+def test_another_type_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*, it must be an integer or a list of integers"):
+        found(tmp_path, config={"eos_token_id": value})
