@@ -30,6 +30,7 @@ _Byte = Annotated[int, Meta(ge=0, le=255)]
 Colour = tuple[_Byte, _Byte, _Byte]
 """Red, green and blue."""
 TowerParallel = Literal["replicate", "items"]
+ContentFormat = Literal["auto", "string", "openai"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,9 @@ class WorkerConfig:
     chat, are copied from it. 0 turns it off."""
     truncate: bool = False
     """Shorten a prompt that is too long, by its oldest text and whole media items, instead of refusing it."""
+    chat_template_content_format: ContentFormat = "auto"
+    """Form in which the chat template gets the content of messages. string: one text, with the markers of media items
+    in front. openai: a list of parts. auto: the form that the template reads."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 

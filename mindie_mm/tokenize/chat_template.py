@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import jinja2
 import msgspec
 
-from mindie_mm.errors import InputError
+from mindie_mm.config import ContentFormat
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import KINDS, ROLES, Message, Text
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
+from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings, unused_character
 
 _REMEMBERED = 256
 """Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""
@@ -46,26 +48,59 @@ _TRIED: Mapping[str, Sequence[Message]] = {
 class ChatTemplate:
     """A template, and the tokenizer that runs it."""
 
-    def __init__(self, source: str, tokenizer: Any, control: Sequence[str]) -> None:
-        """`source` is Jinja's, `tokenizer` transformers' fast one, `control` its control tokens, the longest first."""
+    def __init__(
+        self, source: str, tokenizer: Any, control: Sequence[str], content_format: ContentFormat = "auto"
+    ) -> None:
+        """Try what the template reads.
+
+        Args:
+            source: Jinja source.
+            tokenizer: Fast tokenizer of transformers.
+            control: Spellings of its control tokens, the longest first.
+            content_format: Form of the content of messages.
+
+        """
         self._source = source
         self._tokenizer = tokenizer
         self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
-        # Several families' templates pass over a content that is a string, and read parts alone.
+        self._content_format: ContentFormat = "auto"
+        # Some templates skip a content that is a string. Others read nothing else: they fail for parts, skip them, or
+        # write them as Python does.
         as_text, as_parts = (self._shows([as_dict(Message("user", _PROBE), wraps)]) for wraps in (False, True))
-        self._wraps_strings = bool(as_parts and not as_text)
+        if content_format != "auto":
+            self._content_format = content_format
+        elif as_parts and not as_text:
+            self._content_format = "openai"
+        elif as_text and not as_parts:
+            self._content_format = "string"
+        self._wraps_strings = self._content_format == "openai"
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
         self._lost_roles = [role for role, tried in _TRIED.items() if self._loses(tried)]
         self._is_deterministic = not _VOLATILE.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
-            lambda conversation, opens: self._rendered(msgspec.json.decode(conversation), opens, {})
+            lambda conversation, items, opens: self._rendered(msgspec.json.decode(conversation), items, opens, {})
         )
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        items: Sequence[str] = (),
     ) -> Rendered:
-        """`messages` as a prompt. InputError where the template refuses them, or would leave something out."""
+        """Return messages as a prompt.
+
+        Args:
+            messages: Messages of the conversation.
+            add_generation_prompt: End the prompt with the head of the assistant's turn.
+            template_kwargs: More variables of the template.
+            items: Spellings of the media items in all messages, for a template that reads only strings.
+
+        Raises:
+            InputError: The template refuses the messages, or would leave a part of them out.
+
+        """
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
             raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}", param="chat_template_kwargs")
         self._check_placed(template_kwargs)
@@ -73,11 +108,18 @@ class ChatTemplate:
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
             if len(key) <= _REMEMBERED_BYTES:
-                return self._remembered(key, bool(add_generation_prompt))
-        return self._rendered(conversation, add_generation_prompt, template_kwargs)
+                return self._remembered(key, tuple(items), bool(add_generation_prompt))
+        return self._rendered(conversation, items, add_generation_prompt, template_kwargs)
 
-    def _rendered(self, conversation: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]) -> Rendered:
-        escapes = self._spelling.escapes([*strings(conversation), *strings(template_kwargs)], self._source)
+    def _rendered(
+        self, conversation: Any, items: Sequence[str], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> Rendered:
+        texts = [*strings(conversation), *strings(template_kwargs)]
+        mark = ""
+        if self._content_format == "string":
+            mark = unused_character([*texts, self._source]) if any(items) else ""
+            conversation = [{**turn, "content": _joined(turn["content"], mark)} for turn in conversation]
+        escapes = self._spelling.escapes([*texts, mark], self._source)
         try:
             text = self._run(
                 escapes.apply(conversation),
@@ -88,7 +130,7 @@ class ChatTemplate:
             raise InputError("the chat template refuses these messages: they nest too deeply") from error
         except Exception as error:  # a template is a program: it raises what it likes
             raise InputError(f"the chat template refuses these messages: {error}") from error
-        return escapes.rendered(text)
+        return escapes.rendered(_with_items(text, mark, items) if mark else text)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """As the template reads it. InputError where it would pass over a part."""
@@ -111,11 +153,15 @@ class ChatTemplate:
         return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
 
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
-        """Whether the template puts the probe into a prompt; None where it refuses the conversation."""
+        """Return whether the template writes the probe into a prompt, or None if it refuses the conversation."""
         try:
-            return _PROBE in self._run(conversation)
+            text = self._run([{**turn, "content": self._formatted(turn["content"])} for turn in conversation])
+            return _PROBE in text and repr(_PROBE) not in text
         except Exception:  # noqa: BLE001 - as above
             return None
+
+    def _formatted(self, content: Any) -> Any:
+        return _joined(content, "") if self._content_format == "string" else content
 
     def _run(self, conversation: Any, **kwargs: Any) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -134,15 +180,57 @@ def _words(source: str) -> set[str]:
     return keys | {text for kind, text in lexed if kind in ("data", "string")} - {""}
 
 
-def template_sources(checkpoint: Checkpoint, tokenizer: Any) -> tuple[str | None, str | None]:
-    """The processor's and the tokenizer's: chat_template.jinja is both's, chat_template.json the processor's alone."""
-    own = checkpoint.json("chat_template.json").get("chat_template")
-    tokenizers = tokenizer.chat_template
-    if isinstance(tokenizers, dict):
-        tokenizers = tokenizers.get("default")
-    if (checkpoint.path / "chat_template.jinja").is_file():
-        own = tokenizers
-    return own if isinstance(own, str) else None, tokenizers
+@dataclass(frozen=True, slots=True)
+class TemplateSources:
+    """Jinja sources of a checkpoint's chat templates."""
+
+    processor: str | None
+    """Template of the processor: chat_template.jinja or chat_template.json."""
+    tokenizer: str | None
+    """Template of the tokenizer: chat_template.jinja or tokenizer_config.json."""
+    tool_use: str | None
+    """Template of the tokenizer for conversations with tools."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, tokenizer: Any) -> TemplateSources:
+        """Find the templates. A tokenizer may have several, by name.
+
+        Raises:
+            UnsupportedCheckpoint: The tokenizer has several templates and none of them is the default, so that
+                transformers refuses all conversations.
+
+        """
+        own = checkpoint.json("chat_template.json").get("chat_template")
+        named = tokenizer.chat_template
+        named = named if isinstance(named, Mapping) else {"default": named}
+        default = named.get("default")
+        if (checkpoint.path / "chat_template.jinja").is_file():
+            own = default
+        own = own if isinstance(own, str) else None
+        if "default" not in named and own is None:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} has the chat templates {', '.join(sorted(named))} and none with the name default"
+            )
+        return cls(own, default, named.get("tool_use"))
+
+
+def _joined(content: Any, mark: str) -> Any:
+    """Return the parts of a message as one string, with `mark` for each media item.
+
+    Media come first and each part has a line, as in vLLM's "string" format.
+    """
+    if not isinstance(content, list):
+        return content
+    media = [mark for part in content if mark and part["type"] != "text"]
+    return "\n".join([*media, *(part["text"] for part in content if part["type"] == "text")])
+
+
+def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
+    """Replace each `mark` by the spelling of its item. Raise InputError if the template lost or repeated one."""
+    first, *pieces = text.split(mark)
+    if len(pieces) != len(items):
+        raise InputError(f"the chat template writes {len(pieces)} media items of {len(items)}")
+    return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
 
 
 def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:

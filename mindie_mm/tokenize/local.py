@@ -38,7 +38,14 @@ class LocalTokenizer:
         """
         make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
         wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
-        read = partial(Tokenizer.from_pretrained, model_path, wire, family=config.family, caps=config.media)
+        read = partial(
+            Tokenizer.from_pretrained,
+            model_path,
+            wire,
+            family=config.family,
+            caps=config.media,
+            content_format=config.chat_template_content_format,
+        )
         thread = WorkThread("mindie_mm-tokenizer")
         try:
             await thread.run(partial(collect, [default_spool()]))  # no service does this here

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mindie_mm.config import MediaCaps, WorkerConfig
+from mindie_mm.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.ipc import Failure
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 
@@ -47,6 +47,7 @@ class Setup(msgspec.Struct, frozen=True):
     arena_bytes: int
     arena_request_bytes: int | None
     preprocessed_cache_bytes: int
+    chat_template_content_format: ContentFormat
     media: MediaCaps
 
     @classmethod

@@ -92,7 +92,13 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
         faults.point("arena-made")
         try:
             wire = NativeWire(arena, Preprocessed(setup.preprocessed_cache_bytes))
-            tokenizer = Tokenizer.from_pretrained(setup.model, wire, family=setup.family, caps=setup.media)
+            tokenizer = Tokenizer.from_pretrained(
+                setup.model,
+                wire,
+                family=setup.family,
+                caps=setup.media,
+                content_format=setup.chat_template_content_format,
+            )
         except MindieMMError as error:
             channel.send(msgspec.msgpack.encode(Failure.of(error)))
             return

@@ -62,6 +62,15 @@ class Escapes:
         return Rendered(text, {ord(replacement): original for original, replacement in self._replacements.items()})
 
 
+def unused_character(texts: Sequence[str]) -> str:
+    """Return a private-use character that is in none of the texts. Raise InputError if they have all of them."""
+    taken = set().union(*texts)
+    for character in map(chr, reversed(_FREE)):
+        if character not in taken:
+            return character
+    raise InputError(f"the texts have all {len(_FREE)} characters from U+{_FREE[0]:X} on; one has to be left")
+
+
 class ControlSpelling:
     """How a tokenizer's control tokens are spelled."""
 

@@ -17,11 +17,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
+from mindie_mm.config import ContentFormat
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Item, Kind, Message, Text, media_of_messages
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
-from mindie_mm.tokenize.chat_template import ChatTemplate, as_dict, template_sources
+from mindie_mm.tokenize.chat_template import ChatTemplate, TemplateSources, as_dict
 from mindie_mm.tokenize.placeholders import check_order
 from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings
 
@@ -69,14 +70,16 @@ class TextEncoder:
         tokenizer: Any,
         placeholder_ids: Collection[int],
         processor: Processor,
+        content_format: ContentFormat,
     ) -> None:
         """`tokenizer` is transformers' fast one.
 
         `placeholder_ids` are control tokens, whatever the file says, and so are the processor's `control_pieces`, which
-        are no added tokens but of the vocabulary.
+        are no added tokens but of the vocabulary. `content_format` is as `ChatTemplate` takes it.
         """
         self._tokenizer = tokenizer
         self._processor = processor
+        self._content_format = content_format
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -88,7 +91,7 @@ class TextEncoder:
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
         self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
         self._spelling = ControlSpelling(self._spelled)
-        self._sources = template_sources(checkpoint, tokenizer)
+        self._sources = TemplateSources.of(checkpoint, tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
         """Whether the checkpoint has a chat template."""
@@ -132,12 +135,22 @@ class TextEncoder:
         return escapes.rendered("".join(str(piece) for piece in pieces))
 
     def render_messages(
-        self, messages: Sequence[Message], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        items: Sequence[str],
     ) -> Rendered:
-        """Through the chat template. InputError where there is none, or where it refuses the messages."""
-        if (template := self._template({item.kind for item in media_of_messages(messages)})) is None:
+        """Return messages as a prompt, by the chat template. `items` are the spellings of their media.
+
+        Raises:
+            InputError: There is no chat template, or it refuses the messages.
+
+        """
+        kinds = {item.kind for item in media_of_messages(messages)}
+        if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
             raise InputError("the checkpoint has no chat template; give a list of items or a text")
-        return template.render(messages, add_generation_prompt, template_kwargs)
+        return template.render(messages, add_generation_prompt, template_kwargs, items)
 
     def replace_markers(
         self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
@@ -255,12 +268,15 @@ class TextEncoder:
         spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
         return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
 
-    def _template(self, kinds: Collection[Kind]) -> ChatTemplate | None:
-        """The one for conversations with items of `kinds`."""
-        if not (source := self._processor.template(*self._sources, kinds)):
+    def _template(self, kinds: Collection[Kind], *, with_tools: bool = False) -> ChatTemplate | None:
+        """Return the template for conversations with items of `kinds`, or None if there is none."""
+        sources = self._sources
+        source = sources.tool_use if with_tools else None
+        source = source or self._processor.template(sources.processor, sources.tokenizer, kinds)
+        if not source:
             return None
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, self._tokenizer, self._spelled)
+            self._templates[source] = ChatTemplate(source, self._tokenizer, self._spelled, self._content_format)
         return self._templates[source]
 
     def _encode(self, text: str, plain: bool) -> list[int]:

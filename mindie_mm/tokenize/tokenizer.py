@@ -17,7 +17,7 @@ import torch
 from transformers.utils import get_json_schema
 
 from mindie_mm import faults
-from mindie_mm.config import MediaCaps
+from mindie_mm.config import ContentFormat, MediaCaps
 from mindie_mm.errors import (
     ContextLengthExceeded,
     FramesMiscounted,
@@ -85,6 +85,7 @@ class Tokenizer:
         family: type[Family],
         wire: WireName | Wire,
         caps: MediaCaps | None,
+        content_format: ContentFormat = "auto",
     ) -> None:
         """Create a tokenizer. Use `from_pretrained` instead."""
         self._closed = False
@@ -101,7 +102,7 @@ class Tokenizer:
         """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
         if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
-        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor)
+        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
         spelled = [] if self._processor.inserted else placeholders
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
@@ -121,12 +122,14 @@ class Tokenizer:
         arena: Arena | None = None,
         family: str | None = None,
         caps: MediaCaps | None = None,
+        content_format: ContentFormat = "auto",
     ) -> Self:
         """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
 
         On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
         on `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
         MindIE's reads it, and there is no arena. A `Wire` is one that the caller made. `caps`: of its media items.
+        `content_format` is the form in which the chat template gets the content of messages.
         InputError, UnsupportedCheckpoint.
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
@@ -136,7 +139,7 @@ class Tokenizer:
                 raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
             wire = NativeWire(arena)
         checkpoint = Checkpoint.open(path)
-        return cls(checkpoint, family_of(checkpoint, family), wire, caps)
+        return cls(checkpoint, family_of(checkpoint, family), wire, caps, content_format)
 
     @property
     def has_template(self) -> bool:
@@ -217,7 +220,8 @@ class Tokenizer:
         if options.max_prompt_tokens:
             self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
         planned = self._plan(media_of_messages(messages))
-        rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs)
+        items = list(self._spell(planned))
+        rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs, items)
         if options.max_prompt_tokens:
             self._text.check_rendered(rendered, options.max_prompt_tokens)
         return self._prompt(self._encode(rendered, planned), planned, path_file, options)

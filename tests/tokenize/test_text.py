@@ -451,7 +451,8 @@ def test_a_template_that_refuses_or_drops(tmp_path, checkpoint_path):
 
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path, checkpoint_path):
-    shutil.copy(checkpoint_path / "config.json", tmp_path)
+    for name in ("config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        shutil.copy(checkpoint_path / name, tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match="tokenizer"):
         Tokenizer.from_pretrained(tmp_path)
 

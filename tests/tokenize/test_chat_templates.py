@@ -1,0 +1,142 @@
+"""Chat templates that read strings alone, and tokenizers that have several templates."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from mindie_mm.config import WorkerConfig
+from mindie_mm.engine.llm import LLM
+from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.tokenize import Tokenizer
+
+ADDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+"""It fails for a list."""
+WRITES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+"""It writes a list as Python does."""
+SKIPS = "{% for m in messages %}{% if m.content is string %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+STRIPS = "{% for m in messages %}{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}"
+STRING_TEMPLATES = {"adds": ADDS, "writes": WRITES, "skips": SKIPS, "strips": STRIPS}
+
+
+@pytest.fixture(scope="module")
+def copy(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strings") / "checkpoint"
+    shutil.copytree(checkpoint_path, folder, symlinks=True)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
+
+
+@pytest.fixture
+def reference(checkpoint_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint_path)
+
+
+def with_templates(folder: Path, templates: Any) -> Path:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": templates}))
+    return folder
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": one} for one in texts]
+
+
+@pytest.mark.parametrize("name", STRING_TEMPLATES)
+def test_parts_of_text_are_lines_of_a_string(copy: Path, reference: Any, name: str) -> None:
+    with Tokenizer.from_pretrained(with_templates(copy, STRING_TEMPLATES[name])) as tokenizer:
+        messages = [
+            {"role": "system", "content": text("Be brief.")},
+            {"role": "user", "content": text("What is", "in it?")},
+            {"role": "assistant", "content": text("Nothing.")},
+            {"role": "user", "content": "And now?"},
+        ]
+        expected = "system: Be brief.\nuser: What is\nin it?\nassistant: Nothing.\nuser: And now?\n"
+        assert reference.decode(tokenizer.tokenize_chat(messages)) == expected
+
+
+@pytest.mark.parametrize("name", STRING_TEMPLATES)
+def test_media_are_markers_in_front_of_the_text(copy: Path, tmp_path: Path, name: str) -> None:
+    image = tmp_path / "red.png"
+    Image.new("RGB", (64, 48), (220, 40, 40)).save(image)
+    item = {"type": "image", "image": str(image)}
+    path_file = tmp_path / "shm_name.txt"
+    with Tokenizer.from_pretrained(with_templates(copy, STRING_TEMPLATES[name])) as tokenizer:
+        parts = [{"role": "user", "content": [*text("What?"), item, item, *text("<|image_pad|>")]}]
+        ids = tokenizer.tokenize_chat(parts, path_file)
+        pad = {"image": str(image)}
+        flat = tokenizer.tokenize(
+            [{"text": "user: "}, pad, {"text": "\n"}, pad, {"text": "\nWhat?\n<|image_pad|>\n"}], path_file
+        )
+        assert len(ids) == len(flat)
+        assert (ids != flat).sum() <= 2 * 2, "the words of each image name its own place in the arena"
+
+
+def test_the_format_can_be_chosen(copy: Path, reference: Any) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    folder = with_templates(copy, "{% for m in messages %}{{ m.content is string }}{% endfor %}")
+    for content_format, expected in (("auto", "True"), ("string", "True"), ("openai", "False")):
+        with Tokenizer.from_pretrained(folder, content_format=content_format) as tokenizer:
+            assert reference.decode(tokenizer.tokenize_chat(messages)) == expected
+
+
+@pytest.mark.parametrize("content_format", ["string", "openai"])
+def test_a_worker_takes_the_format_from_its_settings(copy: Path, content_format: Any) -> None:
+    template = "{% for m in messages %}{% if m.content is string %}a{% else %}{{ 'a 1 ' * 5 }}{% endif %}{% endfor %}"
+    config = WorkerConfig(model=with_templates(copy, template), chat_template_content_format=content_format)
+    with LLM(config=config) as llm:
+        output = llm.chat(
+            [{"role": "user", "content": text("a", "b")}], SamplingParams(max_tokens=1, prompt_logprobs=0)
+        )
+        assert (len(output.prompt_logprobs or ()) >= 8) == (content_format == "openai")
+
+
+def test_a_template_that_loses_media_is_refused(copy: Path, tmp_path: Path) -> None:
+    image = tmp_path / "red.png"
+    Image.new("RGB", (64, 48), (220, 40, 40)).save(image)
+    cut = "{% for m in messages %}{{ m.role + ': ' + m.content[1:] + '\n' }}{% endfor %}"
+    with Tokenizer.from_pretrained(with_templates(copy, cut), content_format="string") as tokenizer:
+        messages = [{"role": "user", "content": [{"type": "image", "image": str(image)}, *text("What?")]}]
+        with pytest.raises(InputError, match="the chat template writes 0 media items of 1"):
+            tokenizer.tokenize_chat(messages, tmp_path / "shm_name.txt")
+
+
+NAMED = [
+    {"name": "default", "template": "default{% for m in messages %} {{ m.content }}{% endfor %}"},
+    {"name": "tool_use", "template": "tool_use{{ tools | length }}{% for m in messages %} {{ m.content }}{% endfor %}"},
+]
+TOOL = {"type": "function", "function": {"name": "weigh", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_template_for_tools_is_chosen_with_tools(copy: Path, reference: Any) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    with Tokenizer.from_pretrained(with_templates(copy, NAMED)) as tokenizer:
+        assert reference.decode(tokenizer.tokenize_chat(messages)) == "default a"
+        with_tools = tokenizer.tokenize_chat(messages, tools=[TOOL])
+        assert reference.decode(with_tools) == "tool_use1 a"
+
+
+def test_templates_in_a_folder_of_their_own(copy: Path, reference: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(copy, folder)
+    with_templates(folder, None)
+    (folder / "chat_template.jinja").write_text(NAMED[0]["template"])
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text(NAMED[1]["template"])
+    messages = [{"role": "user", "content": "a"}]
+    with Tokenizer.from_pretrained(folder) as tokenizer:
+        assert reference.decode(tokenizer.tokenize_chat(messages)) == "default a"
+        with_tools = tokenizer.tokenize_chat(messages, tools=[TOOL])
+        assert reference.decode(with_tools) == "tool_use1 a"
+
+
+def test_several_templates_without_a_default_are_refused(copy: Path) -> None:
+    named = [{"name": "rag", "template": "a"}, NAMED[1]]
+    with pytest.raises(UnsupportedCheckpoint, match="templates rag, tool_use and none with the name default"):
+        Tokenizer.from_pretrained(with_templates(copy, named))
