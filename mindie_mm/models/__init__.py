@@ -23,7 +23,7 @@ from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.weight_files import stored_dtype
+from mindie_mm.nn.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
 _log = logging.getLogger(__name__)
@@ -88,9 +88,12 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     if broken is not None:
         raise broken
     found = "no model_type" if model_type is None else f"model_type {model_type!r}"
+    if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
+        found += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {found} in its config.json; the families are {', '.join(family_names())}. If it is "
-        f"one of them, name it (--family); docs/adding-a-model.md says how to add another"
+        f"{checkpoint.path} has {found} in its config.json, which no family serves; the families are "
+        f"{', '.join(family_names())}, and docs/families.md names a published checkpoint of each. If it is one of "
+        "them, name it (--family); docs/adding-a-model.md says how to add another"
     )
 
 

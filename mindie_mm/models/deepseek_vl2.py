@@ -36,6 +36,8 @@ from mindie_mm.nn.weights import build
 from mindie_mm.shm import ArraySpec
 
 _TILES = "tiles"
+_ARCHITECTURE = "DeepseekVLV2ForCausalLM"
+_TOWER = "siglip_so400m_patch14_384"
 _MOST_TILED_IMAGES = 2
 _LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the others
 # Callers write these, and answers hold them: text like any other, each of one id.
@@ -445,8 +447,20 @@ class DeepseekVL2(Family):
         )
 
 
+def _check_kind(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint for another model under this family's model_type, as DeepSeek-OCR is published."""
+    architecture = next(iter(checkpoint.config.get("architectures") or ()), _ARCHITECTURE)
+    tower = (checkpoint.config.get("vision_config") or {}).get("model_name", _TOWER)
+    if architecture != _ARCHITECTURE or tower != _TOWER:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is a {architecture} with the tower {tower!r}: a model of its own, which is not served, "
+            f"under the model_type of DeepSeek-VL2; that has the tower {_TOWER!r}, such as {DeepseekVL2.published}"
+        )
+
+
 def _check(checkpoint: Checkpoint) -> None:
     """UnsupportedCheckpoint where the config asks for what this family's checkpoints never had."""
+    _check_kind(checkpoint)
     for section, needed in _NEEDED.items():
         config = checkpoint.config[section] if section else checkpoint.config
         check_settings(config, needed, f"{checkpoint.path} ({section or 'config.json'})")

@@ -188,7 +188,7 @@ def _prepended(checkpoint: Checkpoint) -> list[str]:
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     """Ids by token. The published tokenizer has those of images as pieces of its vocabulary, not as added tokens."""
-    tokenizer = checkpoint.json("tokenizer.json")
+    tokenizer = checkpoint.tokenizer_json()
     pieces = tokenizer.get("model", {}).get("vocab", {})
     if not isinstance(pieces, dict):
         pieces = {piece: index for index, (piece, _) in enumerate(pieces)}

@@ -26,6 +26,7 @@ from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.folder import check_pointer
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
@@ -371,7 +372,10 @@ class QwenVL(Family):
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         if not (file := checkpoint.path / "qwen.tiktoken").is_file():
+            if not checkpoint.has("tokenizer.json"):
+                raise UnsupportedCheckpoint(f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json")
             return super().tokenizer(checkpoint)
+        check_pointer(file)
         return fast_tokenizer(_read_ranks(file.read_bytes(), checkpoint), checkpoint)
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.weight_files import check_scaled, read_weights, weight_names
+from mindie_mm.nn.stored_tensors import check_scaled, read_weights, weight_names
 
 _COMPANION = re.compile(
     r"(?P<weight>.+)\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.inputs import Kind
-from mindie_mm.paths import absolute, working_directory
+from mindie_mm.nn.folder import check_pointer, no_checkpoint
+from mindie_mm.paths import absolute
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny"
 """Directory of the embedded checkpoint."""
-
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""Pattern of a repository on the Hugging Face Hub, owner/name. A relative path may match it too."""
 
 _PARTS: Mapping[Kind, Sequence[str]] = {
     "image": ("image_processor",),
@@ -43,6 +40,12 @@ _CLASS_KEYS: Mapping[Kind, str] = {
     "audio": "feature_extractor_type",
 }
 """Key of the settings of a kind that names the class of transformers that reads them."""
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
+)
+"""Files of which transformers makes a tokenizer, the first one first."""
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,7 @@ class Checkpoint:
         _require_utf8(root)
         file = root / "config.json"
         if not _is_file(file):
-            said = f"{root} is no checkpoint directory: it has no config.json"
-            # Settings make the path absolute, so recover the relative one that may have been given.
-            relative = str(root).removeprefix(f"{working_directory()}/")
-            if _REPOSITORY.fullmatch(relative) and not root.exists():
-                said += (
-                    f". Names of the Hugging Face Hub are not accepted; if {relative} is one, download it and give its "
-                    f"folder: hf download {relative} --local-dir {root.name}"
-                )
-            raise UnsupportedCheckpoint(said)
+            raise no_checkpoint(root)
         return cls(root, _read(file))
 
     def translated(
@@ -162,16 +157,34 @@ class Checkpoint:
 
     def token_id(self, token: str) -> int:
         """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
-        for added in self.json("tokenizer.json").get("added_tokens", ()):
+        for added in self.tokenizer_json().get("added_tokens", ()):
             if added["content"] == token:
                 return int(added["id"])
         raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
+
+    def tokenizer_json(self) -> dict[str, Any]:
+        """tokenizer.json parsed; UnsupportedCheckpoint where there is none. Not to be changed."""
+        if not self.has("tokenizer.json"):
+            raise UnsupportedCheckpoint(
+                f"{self.path} has no tokenizer.json; take it from the repository that the checkpoint was made of, or "
+                "make it of the tokenizer's other files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        return self.json("tokenizer.json")
+
+    def check_tokenizer(self) -> None:
+        """Raise UnsupportedCheckpoint if no file has a vocabulary, or one of the tokenizer's files is a pointer."""
+        vocabularies = [name for name in _VOCABULARIES if self.has(name)]
+        if not vocabularies:
+            self.tokenizer_json()  # which says what to do
+        for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS):
+            if self.has(name):
+                check_pointer(self.path / name)
 
     def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
         """tokenizer.json, which there is, with those of its added tokens special whose entries `is_special` takes."""
         from tokenizers import Tokenizer  # late: most who read a checkpoint make none
 
-        described = self.json("tokenizer.json")
+        described = self.tokenizer_json()
         added = [{**token, "special": is_special(token)} for token in described.get("added_tokens", ())]
         return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
 
@@ -238,6 +251,7 @@ def _is_file(file: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    check_pointer(file)
     try:
         with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
             value = json.loads(file.read_text(encoding="utf-8"))

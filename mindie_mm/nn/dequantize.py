@@ -20,7 +20,7 @@ from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.quantized import method_of, quantization
-from mindie_mm.nn.weight_files import check_scaled, read_weights, weight_names
+from mindie_mm.nn.stored_tensors import check_scaled, read_weights, weight_names
 
 _log = logging.getLogger(__name__)
 

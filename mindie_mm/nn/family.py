@@ -214,6 +214,7 @@ class Family(ABC):
         """transformers' fast tokenizer of the checkpoint; UnsupportedCheckpoint where it has none."""
         from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
 
+        checkpoint.check_tokenizer()
         try:
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
         except (OSError, ValueError) as error:

@@ -28,7 +28,8 @@ from mindie_mm.nn.quantized import check_quantization, quantization
 from mindie_mm.nn.renaming import RenamedWeights
 from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
-from mindie_mm.nn.weight_files import PLAIN, check_stored
+from mindie_mm.nn.stored_tensors import PLAIN, check_stored
+from mindie_mm.nn.weight_files import weight_files
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layers that attend to no more and no less than the KV cache and a window of it; others have states of their own."""
@@ -155,6 +156,7 @@ def _load(
         settings = None
     else:
         check_quantization(checkpoint, device)
+    weight_files(checkpoint)
     # Straight to the device, by accelerate: the host never holds them all.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:

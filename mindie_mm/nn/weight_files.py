@@ -1,105 +1,109 @@
-"""The files of a checkpoint's weights, read tensor by tensor."""
+"""The files of a checkpoint's weights: which they are, and whether they are whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.folder import check_pointer
 
-PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that a model can have."""
-_BY_NAME = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
-_BY_NAME |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-"""Dtypes of weights by safetensors' names."""
-
-
-def read_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight by its name, on the CPU, from the files one after another."""
-    for file in weight_files(checkpoint):
-        with _reading(file):
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as weights:
-                    for name in weights.keys():  # noqa: SIM118 - no mapping
-                        yield name, weights.get_tensor(name)
-            else:
-                yield from _load(file).items()
-
-
-def weight_names(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of all weights, of which none is read."""
-    return [name for name, _ in _dtypes(checkpoint)]
-
-
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Of the first weight that is stored as a model can have it; float32 where none is. UnsupportedCheckpoint."""
-    dtypes = (dtype for _, dtype in _dtypes(checkpoint))
-    return next((dtype for dtype in dtypes if dtype is not None and dtype in PLAIN), torch.float32)
-
-
-def check_stored(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if weights of a checkpoint that is not quantised are stored in 8 bits.
-
-    Only safetensors files are checked, whose headers are read at once.
-    """
-    if weight_files(checkpoint)[0].suffix == ".safetensors":
-        for name, dtype in _dtypes(checkpoint):
-            check_scaled(checkpoint, name, dtype)
-
-
-def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
-    """Raise UnsupportedCheckpoint if `name`, which has no scales beside it, is a weight of 8 bits.
-
-    It would be read as plain numbers.
-    """
-    if dtype is not None and dtype.itemsize == 1 and name.endswith("weight"):
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, and neither config.json nor "
-            "tensors beside it say how it was quantised; take the checkpoint that is not quantised"
-        )
-
-
-def _dtypes(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Each weight's name and dtype, none of which is read; None for one of another kind."""
-    for file in weight_files(checkpoint):
-        with _reading(file):
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as weights:
-                    for name in weights.keys():  # noqa: SIM118 - no mapping
-                        yield name, _BY_NAME.get(weights.get_slice(name).get_dtype())
-            else:
-                yield from ((name, tensor.dtype) for name, tensor in _load(file).items())
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return weights
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error
+_NAMES = ("model.safetensors", "pytorch_model.bin")
+"""Names of a file of all weights. Behind them, .index.json is the list of several files."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Largest header that safetensors reads."""
+_OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
-    """The files of a checkpoint's weights, in order. UnsupportedCheckpoint where there are none, or one is missing."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    """Return the files of a checkpoint's weights, in order. Reads the header of each, and no weight.
+
+    Raises:
+        UnsupportedCheckpoint: There are none, or one is missing, cut, or without a weight that the index puts there.
+
+    """
+    for name in _NAMES:
         if (whole := checkpoint.path / name).is_file():
+            _check(whole)
             return [whole]
-        if weights := checkpoint.json(f"{name}.index.json").get("weight_map"):
-            shards = [checkpoint.path / shard for shard in sorted(set(weights.values()))]
-            if missing := [shard.name for shard in shards if not shard.is_file()]:
-                raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}"
-                )
-            return shards
-    raise UnsupportedCheckpoint(f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin")
+        if weights := _indexed(checkpoint, f"{name}.index.json"):
+            return _shards(checkpoint, weights, f"{name}.index.json")
+    raise UnsupportedCheckpoint(_without_weights(checkpoint))
+
+
+def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:
+    """The file of each weight, as the index has it; empty without an index."""
+    weights = checkpoint.json(index).get("weight_map", {})
+    if not isinstance(weights, dict) or not all(isinstance(shard, str) for shard in weights.values()):
+        raise UnsupportedCheckpoint(f"{checkpoint.path / index}: weight_map does not name a file for each weight")
+    return weights
+
+
+def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> list[Path]:
+    shards = [checkpoint.path / shard for shard in sorted({*weights.values()})]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}, which "
+            f"{index} names; download them again"
+        )
+    held = {shard.name: _check(shard) for shard in shards}
+    for name, shard in weights.items():
+        if (names := held[shard]) is not None and name not in names:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: {index} puts the weight {name} into {shard}, which does not have it; index and "
+                "files are not of one checkpoint, download them again"
+            )
+    return shards
+
+
+def _check(file: Path) -> Sequence[str] | None:
+    """Return the names of a safetensors file's weights, None for another format. UnsupportedCheckpoint if it is cut."""
+    check_pointer(file)
+    if not (size := file.stat().st_size):
+        raise UnsupportedCheckpoint(f"{file} cannot be read: it is empty; download it again")
+    if file.suffix != ".safetensors":
+        return None
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if length > _MOST_HEADER_BYTES and len(start) == 8:
+            raise UnsupportedCheckpoint(
+                f"{file} cannot be read: it is no safetensors file, it begins with {start!r}; download it again"
+            )
+        header = opened.read(length)
+    try:
+        if len(start) < 8 or len(header) < length:
+            needed = 8 + length
+        else:
+            tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+            needed = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: its header is not one of safetensors ({error}); download it again"
+        ) from error
+    if size < needed:
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: it is cut, it has {size} bytes and its header says {needed}; download it again"
+        )
+    return [*tensors]
+
+
+def _without_weights(checkpoint: Checkpoint) -> str:
+    """What a checkpoint has in the place of weights, and what to do about it."""
+    said = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
+    names = sorted(file.name for file in checkpoint.path.iterdir() if file.suffix in _OTHER_SUFFIXES)
+    if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:
+        index = f"{'model.safetensors' if shards[0].endswith('.safetensors') else 'pytorch_model.bin'}.index.json"
+        return f"{said}; it has {shards[0]} and lacks {index}, the list of such files; download that"
+    if any(name.startswith("adapter_model") for name in names):
+        return f"{said}; it has an adapter's alone; merge it into its base model (peft's merge_and_unload)"
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"{said}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not served; take the original weights"
+    if names:
+        return (
+            f"{said}; it has {names[0]}, which is not read. Load it with the program that it was written for, and save "
+            "it for transformers: model.save_pretrained(FOLDER) writes model.safetensors"
+        )
+    return said

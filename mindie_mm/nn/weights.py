@@ -17,7 +17,7 @@ from mindie_mm.nn.pretrained import check_shapes, check_weights, read_config
 from mindie_mm.nn.quantized import check_own_layers, method_of, quantization
 from mindie_mm.nn.renaming import RenamedWeights, rename
 from mindie_mm.nn.shares import refuse_shares
-from mindie_mm.nn.weight_files import check_scaled, read_weights
+from mindie_mm.nn.stored_tensors import check_scaled, read_weights
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,0 +1,246 @@
+"""Checkpoints whose download went wrong, or that are of another format: the message names the file and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import family_named, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.weight_files import weight_files
+from mindie_mm.tokenize import Tokenizer
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def copy(random_checkpoint, tmp_path):
+    """A copy of the random checkpoint, to be broken."""
+    folder = tmp_path / "broken"
+    shutil.copytree(random_checkpoint, folder)
+    return folder
+
+
+@pytest.fixture
+def sharded(copy):
+    """The same in two files of weights and an index."""
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for shard, held in shards.items():
+        save_file({name: weights[name] for name in held}, copy / shard, {"format": "pt"})
+    where = {name: shard for shard, held in shards.items() for name in held}
+    (copy / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return copy
+
+
+def refused(folder) -> str:
+    """What both halves say of the checkpoint, tokenizer first."""
+    said = []
+    for start in (lambda: Tokenizer.from_pretrained(folder).close(), lambda: load_model(folder, device="cpu")):
+        try:
+            start()
+        except UnsupportedCheckpoint as error:
+            said.append(str(error))
+    assert said
+    return said[-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "preprocessor_config.json"),
+        *("video_preprocessor_config.json", "generation_config.json", "processor_config.json", "chat_template.json"),
+        *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    ],
+)
+def test_a_pointer_in_the_place_of_a_file_is_named(copy, name):
+    (copy / name).write_text(POINTER)
+    said = refused(copy)
+    assert f"{copy / name} is a Git-LFS pointer" in said
+    assert "git lfs pull" in said
+    assert "hf download" in said
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "preprocessor_config.json"])
+def test_pointers_of_a_familys_own_files(copy, name):
+    (copy / name).write_text(POINTER)
+    family = family_named("qwen_vl" if name == "qwen.tiktoken" else "molmo")
+    with pytest.raises(UnsupportedCheckpoint, match=rf"{name} is a Git-LFS pointer"):
+        (family.tokenizer if name == "qwen.tiktoken" else family.processor)(Checkpoint.open(copy))
+
+
+def test_a_pointer_that_nothing_reads_does_no_harm(copy):
+    for name in ("tokenizer.model", "pytorch_model.bin", "consolidated.safetensors"):
+        (copy / name).write_text(POINTER)
+    Tokenizer.from_pretrained(copy).close()
+    load_model(copy, device="cpu")
+
+
+def test_a_pointer_among_shards_is_named(sharded):
+    (sharded / "model-00002-of-00002.safetensors").write_text(POINTER)
+    assert "model-00002-of-00002.safetensors is a Git-LFS pointer" in refused(sharded)
+
+
+def test_shards_are_loaded(sharded):
+    load_model(sharded, device="cpu")
+
+
+def test_a_missing_shard_is_named(sharded):
+    (sharded / "model-00001-of-00002.safetensors").unlink()
+    said = refused(sharded)
+    assert "lacks 1 of 2 files of weights, first model-00001-of-00002.safetensors" in said
+    assert INDEX in said
+
+
+def test_a_weight_that_no_file_has_is_named(sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.extra.weight"] = "model-00002-of-00002.safetensors"
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert f"{INDEX} puts the weight model.extra.weight into model-00002-of-00002.safetensors" in refused(sharded)
+
+
+@pytest.mark.parametrize("weight_map", [["a"], {"a": 1}])
+def test_an_index_of_another_form(sharded, weight_map):
+    (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert f"{INDEX}: weight_map does not name a file" in refused(sharded)
+
+
+def test_a_missing_index_is_named(sharded):
+    (sharded / INDEX).unlink()
+    said = refused(sharded)
+    assert "has model-00001-of-00002.safetensors and lacks model.safetensors.index.json" in said
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (lambda data: b"", "is empty"),
+        (lambda data: data[:5], "is cut, it has 5 bytes"),
+        (lambda data: data[:100], "is cut, it has 100 bytes"),
+        (lambda data: data[:-1], "is cut"),
+        (lambda data: b"<!DOCTYPE html><html>not found</html>", "no safetensors file, it begins with b'<!DOCTYP'"),
+        (lambda data: (16).to_bytes(8, "little") + b"no JSON at all !" + data, "its header is not one of safetensors"),
+        (lambda data: (2).to_bytes(8, "little") + b"[]" + data, "its header is not one of safetensors"),
+    ],
+    ids=["empty", "5 bytes", "in the header", "one byte short", "a page", "no JSON", "a list"],
+)  # fmt: skip
+def test_a_damaged_file_of_weights_is_named(copy, cut, said):
+    file = copy / "model.safetensors"
+    file.write_bytes(cut(file.read_bytes()))
+    found = refused(copy)
+    assert said in found
+    assert str(file) in found
+    assert "download it again" in found
+
+
+def test_weights_of_torch_are_loaded_or_named(copy):
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    torch.save(weights, copy / "pytorch_model.bin")
+    model = load_model(copy, device="cpu", dtype="float32")
+    assert model.logits(torch.arange(10, 20)).isfinite().all()
+    assert weight_files(Checkpoint.open(copy)) == [copy / "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("consolidated.00.pth", "consolidated.00.pth, which is not read"),
+        ("tf_model.h5", "tf_model.h5, which is not read"),
+        ("model-q4.gguf", "a GGUF file, a format of llama.cpp"),
+        ("adapter_model.safetensors", "has an adapter's alone"),
+        ("pytorch_model-00001-of-00002.bin", "lacks pytorch_model.bin.index.json"),
+    ],
+)
+def test_weights_of_another_format_are_named(copy, name, said):
+    (copy / "model.safetensors").rename(copy / name)
+    found = refused(copy)
+    assert said in found
+    assert "has no weights: neither model.safetensors nor pytorch_model.bin" in found
+
+
+def test_a_missing_tokenizer_is_named(copy):
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(UnsupportedCheckpoint, match=r"has no tokenizer\.json; take it from"):
+        Tokenizer.from_pretrained(copy)
+    with pytest.raises(UnsupportedCheckpoint, match=r"has no tokenizer\.json"):
+        Checkpoint.open(copy).token_id("<image>")
+    with pytest.raises(UnsupportedCheckpoint, match=r"neither qwen\.tiktoken nor a tokenizer\.json"):
+        family_named("qwen_vl").tokenizer(Checkpoint.open(copy))
+
+
+def no_checkpoint(path) -> str:
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        Checkpoint.open(path)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_is_told_its_folder(copy):
+    assert f"give the directory that it lies in, {copy}" in no_checkpoint(copy / "model.safetensors")
+    assert f"give the directory that it lies in, {copy}" in no_checkpoint(copy / "config.json")
+
+
+def test_a_gguf_file_is_named(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    (tmp_path / "unnamed").write_bytes(b"GGUF\x03\x00\x00\x00")
+    for path in (tmp_path, tmp_path / "model.gguf", tmp_path / "unnamed"):
+        assert "GGUF" in no_checkpoint(path)
+
+
+def test_a_folder_of_the_hubs_cache_is_told_its_snapshot(copy, tmp_path):
+    repository = tmp_path / "hub" / "models--Qwen--Qwen2-VL-2B-Instruct"
+    older, newer = (repository / "snapshots" / commit for commit in ("a" * 40, "b" * 40))
+    shutil.copytree(copy, newer)
+    shutil.copytree(copy, older)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("b" * 40)
+    for path in (repository, repository / "snapshots", tmp_path / "hub"):
+        assert str(newer) in no_checkpoint(path)
+    assert Checkpoint.open(newer)
+    (repository / "refs" / "main").unlink()
+    shutil.rmtree(newer)
+    assert f"give {older}" in no_checkpoint(repository)
+    (older / "config.json").unlink()
+    assert "hf download Qwen/Qwen2-VL-2B-Instruct" in no_checkpoint(repository)
+
+
+def test_a_folder_above_a_checkpoint_is_told_it(copy, tmp_path):
+    assert f"give {copy}, which has one" in no_checkpoint(tmp_path)
+
+
+def test_an_adapter_without_its_model_is_told_the_model(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert "If it is an adapter" in no_checkpoint(tmp_path)
+    settings = {"base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    assert "is an adapter of Qwen/Qwen3-VL-8B-Instruct" in no_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    assert "is an adapter of its base model" in no_checkpoint(tmp_path)
+
+
+def test_another_model_under_a_familys_model_type_is_named(tmp_path):
+    config = {
+        "model_type": "deepseek_vl_v2",
+        "architectures": ["DeepseekOCR2ForCausalLM"],
+        "vision_config": {"model_name": "deepencoderv2"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refused(tmp_path)
+    assert "is a DeepseekOCR2ForCausalLM with the tower 'deepencoderv2'" in said
+    assert "not served" in said
+    assert "deepseek-ai/deepseek-vl2-tiny" in said
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "the tower 'deepencoderv2'" in refused(tmp_path)
