@@ -1,0 +1,208 @@
+"""Small checkpoints of the published configuration files in this folder.
+
+Every key stays but for sizes. The weights have the published names, the special tokens the published ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
+
+FOLDER = Path(__file__).parent
+_ROUGH_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NOT_COPIED = {"SOURCE", "weight_names.json"}
+
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXT = {**_TOWER, "num_key_value_heads": 1}
+_QWEN_ROPE = {"mrope_section": [2, 3, 3]}
+_QWEN2 = {**_TEXT, "rope_scaling": _QWEN_ROPE, "max_window_layers": 2}
+_QWEN2_TOWER = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+_QWEN25_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1],
+}
+_QWEN3 = {
+    "text_config": {**_TEXT, "head_dim": 16, "rope_scaling": {"mrope_section": [2, 3, 3]}},
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+_LLAVA = {"text_config": _TEXT, "vision_config": {**_TOWER, "num_hidden_layers": 3}}
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "fuyu_8b": {"text_config": {**_TOWER, "intermediate_size": 64}},
+    "gemma3_medgemma27b": {
+        "text_config": {**_TEXT, "num_hidden_layers": 7, "head_dim": 16},
+        "vision_config": {**_TOWER, "num_hidden_layers": 1},
+    },
+    "idefics3_aeon_smolvlm256": {"text_config": {**_TEXT, "head_dim": 16}, "vision_config": _TOWER},
+    "idefics3_granite_docling": {"text_config": {**_TEXT, "head_dim": 16}, "vision_config": _TOWER},
+    "llava15": _LLAVA,
+    "llava_next": _LLAVA,
+    "qwen25_vl_3b_agri": {**_QWEN2, "vision_config": _QWEN25_TOWER},
+    "qwen25_vl_7b": {**_QWEN2, "vision_config": _QWEN25_TOWER},
+    "qwen2_vl_ain": {**_QWEN2, "vision_config": _QWEN2_TOWER},
+    "qwen2_vl_olmocr": {**_QWEN2, "vision_config": _QWEN2_TOWER},
+    "qwen3_vl_cosmos2": _QWEN3,
+}
+"""Sizes of the small models, by checkpoint."""
+TOKENS: Mapping[str, Mapping[str, int]] = {
+    "fuyu_8b": {"<s>": 1, "<0x04>": 71122, "|SPEAKER|": 71011, "|NEWLINE|": 71019},
+    "gemma3_medgemma27b": {
+        "<pad>": 0,
+        "<eos>": 1,
+        "<bos>": 2,
+        "<unk>": 3,
+        "<start_of_turn>": 105,
+        "<end_of_turn>": 106,
+        "<start_of_image>": 255999,
+        "<end_of_image>": 256000,
+    },
+    "llava15": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
+}
+"""Special tokens whose ids the vocabularies alone have, which are not in this folder."""
+# The weights of this LLaVA-NeXT are an adapter's quantised base, so that they are given transformers' plain names.
+_PLAIN_NAMES = frozenset({"llava_next"})
+# Names as published, of what transformers saves under newer ones.
+_PUBLISHED_NAMES = {
+    "fuyu": ((r"^model\.language_model\.", "language_model.model."), (r"^lm_head", "language_model.lm_head"),
+             (r"^model\.vision_embed", "vision_embed")),
+    "gemma3": ((r"^model\.language_model\.", "language_model.model."), (r"^lm_head", "language_model.lm_head"),
+               (r"^model\.vision_tower\.(?!vision_model)", "vision_tower.vision_model."),
+               (r"^model\.vision_tower\.", "vision_tower."),
+               (r"^model\.multi", "multi")),
+    "qwen2_vl": ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
+    "qwen2_5_vl": ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual.")),
+}  # fmt: skip
+
+
+def write_small(name: str, out: Path) -> None:
+    """Write a small checkpoint of the published files of `name` into the empty directory `out`."""
+    for file in (FOLDER / name).iterdir():
+        if file.name not in _NOT_COPIED:
+            shutil.copyfile(file, out / file.name)
+    config = json.loads((out / "config.json").read_text())
+    config = _merged(config, SIZES[name])
+    if layers := config.get("text_config", {}).get("layer_types"):
+        config["text_config"]["layer_types"] = layers[: config["text_config"]["num_hidden_layers"]]
+    (out / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(name, config, out)
+    _write_weights(name, config, out)
+
+
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with nested `changes`."""
+    nested = {key: _merged(config.get(key) or {}, value) for key, value in changes.items() if isinstance(value, dict)}
+    return {**config, **changes, **nested}
+
+
+def special_tokens(name: str) -> dict[str, int]:
+    """The ids of the published special tokens."""
+    folder = FOLDER / name
+    tokens = dict(TOKENS.get(name, {}))
+    if (file := folder / "tokenizer_config.json").is_file():
+        decoder = json.loads(file.read_text()).get("added_tokens_decoder", {})
+        tokens |= {entry["content"]: int(index) for index, entry in decoder.items()}
+    if (file := folder / "added_tokens.json").is_file():
+        tokens |= json.loads(file.read_text())
+    return tokens
+
+
+def _write_tokenizer(name: str, config: Mapping[str, Any], out: Path) -> None:
+    """Write a BPE of single bytes, with the special tokens at their ids."""
+    special = special_tokens(name)
+    taken = {*special.values()}
+    free = (index for index in range(10, 5000) if index not in taken)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*letters, "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    # Fuyu's are pieces of its vocabulary, and no added tokens.
+    spelled = [token for token in TOKENS[name] if token not in pieces] if name == "fuyu_8b" else []
+    merges = [(token[:stop], token[stop]) for token in spelled for stop in range(1, len(token))]
+    pieces = [*dict.fromkeys([*pieces, *(token[:stop] for token in spelled for stop in range(1, len(token)))])]
+    vocabulary = {piece: next(free) for piece in pieces if piece not in special} | special
+    class_name = _settings(out).get("tokenizer_class")
+    is_byte_level = class_name not in {"LlamaTokenizer", "GemmaTokenizer", None}
+    split: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    blanks: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    if spelled:  # Fuyu's processor leaves the first piece of what it encodes out, the one that stands before every text
+        blanks = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, blanks]}
+    entry = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = {token: index for token, index in special.items() if token not in spelled}
+    described = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": index, "content": token, **entry} for token, index in sorted(added.items(), key=lambda one: one[1])
+        ],
+        "normalizer": None if is_byte_level else blanks,
+        "pre_tokenizer": split if is_byte_level else None,
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        if is_byte_level
+        else {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "unk_token": None if is_byte_level else "<unk>",
+            "fuse_unk": not is_byte_level,
+            "byte_fallback": not is_byte_level,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+    (out / "tokenizer.json").write_text(json.dumps(described))
+    if class_name is None:
+        named = json.loads((out / "special_tokens_map.json").read_text())
+        (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend", **named}))
+
+
+def _settings(out: Path) -> dict[str, Any]:
+    file = out / "tokenizer_config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _write_weights(name: str, config: Mapping[str, Any], out: Path) -> None:
+    """Write random weights in two files, under the published names."""
+    cls = getattr(transformers, config["architectures"][0])
+    torch.manual_seed(0)
+    model = cls(cls.config_class.from_pretrained(out)).float()
+    tied = model.all_tied_weights_keys if hasattr(model, "all_tied_weights_keys") else {}
+    renames = _PUBLISHED_NAMES.get(config["model_type"], ())
+    weights = {
+        reduce(lambda key, rename: re.sub(*rename, key), renames, key): value.clone()
+        for key, value in model.state_dict().items()
+        if key not in tied
+    }
+    file = FOLDER / name / "weight_names.json"
+    if file.is_file() and name not in _PLAIN_NAMES:
+        published = {*json.loads(file.read_text())}
+        found = {_ROUGH_NUMBER.sub("N", key) for key in weights}
+        assert found == published, (sorted(found - published), sorted(published - found))
+    names = sorted(weights)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, held in halves.items():
+        save_file({key: weights[key].contiguous() for key in held}, out / shard, {"format": "pt"})
+    where = {key: shard for shard, held in halves.items() for key in held}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))

@@ -1,0 +1,91 @@
+"""Published checkpoints, but for their sizes, are served as transformers serves them, or refused by what they are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests import transformers_reference  # noqa: F401 - before transformers looks for torchvision
+
+# isort: split
+import transformers
+from transformers import AutoProcessor
+
+from mindie_mm.models import family_of, load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.splice import plain_ids
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import FamilyContract, Reference, picture
+from tests.published.checkpoints import SIZES, write_small
+
+MARKERS = {
+    "fuyu": "",
+    "gemma3": "<start_of_image>",
+    "idefics3": "<image>",
+    "llava": "<image>",
+    "llava_next": "<image>",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
+}
+ITEMS = [{"image": picture(150, 190)}, {"text": "What is in the image?"}]
+TEXT = [{"text": "a red square"}]
+
+
+class PublishedReference(Reference):
+    """What transformers makes of a checkpoint directory by itself."""
+
+    markers: ClassVar = {}
+
+    def __init__(self, path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        cls = getattr(transformers, config["architectures"][0])
+        read = cls.config_class.from_pretrained(path)
+        if config["model_type"] == "fuyu":
+            # transformers 5 reads 10000 from a text_config that states no rope_theta; 4 read 25000.
+            read.text_config.rope_parameters["rope_theta"] = 25_000.0
+        super().__init__(
+            cls.from_pretrained(path, config=read, dtype=torch.float32), AutoProcessor.from_pretrained(path)
+        )
+        self.markers = {"image": MARKERS[config["model_type"]]}
+
+    def inputs(self, items: Any) -> Any:
+        if self.markers["image"]:
+            return super().inputs(items)
+        self.processor.tokenizer.model_input_names = ["input_ids", "attention_mask"]
+        images = {"images": [item["image"] for item in items if "image" in item]}
+        further = {**images, "return_legacy_image_output": False} if images["images"] else {}
+        return self.processor(text=[self.text(items)], return_tensors="pt", **further)
+
+
+def contract_of(path: Path) -> FamilyContract:
+    """The contract of the family that serves a checkpoint."""
+    name = family_of(Checkpoint.open(path)).__module__.rpartition(".")[2]
+    module = importlib.import_module(f"tests.models.test_{name}")
+    found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, FamilyContract))
+    return next(value for value in found if getattr(value, "name", None) == name)()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_published_checkpoint_equals_transformers(name, tmp_path):
+    """Ids, arrays and logits."""
+    write_small(name, tmp_path)
+    contract, path_file = contract_of(tmp_path), tmp_path / "shm_name.txt"
+    reference = PublishedReference(tmp_path)
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    try:
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            for items in (TEXT, ITEMS):
+                ids = tokenizer.tokenize(items, path_file)
+                expected = reference.inputs(items)
+                media = model.read(ids.numpy())
+                assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist()
+                if media:
+                    contract.assert_arrays(expected, media, model)
+                assert (model.logits(ids) - reference.logits(items)).abs().max() <= 1e-4
+    finally:
+        release(path_file)
