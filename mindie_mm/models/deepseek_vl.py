@@ -409,7 +409,7 @@ def translate(
 
 
 def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """A tokenizer.json that puts BOS and EOS round a text where tokenizer_config.json says so.
+    """Return a tokenizer.json that puts BOS and EOS round a text if tokenizer_config.json says so.
 
     The original's class of tokenizer goes by that file alone.
     """

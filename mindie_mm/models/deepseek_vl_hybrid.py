@@ -161,7 +161,7 @@ class DeepseekVLHybrid(DeepseekVL):
 
 
 def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """transformers' configuration of a SAM tower with the original's parameters. UnsupportedCheckpoint."""
+    """Return transformers' configuration of a SAM tower with the original's parameters. UnsupportedCheckpoint."""
     if (name := params.get("model_name")) != "sam_b_downsample":
         raise UnsupportedCheckpoint(
             f"{where}: the high resolution's tower is {name!r}, only sam_b_downsample is served"

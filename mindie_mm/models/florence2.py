@@ -64,8 +64,6 @@ _TASKS_ON_INPUT = {
     "<REGION_TO_OCR>": "What text is in the region {input}?",
 }
 """The same, of tasks that are given something: the text beside the name."""
-
-
 _ORIGINAL_KEYS = frozenset({"dim_embed", "image_pos_embed", "visual_temporal_embedding"})
 """Settings of the tower that transformers' own configuration calls otherwise: they tell the original layout."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
@@ -299,43 +297,50 @@ def _named_token(checkpoint: Checkpoint, name: str) -> int:
 
 
 def _translated(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint in transformers' layout: one in microsoft's is translated, others are as they were."""
+    """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
     vision = checkpoint.config.get("vision_config") or {}
     if checkpoint.renamings is not None or not (vision.get("model_type") == "davit" or _ORIGINAL_KEYS & vision.keys()):
         return checkpoint
     where = str(checkpoint.path)
-    text = dict(checkpoint.config.get("text_config") or {})
+    tower = _vision_config(vision, where)
+    text = {key: value for key, value in checkpoint.config.get("text_config", {}).items() if value is not None}
+    if (kind := text.get("model_type") or "florence2_language") not in ("florence2_language", "bart"):
+        raise UnsupportedCheckpoint(f"{where}: text_config.model_type is {kind!r}, only florence2_language is served")
+    width = text.get("d_model", 1024)
+    if tower["projection_dim"] != width:
+        raise UnsupportedCheckpoint(
+            f"{where}: vision_config.projection_dim is {tower['projection_dim']}, it must be text_config.d_model, "
+            f"{width}"
+        )
     if not (described := checkpoint.json("tokenizer.json")):
         raise UnsupportedCheckpoint(f"{where} has no tokenizer.json; copy it from the model that this one was made of")
     described = with_special_tokens(described, _ADDED_TOKENS)
-    tied = text.get("tie_word_embeddings", True)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}
     config = {
         **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},
         "architectures": ["Florence2ForConditionalGeneration"],
-        "vision_config": _vision_config(vision, where),
-        "text_config": {"model_type": "bart", "vocab_size": 51289, "tie_word_embeddings": tied, **known},
-        "tie_word_embeddings": tied,
+        "vision_config": tower,
+        # Encoder and decoder share their embeddings whatever is said, and the head shares them or not.
+        "text_config": {"model_type": "bart", "vocab_size": 51289, "tie_word_embeddings": True, **known},
+        "tie_word_embeddings": text.get("tie_word_embeddings", True),
         "image_token_id": tokenizer_length(described),
     }
-    if config["vision_config"]["projection_dim"] != (width := known.get("d_model", 1024)):
-        raise UnsupportedCheckpoint(
-            f"{where}: vision_config.projection_dim is {config['vision_config']['projection_dim']}, it must be "
-            f"text_config.d_model, {width}"
-        )
     # The original generates with its language model, whose settings text_config has: its generation_config.json and
     # the token ids at the top of its config.json, which re-saved checkpoints have wrong, change nothing.
     generation = {key: text.get(key, value) for key, value in _GENERATION_DEFAULTS.items()}
     files = {
         "generation_config.json": {key: value for key, value in generation.items() if value is not None},
         "tokenizer.json": described,
-        "tokenizer_config.json": {**_NAMED_TOKENS, **checkpoint.json("tokenizer_config.json")},
+        "tokenizer_config.json": {
+            **_NAMED_TOKENS,
+            **{key: value for key, value in checkpoint.json("tokenizer_config.json").items() if value is not None},
+        },
     }
     return checkpoint.translated(config, files, _RENAMINGS)
 
 
 def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """transformers' vision_config for the original's. UnsupportedCheckpoint for a tower that it does not have."""
+    """Return transformers' vision_config for the original's. UnsupportedCheckpoint for what it cannot say."""
     # Re-saved configurations have lost the name of the tower, which is the only one that the original code has.
     if (tower := vision.get("model_type") or "davit") != "davit":
         raise UnsupportedCheckpoint(

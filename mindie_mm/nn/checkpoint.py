@@ -152,8 +152,8 @@ class Checkpoint:
         return settings
 
     def has(self, name: str) -> bool:
-        """Whether there is a file `name`. UnsupportedCheckpoint where that cannot be told."""
-        return _is_file(self.path / name)
+        """Return whether there is a file `name`. Raise UnsupportedCheckpoint if the folder cannot be searched."""
+        return bool(self._files.get(name)) or _is_file(self.path / name)
 
     def token_id(self, token: str) -> int:
         """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""

@@ -80,7 +80,7 @@ def rename(
 
 
 def _rule(name: str, renamings: Sequence[Renaming]) -> tuple[str, Change]:
-    """The published name of the module's weight `name`, and what makes it of that; the first rule counts."""
+    """Return the published name of the module's weight `name`, and its change, by the first rule that fits."""
     for renaming in renamings:
         if found := re.fullmatch(renaming.pattern, name):
             return found.expand(renaming.published), renaming.change

@@ -14,7 +14,7 @@ from mindie_mm.nn.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import read_dequantized, scaling
 from mindie_mm.nn.pretrained import check_shapes, check_weights, read_config
-from mindie_mm.nn.quantized import check_own_layers, method_of, quantization
+from mindie_mm.nn.quantized import check_own_layers, is_quantized, quantization
 from mindie_mm.nn.renaming import RenamedWeights, rename
 from mindie_mm.nn.shares import refuse_shares
 from mindie_mm.nn.stored_tensors import check_scaled, read_weights
@@ -79,10 +79,10 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
     """
     if checkpoint.renamings is None:
         return None
-    if (settings := quantization(checkpoint)) is not None:
+    if is_quantized(checkpoint):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method_of(settings)!r}; "
-            "in this layout, only plain weights are served"
+            f"{checkpoint.path} is quantised, and its weights have their authors' names; quantised weights are served "
+            "in transformers' layout only"
         )
     config = read_config(cls.config_class.__name__, checkpoint)
     with torch.device("meta"):

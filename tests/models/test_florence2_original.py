@@ -13,6 +13,7 @@ from transformers import CLIPImageProcessor, Florence2Config, Florence2ForCondit
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
 from mindie_mm.engine.detokenizer import load_tokenizer
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize import Tokenizer
@@ -117,16 +118,20 @@ def converted_config(config: dict[str, Any], image_token_id: int) -> Florence2Co
     vision["max_temporal_embeddings"] = vision.pop("visual_temporal_embedding")["max_temporal_embeddings"]
     vision["max_position_embeddings"] = vision.pop("image_pos_embed")["max_pos_embeddings"]
     vision["model_type"], text["model_type"] = "florence_vision", "bart"
-    return Florence2Config(vision_config=vision, text_config=text, image_token_id=image_token_id)
+    tied, text["tie_word_embeddings"] = text.get("tie_word_embeddings", True), True
+    return Florence2Config(
+        vision_config=vision, text_config=text, image_token_id=image_token_id, tie_word_embeddings=tied
+    )
 
 
-def write(out: Path, name: str = "large_ft", seed: int = 0) -> Florence2Reference:
-    """Writes the checkpoint; returns what transformers makes of its conversion."""
+def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> Florence2Reference:
+    """Writes the checkpoint, with `changes` in parts of config.json; returns transformers' model of its conversion."""
     tokenizer = save_tokenizer(out, TOKENS, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
     frame = TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)])
     tokenizer.backend_tokenizer.post_processor = frame
     tokenizer.save_pretrained(out)
     config = shrunk(name, len(tokenizer) + len(ADDED))
+    config |= {part: config[part] | change for part, change in changes.items()}
     files = {file: read(name, file) for file in ("generation_config", "preprocessor_config")}
     files["preprocessor_config"] |= {"size": {"height": SIDE, "width": SIDE}, "image_seq_length": FEATURES}
     save_json(out, config=config, tokenizer_config={"model_max_length": 1024}, **files)
@@ -192,6 +197,21 @@ class TestFlorence2Original(Seq2SeqContract):
         assert outputs[0] == reference.generate(items, 24)
         assert model.spec.eos_token_ids == (EOS,)
 
+    def test_what_a_configuration_can_say(self, tmp_path, path_file):
+        text = {"tie_word_embeddings": False, "scale_embedding": True, "activation_function": "relu"}
+        vision = {
+            "patch_prenorm": [False, True, False, True],
+            "image_pos_embed": {"type": "learned_abs_2d", "max_pos_embeddings": 9},
+            "visual_temporal_embedding": {"type": "COSINE", "max_temporal_embeddings": 7},
+            "window_size": 5,
+        }
+        reference = write(tmp_path, text_config=text, vision_config=vision)
+        names = load_file(tmp_path / "model.safetensors")
+        assert not torch.equal(names["language_model.lm_head.weight"], names["language_model.model.shared.weight"]), (
+            "not tied"
+        )
+        self.assert_same(tmp_path, reference, path_file)
+
     def test_a_tower_of_another_kind_is_refused_by_name(self, tmp_path):
         write(tmp_path)
         save_json(tmp_path, config=read("04rr", "config"))
@@ -204,6 +224,7 @@ class TestFlorence2Original(Seq2SeqContract):
             ("vision_config", {"image_pos_embed": {"type": "sine"}}, "image_pos_embed.type is 'sine'"),
             ("vision_config", {"image_pos_embed": None}, "image_pos_embed.type is 'none'"),
             ("vision_config", {"visual_temporal_embedding": {"type": "LEARNED"}}, "visual_temporal_embedding.type is"),
+            ("text_config", {"model_type": "t5"}, "text_config.model_type is 't5'"),
             ("vision_config", {"projection_dim": 48}, "projection_dim is 48, it must be text_config.d_model, 32"),
         ],
         ids=str,
@@ -212,6 +233,12 @@ class TestFlorence2Original(Seq2SeqContract):
         config = json.loads((path / "config.json").read_text())
         other = changed(path, tmp_path / "other", "config", {part: config[part] | change})
         self.assert_refused(other, named)
+
+    def test_quantised_weights_are_refused(self, path, tmp_path):
+        settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})
+        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* in transformers' layout only"):
+            load_model(other, device="cpu")
 
     def test_a_missing_tokenizer_is_named(self, path, tmp_path):
         shutil.copytree(path, tmp_path / "other")
