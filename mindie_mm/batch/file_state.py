@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 import msgspec
+from blake3 import blake3
 
 from mindie_mm.batch.files import replacing
 from mindie_mm.errors import StorageError, os_errors_as
 
 STATES_FILE = "input-states.json"
 """States of a run's input files, in the run's folder until the run is finished."""
+_PIECE_BYTES = 1 << 16
+_MAX_PIECES = 1024
+DIGESTED_BYTES = _PIECE_BYTES * _MAX_PIECES
+"""Size up to which `digest_of` reads every byte of a file."""
 
 
 class FileState(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,3 +89,16 @@ class InputStates(msgspec.Struct, frozen=True, kw_only=True):
 
 def _time(time_ns: int) -> str:
     return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(sep=" ", timespec="milliseconds")
+
+
+def digest_of(file: BinaryIO) -> str:
+    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger one."""
+    size = file.seek(0, os.SEEK_END)
+    digest = blake3(str(size).encode())
+    # The last piece ends with the file: the end of a Parquet file describes each of its pages.
+    last = max(0, size - _PIECE_BYTES)
+    pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
+    for number in range(pieces + 1):
+        file.seek(last * number // pieces)
+        digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest(16)

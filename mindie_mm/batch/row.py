@@ -15,8 +15,9 @@ from uuid import UUID
 import msgspec
 
 from mindie_mm.batch.placed import has_places, with_media
+from mindie_mm.batch.record import Files, Record
 from mindie_mm.batch.sniff import no_json
-from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, Files, Record
+from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import (
     KINDS,

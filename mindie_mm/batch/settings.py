@@ -6,20 +6,21 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from blake3 import blake3
 
+from mindie_mm.batch.checkpoint_digest import model_digest
+from mindie_mm.batch.differences import differences, first_difference
 from mindie_mm.batch.file_state import FileState
 from mindie_mm.batch.files import replacing
 from mindie_mm.batch.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
 from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.versions import versions
 from mindie_mm.config import MediaCaps, MiB
-from mindie_mm.errors import InputError, UnsupportedCheckpoint, os_errors_as
+from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint import Checkpoint
 
@@ -35,7 +36,6 @@ _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
 _LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
 """Settings that say where something is. What is there counts by its digest."""
 _PIECE_BYTES = 1 << 20
-_TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,32 +261,15 @@ def require_run(folder: Path) -> None:
 
 
 def _differences(earlier: Run, now: Run) -> list[str]:
-    """Return the parts that differ between two runs, and the inputs that lie elsewhere, each with both values."""
+    """Return the parts that differ between two runs, or else the inputs that lie elsewhere, each with both values."""
     before, after = earlier.parts(), now.parts()
-    found = [
-        _difference(name, before[name], value, now.settings.inputs)
-        for name, value in after.items()
-        if before[name] != value
-    ]
-    return found or _moved(earlier.settings, now.settings)
-
-
-def _difference(name: str, before: Any, now: Any, inputs: Sequence[str]) -> str:
-    """Return how a part differs. Of digests, which may be thousands, name the first one. Of a table, name its keys."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        return f"{name} was {_shown(before, keys)}, now {_shown(now, keys)}"
-    if not (isinstance(before, Sequence) and isinstance(now, Sequence)) or isinstance(before, str):
-        return f"{name} was {before}, now {now}"
-    at, (was, value) = next((at, pair) for at, pair in enumerate(zip_longest(before, now)) if pair[0] != pair[1])
-    said = f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
-    if name == "input_digests" and at < len(inputs):
-        return f"{said}, because {called(inputs[at])} has another content than the earlier input"
-    return said
-
-
-def _shown(values: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(f"{key} {values.get(key, '(none)')}" for key in keys)
+    found = differences(before, after)
+    if "input_digests" in found:
+        at = first_difference(before["input_digests"], after["input_digests"])
+        if at < len(now.settings.inputs):
+            name = called(now.settings.inputs[at])
+            found["input_digests"] += f", because {name} has another content than the earlier input"
+    return [*found.values()] or _moved(earlier.settings, now.settings)
 
 
 def _moved(earlier: Settings, now: Settings) -> list[str]:
@@ -316,19 +299,3 @@ def _is_same_file(first: str, second: str) -> bool:
         return os.path.samefile(first, second)  # noqa: PTH121
     except OSError:
         return False
-
-
-def model_digest(checkpoint: Checkpoint) -> str:
-    """Digest of the files that tokenising reads; what is no file, as a link that leads nowhere, is not there.
-
-    UnsupportedCheckpoint for one that cannot be read.
-    """
-    digest = blake3()
-    files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}
-    for file in sorted(files):
-        if not file.name.endswith(".index.json") and file.is_file():
-            with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
-                content = file.read_bytes()
-            digest.update(f"{file.name}\0{len(content)}\0".encode())
-            digest.update(content)
-    return digest.hexdigest(16)

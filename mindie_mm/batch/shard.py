@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from mindie_mm import faults
 from mindie_mm.batch.files import replacing
-from mindie_mm.batch.source import NOT_JSON, Chunk, RecordsDigest
+from mindie_mm.batch.record import RecordsDigest
+from mindie_mm.batch.source import NOT_JSON, Chunk
 from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.shm import ArraySpec, DiskArena

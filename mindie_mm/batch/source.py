@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -10,16 +9,14 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from blake3 import blake3
-from xxhash import xxh3_128
 
-from mindie_mm.batch.file_state import FileState
+from mindie_mm.batch.file_state import DIGESTED_BYTES, FileState, digest_of
+from mindie_mm.batch.record import Files, Record
 from mindie_mm.batch.sniff import are_tables, no_lines, packing
 from mindie_mm.batch.tar import key_of, members, row_starts
 from mindie_mm.config import MAX_SOURCE_BYTES
@@ -31,56 +28,9 @@ MEDIA_MARK = "{media}"
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 """Exceptions of msgspec for bytes that are not JSON, or are JSON of another type."""
 _PIECE_BYTES = 1 << 16
-_MAX_PIECES = 1024
 _RESTORE = "Restore the file, or name another output folder for its new content"
 _MOST_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """A row of a tar."""
-
-    key: str
-    files: dict[str, bytes]
-    """Contents by name, in the order of the tar."""
-    repeated: str | None = None
-    """A name that several files have, or None. `files` has only the last of them."""
-
-    def own(self, suffix: str) -> bytes | None:
-        """Return the file with the name of the row and `suffix`, such as `3.json` but not `3.meta.json`, or None."""
-        return next((data for name, data in self.files.items() if name.removeprefix(self.key).lower() == suffix), None)
-
-
-Record = bytes | dict[str, Any] | Files
-"""A line of JSON, a row of a table, files."""
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=repr)
-
-
-class RecordsDigest:
-    """Digest of consecutive records, by which a later call tells whether a shard was made from them."""
-
-    def __init__(self) -> None:
-        self._hash = xxh3_128()
-
-    def add(self, record: Record) -> None:
-        """Add the next record."""
-        if isinstance(record, Files):
-            for name, data in record.files.items():
-                self._add(name.encode(errors="surrogateescape"))
-                self._add(data)
-        else:
-            self._add(record if isinstance(record, bytes) else _encoder.encode(record))
-
-    def hex(self) -> str:
-        """Return the digest of the records so far."""
-        return str(self._hash.hexdigest())
-
-    def _add(self, data: bytes) -> None:
-        self._hash.update(len(data).to_bytes(8, "little"))
-        self._hash.update(data)
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -143,7 +93,7 @@ class Source(ABC):
     @property
     def is_digested_whole(self) -> bool:
         """Whether the fingerprint covers every byte of the file."""
-        return self.state.size <= _MAX_PIECES * _PIECE_BYTES
+        return self.state.size <= DIGESTED_BYTES
 
     def fingerprint(self) -> str:
         """Return a digest of the whole file, or of the size and 1,024 pieces of a large one.
@@ -154,7 +104,7 @@ class Source(ABC):
 
         """
         with _reading(self.path), self.opened() as file:
-            found = _digest_of(file)
+            found = digest_of(file)
         self.digest = found
         return found
 
@@ -187,7 +137,7 @@ class Source(ABC):
         now = FileState.of(file.fileno())
         if now == self.state:
             return
-        if not (self.digest and now.may_equal(self.state) and _digest_of(file) == self.digest):
+        if not (self.digest and now.may_equal(self.state) and digest_of(file) == self.digest):
             difference = self.state.difference(now)
             raise StorageError(f"{self.name} changed while the run read it: {difference}. {_RESTORE}")
         self.state = now
@@ -209,19 +159,6 @@ class Source(ABC):
 
 def _reading(path: Path) -> AbstractContextManager[None]:
     return os_errors_as(InputError, f"{path} cannot be read")
-
-
-def _digest_of(file: BinaryIO) -> str:
-    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger one."""
-    size = file.seek(0, os.SEEK_END)
-    digest = blake3(str(size).encode())
-    # The last piece ends with the file: the end of a Parquet file describes each of its pages.
-    last = max(0, size - _PIECE_BYTES)
-    pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
-    for number in range(pieces + 1):
-        file.seek(last * number // pieces)
-        digest.update(file.read(_PIECE_BYTES))
-    return digest.hexdigest(16)
 
 
 def _chosen(text: bytes, columns: Sequence[str]) -> bytes:

@@ -15,10 +15,11 @@ from mindie_mm import faults
 from mindie_mm.batch.file_state import FileState
 from mindie_mm.batch.gather import is_folder
 from mindie_mm.batch.messages import Finished, Step
+from mindie_mm.batch.record import Record
 from mindie_mm.batch.row import Row, parse, printable, row_id
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
-from mindie_mm.batch.source import Chunk, Record, Source
+from mindie_mm.batch.source import Chunk, Source
 from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Media

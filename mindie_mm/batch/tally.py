@@ -10,9 +10,10 @@ from pathlib import Path
 from mindie_mm.batch.file_state import FileState
 from mindie_mm.batch.messages import Step
 from mindie_mm.batch.progress import Progress, Show
+from mindie_mm.batch.record import RecordsDigest
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
-from mindie_mm.batch.source import Chunk, RecordsDigest, Source
+from mindie_mm.batch.source import Chunk, Source
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
 
 

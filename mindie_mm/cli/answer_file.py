@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
+from mindie_mm.batch.differences import differences
 from mindie_mm.batch.files import creating, locked, replacing
 from mindie_mm.batch.source import NOT_JSON
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
+
+_GO_ON = "Name another file for --output, or restore the earlier settings, files and versions to continue this one"
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +25,24 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     """`Manifest.digest` of the rows."""
     model: str
-    """The directory of the checkpoint that answers: its weights are known by nothing else."""
+    """Directory of the checkpoint, for readers. The checkpoint counts by its digests."""
     model_digest: str
+    """`model_digest` of the checkpoint, which covers its generation_config.json."""
+    weights_digest: str = ""
+    """`weights_digest` of the checkpoint."""
     sampling: SamplingParams
+    """Sampling settings, with every default resolved."""
+    settings: Mapping[str, Any] = {}
+    """Settings of the engine that change answers. Sizes of batches and caches and numbers of threads do not."""
+    versions: Mapping[str, str] = {}
+    device: str = ""
+    """Kind of device that answered. Empty until the engine has started."""
+
+    def parts(self) -> dict[str, Any]:
+        """Return everything that decides the answers, by name, except the device, which is known later."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        sampling = values.pop("sampling")
+        return {name: value for name, value in (values | sampling).items() if name not in {"model", "device"}}
 
     @staticmethod
     def path(output: Path) -> Path:
@@ -37,20 +55,34 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
 
     def require(self, output: Path) -> None:
-        """InputError, with what differs, unless the answers in `output` are of this origin."""
+        """Raise InputError, naming what differs, unless the answers in `output` are of this origin."""
+        found = differences(self._read(output).parts(), self.parts())
+        if found:
+            raise InputError(f"{output} has other answers: {'; '.join(found.values())}. {_GO_ON}")
+
+    def require_device(self, output: Path, device: str) -> None:
+        """Record the device of the engine that has started.
+
+        Raises:
+            InputError: Another kind of device gave the answers in `output`.
+            StorageError: The device cannot be recorded.
+
+        """
+        kind = device.partition(":")[0]
+        earlier = self._read(output).device
+        if earlier and earlier != kind:
+            raise InputError(f"{output} has other answers: device was {earlier}, now {kind}. {_GO_ON}")
+        if not earlier:
+            msgspec.structs.replace(self, device=kind).begin(output)
+
+    def _read(self, output: Path) -> Origin:
         file = self.path(output)
         try:
-            earlier = msgspec.json.decode(file.read_bytes(), type=Origin)
+            return msgspec.json.decode(file.read_bytes(), type=Origin)
         except FileNotFoundError:
             raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
         except NOT_JSON as error:
             raise InputError(f"{file} is not what an earlier call left: {in_words(error)}") from None
-        before, now = msgspec.structs.asdict(earlier), msgspec.structs.asdict(self)
-        before |= msgspec.structs.asdict(before.pop("sampling"))
-        now |= msgspec.structs.asdict(now.pop("sampling"))
-        differing = [f"{name} was {before[name]}, now {value}" for name, value in now.items() if before[name] != value]
-        if differing:
-            raise InputError(f"{output} has other answers: {'; '.join(differing)}. Name another file")
 
 
 @contextmanager

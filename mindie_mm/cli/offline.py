@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
 from mindie_mm.batch.mounting import renumbered, reserved
-from mindie_mm.batch.settings import model_digest
 from mindie_mm.batch.shard import ShardRow, arena_path
+from mindie_mm.batch.versions import versions
 from mindie_mm.cli.answer_file import Origin, continued
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -40,6 +41,8 @@ Line = dict[str, Any]
 """An answer as it is written."""
 
 _ENGINE_FAILED = (ProcessDied, DeviceError)
+_DECIDING = ("dtype", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
+"""Fields of `EngineConfig` that change answers. The device is recorded once the engine has chosen it."""
 _BACK_S = 900.0
 """How long rows wait for an engine that is started again: no client does, and a large model is loaded for minutes."""
 
@@ -69,7 +72,10 @@ async def generate(
         run=dataset.manifest.digest,
         model="" if config.model is None else os.fsencode(config.model.absolute()).decode(errors="backslashreplace"),
         model_digest=model_digest(checkpoint),
+        weights_digest=weights_digest(checkpoint),
         sampling=params,
+        settings=_deciding(config),
+        versions=versions(["torch_npu"]),
     )
     with continued(output, origin) as (append, begun, earlier_errors, last_id):
         if begun > stop:
@@ -83,6 +89,7 @@ async def generate(
             await Worker.start(config, in_process=True) as worker,
             aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers,
         ):
+            origin.require_device(output, worker.engine.info.device)
             try:
                 async for answer in answers:
                     errors += "error" in answer
@@ -91,6 +98,12 @@ async def generate(
             except _ENGINE_FAILED as error:
                 raise type(error)(f"{error}. {done} of {stop} rows are answered") from error
     return stop, errors
+
+
+def _deciding(config: WorkerConfig) -> dict[str, Any]:
+    """Return the settings of the engine that change answers."""
+    engine = config.engine
+    return {"family": config.family or ""} | {name: getattr(engine, name) for name in _DECIDING}
 
 
 async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mindie_mm.batch import Dataset, source
+from mindie_mm.batch import Dataset, file_state, source
 from mindie_mm.batch.file_state import STATES_FILE, InputStates
 from mindie_mm.batch.gather import gather, gathered_path
 from mindie_mm.batch.on_ray import _Actor
@@ -176,8 +176,9 @@ def test_a_hard_link_and_a_new_mode_are_no_change(form: str, tmp_path: Path) -> 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fingerprints of two pieces of 16 bytes, so that any file is a large one."""
-    monkeypatch.setattr(source, "_PIECE_BYTES", 16)
-    monkeypatch.setattr(source, "_MAX_PIECES", 2)
+    monkeypatch.setattr(file_state, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(file_state, "_MAX_PIECES", 2)
+    monkeypatch.setattr(source, "DIGESTED_BYTES", 32)
 
 
 @pytest.mark.usefixtures("pieces")

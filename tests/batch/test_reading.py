@@ -168,6 +168,7 @@ def descriptors() -> int:
 
 def test_samples_hold_no_file_descriptors(many: Path) -> None:
     """A shuffle buffer keeps thousands of samples. A process may have 65,530 mappings, but only 1,024 descriptors."""
+    gc.collect()  # errors of other tests keep files open
     dataset = Dataset(many)
     gc.collect()  # other tests may have left objects that hold descriptors
     before = descriptors()
@@ -259,6 +260,7 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
     for other, differing in (
         (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has other answers: run was "),
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
+        (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Name"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
         (["--tokenized", str(folder), *arguments, "--output", "-"], "answers go to a file"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0, it must be in"),

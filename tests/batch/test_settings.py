@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.batch.settings import Settings, model_digest
+from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
+from mindie_mm.batch.settings import Settings
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import EMBEDDED, Checkpoint
 
@@ -42,3 +43,13 @@ def test_a_path_that_is_not_utf_8_is_named(name: str) -> None:
 def test_nothing_is_truncated_to_no_length() -> None:
     with pytest.raises(InputError, match="truncate needs max_tokens"):
         Settings(model="", inputs=("-",), truncate=True)
+
+
+def test_weights_count_by_their_content(checkpoint: Checkpoint) -> None:
+    assert weights_digest(checkpoint) == weights_digest(Checkpoint.open())
+    weights = checkpoint.path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert weights_digest(checkpoint) != weights_digest(Checkpoint.open())
+    assert model_digest(checkpoint) == model_digest(Checkpoint.open())

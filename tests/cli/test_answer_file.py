@@ -6,6 +6,7 @@ import errno
 import resource
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mindie_mm.cli.answer_file import Origin, continued
@@ -48,3 +49,38 @@ def test_a_line_that_is_written_in_part_is_told_and_removed_by_the_next_call(tmp
 def test_two_calls_do_not_write_one_file(tmp_path: Path) -> None:
     with continued(tmp_path / "out.jsonl", ORIGIN), pytest.raises(InputError, match="another call writes"):
         answer(tmp_path / "out.jsonl", 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("weights_digest", "other", "weights_digest was , now other"),
+        ("settings", {"dtype": "float32"}, "settings was dtype auto, now dtype float32"),
+        ("versions", {"torch": "3"}, "versions was torch 2, now torch 3"),
+        ("sampling", SamplingParams(top_p=0.5), "top_p was 1.0, now 0.5"),
+    ],
+)
+def test_answers_of_another_origin_are_refused(part: str, value: object, said: str, tmp_path: Path) -> None:
+    first = msgspec.structs.replace(ORIGIN, settings={"dtype": "auto", "family": ""}, versions={"torch": "2"})
+    with continued(tmp_path / "out.jsonl", first) as (append, *_):
+        append(LINE % 0)
+    if isinstance(value, dict):
+        value = {**getattr(first, part), **value}
+    other = msgspec.structs.replace(first, **{part: value})
+    with (
+        pytest.raises(InputError, match=rf"out\.jsonl has other answers: {said}\. Name another file for --output"),
+        continued(tmp_path / "out.jsonl", other),
+    ):
+        pass
+    moved = msgspec.structs.replace(first, model="/elsewhere")
+    with continued(tmp_path / "out.jsonl", moved) as (_, begun, *_):
+        assert begun == 1
+
+
+def test_answers_of_another_device_are_refused(tmp_path: Path) -> None:
+    answer(tmp_path / "out.jsonl", 0)
+    ORIGIN.require_device(tmp_path / "out.jsonl", "npu:0")
+    ORIGIN.require_device(tmp_path / "out.jsonl", "npu:1")
+    with pytest.raises(InputError, match="has other answers: device was npu, now cpu"):
+        ORIGIN.require_device(tmp_path / "out.jsonl", "cpu")
+    assert answer(tmp_path / "out.jsonl", 1) == [1, 0, None]

@@ -1,0 +1,43 @@
+"""Digests of a checkpoint's files, by which two calls tell whether they use the same one, wherever it lies."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+from mindie_mm.batch.file_state import digest_of
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.nn.checkpoint import Checkpoint
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Digest of the files that tokenising reads; what is no file, as a link that leads nowhere, is not there.
+
+    UnsupportedCheckpoint for one that cannot be read.
+    """
+    digest = blake3()
+    files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}
+    for file in sorted(files):
+        if not file.name.endswith(".index.json") and file.is_file():
+            with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+                content = file.read_bytes()
+            digest.update(f"{file.name}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest(16)
+
+
+def weights_digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of a checkpoint's weights: the names of their files, and pieces of each file.
+
+    Raises:
+        UnsupportedCheckpoint: A file cannot be read.
+
+    """
+    digest = blake3()
+    for file in sorted({file for pattern in _WEIGHTS for file in checkpoint.path.glob(pattern)}):
+        if file.is_file():
+            with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+                digest.update(f"{file.name}\0{digest_of(opened)}\0".encode())
+    return digest.hexdigest(16)

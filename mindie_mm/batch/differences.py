@@ -1,0 +1,35 @@
+"""Differences between what an earlier call recorded and what the present one has, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return how each part that differs has changed, with both values, by its name."""
+    return {
+        name: _difference(name, before.get(name), value) for name, value in now.items() if before.get(name) != value
+    }
+
+
+def first_difference(before: Sequence[Any], now: Sequence[Any]) -> int:
+    """Return the first index at which two sequences differ."""
+    return next(at for at, (was, value) in enumerate(zip_longest(before, now)) if was != value)
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Return how a part differs. A table shows the keys that differ, and a list its first element that does."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return f"{name} was {_shown(before, keys)}, now {_shown(now, keys)}"
+    if isinstance(before, list | tuple) and isinstance(now, list | tuple):
+        at = first_difference(before, now)
+        was, value = (one[at] if at < len(one) else None for one in (before, now))
+        return f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
+    return f"{name} was {before}, now {now}"
+
+
+def _shown(values: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {values.get(key, '(none)')}" for key in keys)
