@@ -92,21 +92,6 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
-def limit_joining_ray() -> None:
-    """Let Ray give up soon on a cluster that does not answer. Call this before Ray is imported.
-
-    By default it tries for more than 8 minutes.
-    """
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
-    os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "3")
-    os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "1")
-
-
-def ray_address() -> str | None:
-    """Return the address of the Ray cluster that "auto" means, or None to find it on this machine."""
-    return os.environ.get("RAY_ADDRESS")
-
-
 def has_thread_count() -> bool:
     """Return whether a variable sets the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
@@ -162,3 +147,19 @@ def default_spool() -> Path:
     if folder := os.environ.get("MINDIE_MM_SPOOL"):
         return Path(folder)
     return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
+
+
+def ray_address() -> str:
+    """Return the address of the Ray cluster that RAY_ADDRESS names, or an empty string."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def limit_ray_connect() -> None:
+    """Let Ray give up after some seconds if no head node answers, unless a variable sets this.
+
+    Ray reads these variables when it is imported. By default it tries for more than 8 minutes. Its time to reconnect
+    stays as it is, because Ray ends the process without an exception after that time.
+    """
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "3")
+    os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "1")

@@ -24,7 +24,7 @@ from mindie_mm.batch.messages import Finished, death_error
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, complete_shards
 from mindie_mm.batch.source import Chunk, JSONLines
-from mindie_mm.environment import limit_joining_ray, ray_address
+from mindie_mm.environment import limit_ray_connect, ray_address
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError, os_errors_as
 from mindie_mm.ipc import Failure
 
@@ -89,15 +89,15 @@ def shards(
 def _join(address: str) -> None:
     """Join the cluster at `address`, unless this process has joined one. Raise InputError if there is none."""
     named = address
-    if address == "auto" and (set_there := ray_address()) not in (None, "auto"):
-        address, named = set_there, f"{set_there}, which RAY_ADDRESS names"
+    if address == "auto" and (address := ray_address() or "auto") != "auto":
+        named = f"{address}, which RAY_ADDRESS names"
     if "://" in address:
         raise InputError(f"--ray {named}: a run joins a cluster itself, so give the host and port of its head node")
     if find_spec("ray") is None:
         raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'")
     imported = "ray" in sys.modules
     if address != "local":
-        limit_joining_ray()
+        limit_ray_connect()
     import ray
     from ray.exceptions import RayError
 

@@ -23,6 +23,7 @@ from mindie_mm.batch.shard import ShardRow, arena_path
 from mindie_mm.batch.versions import versions
 from mindie_mm.cli.answer_file import Origin, continued
 from mindie_mm.config import WorkerConfig
+from mindie_mm.device import LIBRARIES
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Answer, Worker
 from mindie_mm.errors import (
@@ -75,7 +76,7 @@ async def generate(
         weights_digest=weights_digest(checkpoint),
         sampling=params,
         settings=_deciding(config),
-        versions=versions(["torch_npu"]),
+        versions=versions(LIBRARIES),
     )
     with continued(output, origin) as (append, begun, earlier_errors, last_id):
         if begun > stop:

@@ -18,6 +18,8 @@ KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
 """Every kind, the one that auto prefers first."""
 
 
+LIBRARIES = ("torch_npu",)
+"""Packages beside torch whose versions change what a device computes."""
 SLOW_DTYPE = "the {device} has no instructions for {dtype} and is several times slower than with float32"
 """Warning about a dtype that the device does not multiply."""
 
@@ -64,6 +66,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 __all__ = [
     "KINDS",
+    "LIBRARIES",
     "SLOW_DTYPE",
     "Device",
     "Kernels",
