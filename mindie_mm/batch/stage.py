@@ -21,7 +21,7 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.batch.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.source import Chunk, Source
 from mindie_mm.device import host_memory
-from mindie_mm.errors import ArenaFull, InputError, MindieMMError, StorageError, error_name
+from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Media
 from mindie_mm.shm.disk_writer import LotMemory
 from mindie_mm.tokenize import Tokenizer
@@ -111,7 +111,7 @@ class Stage:
         try:
             prompt = self._prompt(parse(record, place.folder, self._settings.template))
         except MindieMMError as error:
-            if place.is_listed:
+            if place.is_listed and isinstance(error, MediaError):
                 _require_listed(record, place.folder)
             if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk, and no row's fault
                 raise StorageError(str(error)) from error
