@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.inputs import Kind
-from mindie_mm.nn.folder import check_pointer, no_checkpoint
+from mindie_mm.nn.folder import check_adapter, check_pointer, no_checkpoint
 from mindie_mm.paths import absolute
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Checkpoint:
         file = root / "config.json"
         if not _is_file(file):
             raise no_checkpoint(root)
+        check_adapter(root)
         return cls(root, _read(file))
 
     def translated(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.paths import working_directory
@@ -19,6 +20,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 """Pattern of a repository on the Hugging Face Hub, owner/name. A relative path may match it too."""
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Folder of a repository in the cache of the Hugging Face Hub."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _SHOWN = 3
 """Folders or files of which a message names as many."""
 
@@ -31,6 +33,24 @@ def check_pointer(file: Path) -> None:
         raise UnsupportedCheckpoint(
             f"{file} is a Git-LFS pointer, not the file itself: run `git lfs pull` in {file.parent}, or download the "
             f"repository with `hf download OWNER/NAME --local-dir {file.parent}`"
+        )
+
+
+def check_adapter(root: Path) -> None:
+    """Raise UnsupportedCheckpoint if a checkpoint directory has an adapter beside its weights.
+
+    The answers would be those of the base model.
+    """
+    with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
+        names = sorted(name for name in _ADAPTER_FILES if (root / name).is_file())
+    if names:
+        settings = _adapter_settings(root)
+        kind = f"a {settings['peft_type']} adapter" if settings.get("peft_type") else "an adapter"
+        base = settings.get("base_model_name_or_path") or "the base model"
+        raise UnsupportedCheckpoint(
+            f"{root} has {names[0]}, {kind} of {base}, and adapters are not applied. Merge it into the weights: "
+            f"PeftModel.from_pretrained(model, {str(root)!r}).merge_and_unload().save_pretrained(FOLDER). "
+            "Or remove the file to serve the model without it"
         )
 
 
@@ -92,14 +112,20 @@ def _gguf(name: str) -> str:
 
 
 def _adapter(root: Path) -> str:
-    try:
-        base = json.loads((root / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = "its base model"
+    base = _adapter_settings(root).get("base_model_name_or_path") or "its base model"
     return (
         f"it is an adapter of {base}, without that model's weights; merge it into the model (peft's merge_and_unload), "
         "and give the folder of the merged model"
     )
+
+
+def _adapter_settings(root: Path) -> dict[str, Any]:
+    """Return adapter_config.json, or nothing if it cannot be read."""
+    try:
+        settings = json.loads((root / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _cached(root: Path, names: list[str]) -> str | None:

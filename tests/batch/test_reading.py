@@ -111,6 +111,7 @@ def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeyp
     assert len(read) == 23, "a table is left out for the next"
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on one core
 def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
     dataset = Dataset(folder)
     dataset[0]

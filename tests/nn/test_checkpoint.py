@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,16 @@ def test_a_name_that_libraries_cannot_take(tmp_path):
     (folder / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UnsupportedCheckpoint, match=r"m\\xe8', is not UTF-8"):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / name).write_text("{}")
+    Checkpoint.open(tmp_path)
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2-VL-2B-Instruct", "use_dora": True}
+    (tmp_path / name).write_text(json.dumps(settings))
+    said = "a LORA adapter of Qwen/Qwen2-VL-2B" if name == "adapter_config.json" else "an adapter of the base model"
+    with pytest.raises(UnsupportedCheckpoint, match=rf"has {name}, {said}.* not applied.*merge_and_unload"):
+        Checkpoint.open(tmp_path)
