@@ -20,7 +20,7 @@ from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.weight_files import weight_files
+from mindie_mm.nn.shards import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.space import ShmSpace

@@ -91,10 +91,19 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
         found += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {found} in its config.json, which no family serves; the families are "
-        f"{', '.join(family_names())}, and docs/families.md names a published checkpoint of each. If it is one of "
-        "them, name it (--family); docs/adding-a-model.md says how to add another"
+        f"{checkpoint.path} has {found} in its config.json, which no family serves{_nearest(str(model_type))}; the "
+        f"families are {', '.join(family_names())}, and docs/families.md names a published checkpoint of each. If it "
+        "is one of them, name it (--family); docs/adding-a-model.md says how to add another"
     )
+
+
+def _nearest(model_type: str) -> str:
+    """What is served in the place of a model type that is made of a family's name and more; empty without such."""
+    own = [name for name in _own_names() if model_type.startswith((f"{name}_", f"{name}-"))]
+    if not own:
+        return ""
+    family = family_named(max(own, key=len))
+    return f"; that of the nearest name is {max(own, key=len)}, such as {family.published}"
 
 
 def _candidates(model_type: str, entries: Collection[str]) -> list[str]:

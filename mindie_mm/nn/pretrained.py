@@ -27,9 +27,9 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.quantized import check_quantization, quantization
 from mindie_mm.nn.renaming import RenamedWeights
 from mindie_mm.nn.resolved import settle
+from mindie_mm.nn.shards import weight_files
 from mindie_mm.nn.shares import localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.stored_tensors import PLAIN, check_stored
-from mindie_mm.nn.weight_files import weight_files
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layers that attend to no more and no less than the KV cache and a window of it; others have states of their own."""
@@ -235,7 +235,10 @@ def check_weights(
 ) -> None:
     """UnsupportedCheckpoint names the first weight that is missing, or is there and no part of the model."""
     if missing:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}")
+        said = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
+        if all(name.endswith("lm_head.weight") for name in missing):
+            said += "; a model without a head generates no text, such as one that makes embeddings"
+        raise UnsupportedCheckpoint(said)
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(

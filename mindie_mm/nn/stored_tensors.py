@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.weight_files import weight_files
+from mindie_mm.nn.shards import weight_files
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a model can have."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.weight_files import weight_files
+from mindie_mm.nn.shards import weight_files
 from mindie_mm.tokenize import Tokenizer
 
 POINTER = (
@@ -159,7 +159,7 @@ def test_weights_of_torch_are_loaded_or_named(copy):
         ("consolidated.00.pth", "consolidated.00.pth, which is not read"),
         ("tf_model.h5", "tf_model.h5, which is not read"),
         ("model-q4.gguf", "a GGUF file, a format of llama.cpp"),
-        ("adapter_model.safetensors", "has an adapter's alone"),
+        ("adapter_model.safetensors", "an adapter of the base model, and adapters are not applied"),
         ("pytorch_model-00001-of-00002.bin", "lacks pytorch_model.bin.index.json"),
     ],
 )

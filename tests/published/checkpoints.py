@@ -56,14 +56,35 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "idefics3_aeon_smolvlm256": {"text_config": {**_TEXT, "head_dim": 16}, "vision_config": _TOWER},
     "idefics3_granite_docling": {"text_config": {**_TEXT, "head_dim": 16}, "vision_config": _TOWER},
     "llava15": _LLAVA,
+    "llava15_lora": _LLAVA,
     "llava_next": _LLAVA,
     "qwen25_vl_3b_agri": {**_QWEN2, "vision_config": _QWEN25_TOWER},
     "qwen25_vl_7b": {**_QWEN2, "vision_config": _QWEN25_TOWER},
     "qwen2_vl_ain": {**_QWEN2, "vision_config": _QWEN2_TOWER},
     "qwen2_vl_olmocr": {**_QWEN2, "vision_config": _QWEN2_TOWER},
+    "qwen3_vl_8b_lora": _QWEN3,
     "qwen3_vl_cosmos2": _QWEN3,
 }
-"""Sizes of the small models, by checkpoint."""
+"""Sizes of the small models of the checkpoints that are served."""
+BASES: Mapping[str, str] = {"llava15_lora": "llava15", "qwen3_vl_8b_lora": "qwen3_vl_cosmos2"}
+"""Checkpoints that give the configuration of the model to a folder with an adapter's processor files alone."""
+REFUSED: Mapping[str, str] = {
+    "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not served.*deepseek-ai/deepseek-vl2-tiny",
+    "llava15_lora": r"no config\.json.*adapter.*merge",
+    "llava_next_video": r"'llava_next_video' \(LlavaNextVideoFor.*no family serves.*llava_next, such as llava-hf/",
+    "qwen3_vl_8b_lora": r"no config\.json.*adapter.*merge",
+    "unlimited_ocr": r"'unlimited-ocr' \(UnlimitedOCRForCausalLM\).*no family serves.*docs/families\.md",
+    "videollama3_cogstream": r"'videollama3_qwen2' \(Videollama3Qwen2For.*no family serves.*docs/families\.md",
+}
+"""What is said of published folders that are refused, as they are. To serve one, move it to SIZES."""
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("florence2_04rr", "florence2_amd", "florence2_large_ft", "florence2_oracle"), "florence2"),
+    "internvl_chat_2b": "internvl",
+    "molmo_nf4": "molmo",
+    "qwen3_vl_embedding": "its small model, without a head, is refused below",
+    "qwen_vl_int4": "qwen_vl",
+}
+"""Checkpoints in layouts that the tests of their families cover."""
 TOKENS: Mapping[str, Mapping[str, int]] = {
     "fuyu_8b": {"<s>": 1, "<0x04>": 71122, "|SPEAKER|": 71011, "|NEWLINE|": 71019},
     "gemma3_medgemma27b": {
@@ -96,6 +117,8 @@ _PUBLISHED_NAMES = {
 
 def write_small(name: str, out: Path) -> None:
     """Write a small checkpoint of the published files of `name` into the empty directory `out`."""
+    if base := BASES.get(name):
+        shutil.copyfile(FOLDER / base / "config.json", out / "config.json")
     for file in (FOLDER / name).iterdir():
         if file.name not in _NOT_COPIED:
             shutil.copyfile(file, out / file.name)
@@ -116,8 +139,8 @@ def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def special_tokens(name: str) -> dict[str, int]:
     """The ids of the published special tokens."""
-    folder = FOLDER / name
-    tokens = dict(TOKENS.get(name, {}))
+    folder = FOLDER / BASES.get(name, name)
+    tokens = dict(TOKENS.get(folder.name, {}))
     if (file := folder / "tokenizer_config.json").is_file():
         decoder = json.loads(file.read_text()).get("added_tokens_decoder", {})
         tokens |= {entry["content"]: int(index) for index, entry in decoder.items()}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import transformers_reference  # noqa: F401 - before transformers looks for torchvision
 
@@ -16,13 +18,14 @@ from tests import transformers_reference  # noqa: F401 - before transformers loo
 import transformers
 from transformers import AutoProcessor
 
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, Reference, picture
-from tests.published.checkpoints import SIZES, write_small
+from tests.published.checkpoints import ELSEWHERE, FOLDER, REFUSED, SIZES, write_small
 
 MARKERS = {
     "fuyu": "",
@@ -89,3 +92,46 @@ def test_a_published_checkpoint_equals_transformers(name, tmp_path):
                 assert (model.logits(ids) - reference.logits(items)).abs().max() <= 1e-4
     finally:
         release(path_file)
+
+
+def test_every_published_folder_is_in_a_table():
+    folders = {file.parent.name for file in FOLDER.glob("*/SOURCE")}
+    assert folders == {*SIZES, *REFUSED, *ELSEWHERE}
+    assert len(folders) == 25
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("start", [Tokenizer.from_pretrained, lambda path: load_model(path, device="cpu")])
+def test_what_is_not_served_is_told_by_what_it_is(name, start):
+    with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]) as error:
+        start(FOLDER / name)
+    assert str(FOLDER / name) in str(error.value)
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    """Embedding models are published under the model_type, and the architecture, of those that generate."""
+    write_small("qwen3_vl_cosmos2", tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = tmp_path / index["weight_map"].pop("lm_head.weight")
+    weights = load_file(shard)
+    del weights["lm_head.weight"]
+    save_file(weights, shard, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in (FOLDER / "qwen3_vl_embedding").glob("*preprocessor_config.json"):
+        shutil.copyfile(file, tmp_path / file.name)
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights, the first is lm_head\.weight.*embeddings"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_weights_with_an_adapter_in_place_are_told(random_checkpoint, tmp_path):
+    """As this LLaVA-NeXT was saved."""
+    published = json.loads((FOLDER / "llava_next" / "weight_names.json").read_text())
+    wrapped = next(name for name in published if name.endswith("q_proj.base_layer.weight"))
+    shutil.copytree(random_checkpoint, tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    weights = load_file(file)
+    plain = next(name for name in weights if name.endswith("layers.0.self_attn.q_proj.weight"))
+    weights[wrapped.replace("N", "0")] = weights.pop(plain)
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match=r"adapter in place.*q_proj\.base_layer\.weight.*merge"):
+        load_model(tmp_path / "other", device="cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
@@ -26,7 +26,7 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """
     for name in _NAMES:
         if (whole := checkpoint.path / name).is_file():
-            _check(whole)
+            _refuse_adapters(checkpoint, _check(whole) or ())
             return [whole]
         if weights := _indexed(checkpoint, f"{name}.index.json"):
             return _shards(checkpoint, weights, f"{name}.index.json")
@@ -49,6 +49,7 @@ def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> l
             f"{index} names; download them again"
         )
     held = {shard.name: _check(shard) for shard in shards}
+    _refuse_adapters(checkpoint, weights)
     for name, shard in weights.items():
         if (names := held[shard]) is not None and name not in names:
             raise UnsupportedCheckpoint(
@@ -90,6 +91,15 @@ def _check(file: Path) -> Sequence[str] | None:
     return [*tensors]
 
 
+def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise UnsupportedCheckpoint for a model that was saved with its adapter in place: peft renames its weights."""
+    if name := next((name for name in names if ".base_layer." in name or ".lora_A." in name), None):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} was saved with an adapter in place, its weights have names such as {name}; merge it "
+            "into the model (peft's merge_and_unload), save that, and give its folder"
+        )
+
+
 def _without_weights(checkpoint: Checkpoint) -> str:
     """What a checkpoint has in the place of weights, and what to do about it."""
     said = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
@@ -97,8 +107,6 @@ def _without_weights(checkpoint: Checkpoint) -> str:
     if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:
         index = f"{'model.safetensors' if shards[0].endswith('.safetensors') else 'pytorch_model.bin'}.index.json"
         return f"{said}; it has {shards[0]} and lacks {index}, the list of such files; download that"
-    if any(name.startswith("adapter_model") for name in names):
-        return f"{said}; it has an adapter's alone; merge it into its base model (peft's merge_and_unload)"
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"{said}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not served; take the original weights"
     if names:
