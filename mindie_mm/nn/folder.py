@@ -61,7 +61,8 @@ def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
         return UnsupportedCheckpoint(f"{root} is no checkpoint directory: {_file(root)}")
     if not root.is_dir():
         return UnsupportedCheckpoint(said + _download(root))
-    names = sorted(entry.name for entry in root.iterdir())
+    with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
+        names = sorted(entry.name for entry in root.iterdir())
     found = _cached(root, names) or _other_format(root, names) or _incomplete(root, names)
     return UnsupportedCheckpoint(f"{said}; {found}" if found else said)
 
@@ -141,8 +142,8 @@ def _cached(root: Path, names: list[str]) -> str | None:
             f"with `hf download {repository}`, which prints the folder to give"
         )
     if repositories := [root / name for name in names if _CACHED.fullmatch(name)]:
-        given = [str(snapshot) for repository in repositories if (snapshot := _snapshot(repository))]
-        return f"it is the Hugging Face cache; give the folder of one snapshot, such as {(given or ['none'])[0]}"
+        given = (_snapshot(repository) or repository / "snapshots" / "COMMIT" for repository in repositories)
+        return f"it is the Hugging Face cache; give the folder of one snapshot, such as {next(given)}"
     return None
 
 
