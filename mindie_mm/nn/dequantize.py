@@ -24,12 +24,7 @@ from mindie_mm.nn.stored_tensors import check_scaled, read_weights, weight_names
 
 _log = logging.getLogger(__name__)
 
-_LIBRARIES: Mapping[str, str] = {
-    "fp8": "kernels",
-    "mxfp8": "kernels",
-    "fbgemm_fp8": "fbgemm_gpu",
-    "compressed-tensors": "compressed_tensors",
-}
+_LIBRARIES: Mapping[str, str] = {"fp8": "kernels", "mxfp8": "kernels", "fbgemm_fp8": "fbgemm_gpu"}
 """The modules with which transformers multiplies by the weights of each method as they are."""
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
 """Formats of compressed-tensors that store a number of 8 bits a byte."""
@@ -54,7 +49,7 @@ def scaling(checkpoint: Checkpoint) -> Scaling | None:
     if (settings := quantization(checkpoint)) is None:
         return None
     method = method_of(settings)
-    if method in ("fp8", "mxfp8") and settings.get("expert_dtype", "fp8") == "fp8":
+    if method in ("fp8", "mxfp8") and (settings.get("expert_dtype") or "fp8") == "fp8":
         block = settings.get("weight_block_size", (1, 32) if method == "mxfp8" else (128, 128))
         return Scaling("_scale_inv", None if block is None else (block[0], block[1]))
     if method == "fbgemm_fp8":
@@ -85,8 +80,8 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
     settings = quantization(checkpoint)
     if settings is None or scaling(checkpoint) is None:
         return False
-    method = method_of(settings)
-    if device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(_LIBRARIES[method]) is not None:
+    library = _LIBRARIES.get(method := method_of(settings))
+    if library and device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(library) is not None:
         return False
     _log.warning(
         "%s is quantised with %r, which the %s does not multiply here: its weights are dequantised, and take the "
@@ -125,11 +120,12 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
         held[part] = tensor
         if held.keys() == parts:
             del waiting[owner]
-            weight = held[""] if "_zero_point" not in held else held[""].float() - held["_zero_point"].float()
+            scales, zero_points = held[scheme.suffix], held.get("_zero_point")
             try:
-                yield owner, multiplied(weight, held[scheme.suffix], scheme.block).to(dtype)
+                weight = multiplied(held[""], scales, scheme.block, zero_points).to(dtype)
             except ValueError as error:
                 raise UnsupportedCheckpoint(f"{checkpoint.path}: {owner} {error}") from error
+            yield owner, weight
 
 
 def _owner(name: str, suffix: str) -> tuple[str, str]:
@@ -140,7 +136,9 @@ def _owner(name: str, suffix: str) -> tuple[str, str]:
     return name, ""
 
 
-def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+def multiplied(
+    weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None, zero_points: Tensor | None = None
+) -> Tensor:
     """Return a weight times its scales.
 
     Args:
@@ -148,6 +146,7 @@ def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = N
         scales: One number, [rows], [rows, 1] or, where there are blocks, [..., block rows, block columns]. Bytes are
             exponents of two.
         block: Rows and columns of a block. Blocks at the end may be shorter.
+        zero_points: What stands for zero, as many numbers as there are scales. None where zero does.
 
     Returns:
         Float32 of the weight's shape.
@@ -159,18 +158,25 @@ def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = N
     values, factors = weight.float(), scales.float()
     if scales.dtype == torch.uint8:
         factors = (factors - _EXPONENT_BIAS).exp2()
-    if factors.numel() == 1:
-        return values * factors.reshape(())
-    rows, columns = values.shape[-2:]
-    if factors.ndim == 1:
-        factors = factors.unsqueeze(-1)
+    if zero_points is not None:
+        values = values - _spread(zero_points.float(), values.shape, block)
+    return values * _spread(factors, values.shape, block)
+
+
+def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
+    """Repeat the number of each block of a weight of `shape` as often as it has rows and columns."""
+    if numbers.numel() == 1:
+        return numbers.reshape(())
+    rows, columns = shape[-2:]
+    if numbers.ndim == 1:
+        numbers = numbers.unsqueeze(-1)
     if block is None:
         block = (1, columns)
     needed = (-(-rows // block[0]), -(-columns // block[1]))
-    if tuple(factors.shape[-2:]) != needed:
+    if tuple(numbers.shape[-2:]) != needed:
         raise ValueError(
-            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(factors.shape)}, "
+            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(numbers.shape)}, "
             f"it must be {list(needed)}"
         )
-    spread = factors.repeat_interleave(block[0], -2)[..., :rows, :]
-    return values * spread.repeat_interleave(block[1], -1)[..., :columns]
+    spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]
+    return spread.repeat_interleave(block[1], -1)[..., :columns]

@@ -24,7 +24,7 @@ from mindie_mm.nn.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.quantized import check_quantization, quantization
+from mindie_mm.nn.quantized import check_quantization, method_of, quantization, try_layers
 from mindie_mm.nn.renaming import RenamedWeights
 from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.shards import weight_files
@@ -193,6 +193,7 @@ def _load(
     if settings is not None:
         _cast_plain_weights(module, dtype)
         avoid_cpu_kernel(module)
+        try_layers(checkpoint, module, device, dtype)
     if num_shares() > 1:
         localize(module)
     return module
@@ -205,6 +206,9 @@ def _set_quantization(config: Any, settings: Mapping[str, Any] | None) -> None:
             del part.quantization_config
     if settings is not None:
         config.quantization_config = dict(settings)
+        if method_of(settings) == "compressed-tensors":
+            # It would unpack weights when the whole model is called, but here its parts are.
+            config.quantization_config["dequantize"] = True
 
 
 def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:

@@ -7,6 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -100,6 +103,34 @@ def missing_packages(method: str) -> list[str]:
     return [
         package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None
     ]
+
+
+def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype: torch.dtype) -> None:
+    """Multiply one row by a layer of each kind in `module`.
+
+    A package may be there that has no operator for this device, or for this dtype.
+
+    Raises:
+        UnsupportedCheckpoint: Names the layer that cannot be run.
+
+    """
+    tried = set()
+    for name, layer in module.named_modules():
+        kind = (type(layer), getattr(layer, "in_features", None))
+        if not isinstance(kind[1], int) or kind in tried:
+            continue
+        tried.add(kind)
+        try:
+            with torch.no_grad():  # not inference_mode: a layer may rearrange its weight when it is first called
+                layer(torch.zeros(1, kind[1], dtype=dtype, device=device.torch_device))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ImportError, NotImplementedError, AssertionError, ValueError) as error:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} is quantised with {method_of(quantization(checkpoint) or {})!r}, which the "
+                f"{device.name} does not multiply in {str(dtype).removeprefix('torch.')} ({name}): {error}. Take "
+                f"another --dtype or --device. {_INSTEAD}"
+            ) from error
 
 
 def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from mindie_mm.device.cpu import CPU
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import multiplied, must_dequantize, scaling
-from mindie_mm.nn.quantized import check_quantization, is_quantized, quantization
+from mindie_mm.nn.quantized import check_quantization, is_quantized, quantization, try_layers
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.small_checkpoints import changed
 
@@ -174,6 +175,12 @@ def test_exponents_are_scales():
     assert found.tolist() == [[1, 1, 2], [0.5, 0.5, 1]]
 
 
+def test_zero_points_are_of_the_same_blocks():
+    weight, zeros = torch.tensor([[3, 3, 3], [4, 4, 4]], dtype=torch.int8), torch.tensor([[1, 2], [3, 4]])
+    found = multiplied(weight, torch.tensor([[1.0, 10.0], [2.0, 20.0]]), (1, 2), zeros)
+    assert found.tolist() == [[2, 2, 10], [2, 2, 0]]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -235,6 +242,15 @@ def test_a_file_beside_config_json_says_it(file, settings, said, odd_checkpoint,
 
 def opened(random_checkpoint, folder, **config) -> Checkpoint:
     return Checkpoint.open(changed(random_checkpoint, Path(folder) / "changed", "config", config))
+
+
+def test_layers_that_cannot_be_run_here_are_named(random_checkpoint, tmp_path):
+    """transformers' layer for FP8 has no operator on the CPU."""
+    checkpoint = opened(random_checkpoint, tmp_path, quantization_config=FP8)
+    plain = torch.nn.Linear(4, 128, dtype=torch.bfloat16)
+    module = torch.nn.Sequential(plain, FP8Linear(128, 128, block_size=(128, 128)))
+    with pytest.raises(UnsupportedCheckpoint, match=r"'fp8', which the cpu does not multiply in bfloat16 \(1\)"):
+        try_layers(checkpoint, module, CPU(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
