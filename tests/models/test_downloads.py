@@ -159,7 +159,6 @@ def test_weights_of_torch_are_loaded_or_named(copy):
         ("consolidated.00.pth", "consolidated.00.pth, which is not read"),
         ("tf_model.h5", "tf_model.h5, which is not read"),
         ("model-q4.gguf", "a GGUF file, a format of llama.cpp"),
-        ("adapter_model.safetensors", "an adapter of the base model, and adapters are not applied"),
         ("pytorch_model-00001-of-00002.bin", "lacks pytorch_model.bin.index.json"),
     ],
 )
