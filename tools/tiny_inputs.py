@@ -38,7 +38,8 @@ def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[tor
     """One picture, or a video's frames, as uint8 patches [t * h * w, 1176] and its grid (t, h, w)."""
     array = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     stack = torch.from_numpy(array).permute(0, 3, 1, 2)  # (F, 3, H, W)
-    size = smart_resize(stack.shape[2], stack.shape[3], PixelSettings.read({}, "training", *pixels))
+    limits = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+    size = smart_resize(stack.shape[2], stack.shape[3], PixelSettings.read({"size": limits}, "training"))
     stack = interpolate(stack, size=size, mode="bicubic", antialias=True)
     if missing := -len(stack) % TEMPORAL:
         stack = torch.cat([stack, stack[-1:].expand(missing, -1, -1, -1)])
