@@ -65,7 +65,7 @@ test-all: install browser proxies
 
 # On the simulated NPU: the simulator's own tests, what is fused and what is not, families of each kind, an engine. Minutes.
 NPU := .venv-npu/bin/python -m tests.ascend
-NPU_SLICE := tests/ascend $(addprefix tests/models/test_, qwen2_vl.py gemma3.py florence2.py) tests/engine/test_not_a_number.py
+NPU_SLICE := tests/ascend $(addprefix tests/models/test_, qwen2_vl.py florence2.py) tests/engine/test_not_a_number.py
 
 test-npu: .venv-npu/installed gcc
 	$(NPU) pytest --device npu -n auto --dist loadfile --no-loadscope-reorder $(NPU_SLICE)
