@@ -178,8 +178,8 @@ class Checkpoint:
         if not vocabularies:
             self.tokenizer_json()  # which says what to do
         for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS):
-            if self.has(name):
-                check_pointer(self.path / name)
+            if _is_file(file := self.path / name):
+                check_pointer(file)
 
     def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
         """tokenizer.json, which there is, with those of its added tokens special whose entries `is_special` takes."""

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tests.models import test_deepseek_vl as plain
-from tests.models.contract import FamilyContract, picture
+from tests.models.contract import FamilyContract, picture, without_settings
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 
@@ -152,6 +152,15 @@ class OriginalContract(FamilyContract):
     prompts: ClassVar = plain.TestDeepseekVL.prompts
     assert_arrays = plain.TestDeepseekVL.assert_arrays
     references: ClassVar[dict[Path, Reference]] = {}
+
+    def test_settings_of_an_unknown_class_are_refused(self, path, tmp_path):
+        """The layout reads no processor_config.json, and every file without its own settings is named."""
+        out = without_settings(path, tmp_path / "other")
+        (out / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ZzImageProcessor"}))
+        self.assert_refused(out, "preprocessor_config.json is missing, or has no image_size")
+        settings = json.loads((path / "preprocessor_config.json").read_text()) | {"image_processor_type": "ZzImage"}
+        (out / "preprocessor_config.json").write_text(json.dumps(settings))
+        self.assert_refused(out, "ZzImage")
 
     @classmethod
     def make_reference(cls, path):

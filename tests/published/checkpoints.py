@@ -69,6 +69,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 BASES: Mapping[str, str] = {"llava15_lora": "llava15", "qwen3_vl_8b_lora": "qwen3_vl_cosmos2"}
 """Checkpoints that give the configuration of the model to a folder with an adapter's processor files alone."""
 REFUSED: Mapping[str, str] = {
+    "internvl_chat_2b": (
+        r"'internvl_chat' \(InternVLChatModel\).*no family serves.*internvl, such as OpenGVLab/InternVL3-1B-hf"
+    ),
     "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not served.*deepseek-ai/deepseek-vl2-tiny",
     "llava15_lora": r"no config\.json.*adapter.*merge",
     "llava_next_video": r"'llava_next_video' \(LlavaNextVideoFor.*no family serves.*llava_next, such as llava-hf/",
@@ -79,7 +82,6 @@ REFUSED: Mapping[str, str] = {
 """What is said of published folders that are refused, as they are. To serve one, move it to SIZES."""
 ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("florence2_04rr", "florence2_amd", "florence2_large_ft", "florence2_oracle"), "florence2"),
-    "internvl_chat_2b": "internvl",
     "molmo_nf4": "molmo",
     "qwen3_vl_embedding": "its small model, without a head, is refused below",
     "qwen_vl_int4": "qwen_vl",
