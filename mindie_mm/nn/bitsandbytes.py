@@ -138,7 +138,10 @@ class Linear8bit(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs], of any float dtype."""
-        return linear(rows, _multiplied(self.weight, self.scales).to(rows.dtype), self.bias)
+        if rows.dtype == torch.float16:  # products with whole numbers may be larger than it holds
+            return linear(rows, _multiplied(self.weight, self.scales).to(rows.dtype), self.bias)
+        out = linear(rows, self.weight.to(rows.dtype)) * (self.scales / _LARGEST).to(rows.dtype)
+        return out if self.bias is None else out + self.bias
 
 
 def _multiplied(weight: Tensor, scales: Tensor) -> Tensor:
