@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -119,7 +118,7 @@ class Settings(Fields):
     def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
         """Return `default` with the fields that have a sampler's own name, and with those in `made` in their place."""
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | made
-        return msgspec.structs.replace(default, **{name: value for name, value in given.items() if value is not None})
+        return default.stating(**given)
 
 
 class Body(Fields):

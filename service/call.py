@@ -130,7 +130,7 @@ class Call:
             if params.prompt_logprobs is not None:
                 found += self.n * num_prompt * (params.prompt_logprobs + 1)
             if params.logprobs is not None:
-                most = max(context - num_prompt, 0) if params.max_tokens is None else params.max_tokens
+                most = params.most_tokens(max(context - num_prompt, 0))
                 found += self.n * most * (params.logprobs + 1)
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
         if found > limit:

@@ -69,7 +69,7 @@ def command(
     }
     found = configured(model, flags)
     default = default_sampling(Checkpoint.open(found.worker.model), found.worker.generation_config)
-    params = msgspec.structs.replace(default, max_tokens=max_tokens, temperature=temperature).check(math.inf)
+    params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
     logs.configure(logs.LogSettings(found.service.log_format, level), "ask")
     status = Console(stderr=True)

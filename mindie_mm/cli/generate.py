@@ -61,8 +61,6 @@ def command(
     with importing():
         import asyncio
 
-        import msgspec
-
         from mindie_mm.batch import Dataset
         from mindie_mm.cli.offline import generate
         from mindie_mm.engine.default_sampling import default_sampling
@@ -83,7 +81,7 @@ def command(
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     default = default_sampling(Checkpoint.open(config.model), config.generation_config)
-    params = msgspec.structs.replace(default, max_tokens=max_tokens, temperature=temperature)
+    params = default.stating(max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:

@@ -77,7 +77,7 @@ class Engine(BaseEngine):
             items=items,
             prompt_positions=self._model.positions(len(ids), items),
             groups=self._model.attention_groups(len(ids), items),
-            max_tokens=left_tokens if params.max_tokens is None else params.max_tokens,
+            max_tokens=params.most_tokens(left_tokens),
             generator=generator_of(params),
             asked_s=message.asked_s,
         )

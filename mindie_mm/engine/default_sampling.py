@@ -73,6 +73,6 @@ def _read(folder: Checkpoint) -> SamplingParams:
     if given.get("top_k") == -1:  # vLLM's name for all tokens
         given["top_k"] = 0
     try:
-        return SamplingParams(**given).check(math.inf)
+        return SamplingParams(**given, cut_max_tokens="max_tokens" in given).check(math.inf)
     except InputError as error:
         raise InputError(f"{folder.path / FILE}: {error}") from error

@@ -26,6 +26,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """Maximum number of tokens to generate. None: as many as the context holds. 0: only score the prompt, which may
     fill the context."""
+    cut_max_tokens: bool = False
+    """Generate fewer than `max_tokens` if the context has no room for them. Otherwise the request is refused. Set where
+    `max_tokens` is a default of the checkpoint."""
     min_tokens: int = 0
     """No end-of-sequence and no stop before this many tokens."""
     temperature: float = 1.0
@@ -67,7 +70,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def least_room(self) -> int:
         """Number of tokens that must fit the context after the prompt."""
-        return 1 if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is None:
+            return 1
+        return min(self.max_tokens, 1) if self.cut_max_tokens else self.max_tokens
+
+    def most_tokens(self, room: int) -> int:
+        """Return the maximum number of tokens to generate in a context that has `room` for so many."""
+        return room if self.max_tokens is None else min(room, self.max_tokens)
+
+    def stating(self, **stated: Any) -> SamplingParams:
+        """Return these settings with those of a request in their place. None is no setting.
+
+        A `max_tokens` that a request states is not cut.
+        """
+        given = {name: value for name, value in stated.items() if value is not None}
+        if "max_tokens" in given:
+            given["cut_max_tokens"] = False
+        return msgspec.structs.replace(self, **given)
 
     @property
     def greedy(self) -> bool:

@@ -140,7 +140,7 @@ class Seq2SeqEngine(BaseEngine):
             items=items,
             prompt_positions=Positions(torch.arange(len(ids)).unsqueeze(0)),
             groups=None,
-            max_tokens=most if params.max_tokens is None else wanted,
+            max_tokens=max(params.most_tokens(most), 1),
             generator=generator_of(params),
             asked_s=message.asked_s,
             num_cached=0,

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from mindie_mm.config import WorkerConfig
+from mindie_mm.config import EngineConfig, WorkerConfig
 from mindie_mm.engine.default_sampling import default_sampling
 from mindie_mm.engine.llm import LLM
 from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint import Checkpoint
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
@@ -27,7 +28,10 @@ def checkpoint(folder: Path, content: Any) -> Checkpoint:
     [
         (QWEN, SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)),
         ({"temperature": 1e-6, "do_sample": True}, SamplingParams(temperature=1e-6)),
-        ({"max_new_tokens": 512, "top_k": 0, "top_p": 0.5}, SamplingParams(max_tokens=512, top_p=0.5)),
+        (
+            {"max_new_tokens": 512, "top_k": 0, "top_p": 0.5},
+            SamplingParams(max_tokens=512, cut_max_tokens=True, top_p=0.5),
+        ),
         ({"min_p": 0.1, "top_k": 50.0}, SamplingParams(min_p=0.1, top_k=50)),
         ({"top_k": -1, "temperature": None}, SamplingParams()),
         ({"do_sample": False, "num_beams": 3, "eos_token_id": 2}, SamplingParams()),
@@ -67,10 +71,23 @@ def test_a_script_gets_them(tmp_path: Path) -> None:
     """The folder's settings are greedy and end after three tokens."""
     checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 3})
     with LLM(config=WorkerConfig(generation_config=str(tmp_path))) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3, cut_max_tokens=True)
         first, second = llm.generate(["What is in the picture?"] * 2)
         assert first.token_ids == second.token_ids
         assert (len(first.token_ids), first.finish_reason) == (3, "length")
         (other,) = llm.generate(["What is in the picture?"], SamplingParams(max_tokens=5, ignore_eos=True))
         assert len(other.token_ids) == 5
         assert len(llm.chat([{"role": "user", "content": "What?"}]).token_ids) <= 3
+
+
+def test_a_default_length_is_cut_to_the_context(tmp_path: Path) -> None:
+    """A max_new_tokens of the context's length leaves no prompt any room."""
+    checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 64})
+    config = WorkerConfig(generation_config=str(tmp_path), engine=EngineConfig(max_model_len=64))
+    with LLM(config=config) as llm:
+        default = llm.get_default_sampling_params()
+        (output,) = llm.generate(["What is in the picture?"], msgspec.structs.replace(default, ignore_eos=True))
+        assert output.finish_reason == "length"
+        assert 0 < len(output.token_ids) < 64
+        with pytest.raises(ContextLengthExceeded, match="64 to generate"):
+            llm.generate(["What is in the picture?"], default.stating(max_tokens=64))

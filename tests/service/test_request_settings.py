@@ -31,6 +31,7 @@ GIVEN: dict[str, Any] = {
 }
 MADE = {"logit_bias": {3: -2.0}, "stop": ("a", "b"), "stop_token_ids": (4, 5)}
 ELSEWHERE = {
+    "cut_max_tokens": "off with max_tokens, which it is about",
     "logprobs": "in each body in its own way",
     "prompt_logprobs": "of an echoed prompt",
     "json_schema": "in response_format",
@@ -45,6 +46,9 @@ def test_chat_and_completions() -> None:
     expected = SamplingParams(**GIVEN | MADE)
     assert ChatBody(messages=[], **GIVEN).sampling_params(SamplingParams()) == expected
     assert CompletionBody(prompt="x", **GIVEN).sampling_params(SamplingParams()) == expected
+    default = SamplingParams(max_tokens=9, cut_max_tokens=True)
+    assert ChatBody(messages=[], **GIVEN).sampling_params(default) == expected
+    assert ChatBody(messages=[]).sampling_params(default) == default
     nothing = dict.fromkeys(GIVEN)
     assert ChatBody(messages=[], **nothing).sampling_params(SamplingParams()) == SamplingParams()
 
