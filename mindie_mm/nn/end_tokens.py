@@ -52,18 +52,39 @@ def _stated(checkpoint: Checkpoint) -> Iterator[int]:
 
 
 def _tokenizers(checkpoint: Checkpoint) -> int | None:
-    """Return the id of the tokenizer's end-of-sequence token, or None if it has none."""
-    token = checkpoint.special_token("eos_token")
-    if token is None and (entry := checkpoint.json("special_tokens_map.json").get("eos_token")) is not None:
-        token = entry["content"] if isinstance(entry, Mapping) else entry
+    """Return the id of the tokenizer's end-of-sequence token, or None if it has none.
+
+    Beside a tokenizer_config.json of an older release, special_tokens_map.json comes first, as in transformers. If
+    neither file names a token, the tokenizer's class may.
+    """
+    settings = checkpoint.json("tokenizer_config.json")
+    entry = checkpoint.json("special_tokens_map.json").get("eos_token")
+    mapped = entry["content"] if isinstance(entry, Mapping) else entry
+    stated = checkpoint.special_token("eos_token")
+    token = (stated or mapped) if "added_tokens_decoder" in settings else (mapped or stated)
     if token is None:
-        return None
+        return None if "eos_token" in settings else _of_class(checkpoint)
     described = checkpoint.json("tokenizer.json")
     added = {entry["content"]: entry["id"] for entry in described.get("added_tokens", ())}
     decoder = checkpoint.json("tokenizer_config.json").get("added_tokens_decoder") or {}
     added |= {entry["content"]: int(token_id) for token_id, entry in decoder.items()}
     found = {**_vocabulary(described), **checkpoint.json("added_tokens.json"), **added}.get(token)
     return None if found is None else int(found)
+
+
+def _of_class(checkpoint: Checkpoint) -> int | None:
+    """Return the id of the end-of-sequence token that the class of the tokenizer has by default, such as Qwen2's."""
+    if not checkpoint.json("tokenizer_config.json").get("tokenizer_class"):
+        return None
+    from transformers import AutoTokenizer  # late: nearly all checkpoints name the token
+
+    try:
+        found: int | None = AutoTokenizer.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False
+        ).eos_token_id
+    except Exception:  # noqa: BLE001 - the class may be code in the checkpoint, or its files incomplete
+        return None
+    return found
 
 
 def _vocabulary(described: Mapping[str, Any]) -> Mapping[str, int]:

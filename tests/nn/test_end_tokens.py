@@ -2,18 +2,22 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint import EMBEDDED, Checkpoint
 from mindie_mm.nn.end_tokens import eos_token_ids
 
 END = {"eos_token": "</s>"}
 AS_ADDED_TOKEN = {"eos_token": {"content": "</s>", "__type": "AddedToken", "special": True}}
 TOKENIZER = {"added_tokens": [{"content": "</s>", "id": 7, "special": True}]}
+NEW: dict[str, Any] = {"added_tokens_decoder": {}}
+"""Of releases that ignore special_tokens_map.json."""
 
 
 def found(folder: Path, **files: Any) -> tuple[int, ...]:
@@ -35,6 +39,11 @@ def found(folder: Path, **files: Any) -> tuple[int, ...]:
         ({"tokenizer_config": AS_ADDED_TOKEN, "tokenizer": TOKENIZER}, (7,)),
         ({"special_tokens_map": END, "tokenizer": TOKENIZER}, (7,)),
         ({"special_tokens_map": AS_ADDED_TOKEN, "tokenizer": TOKENIZER}, (7,)),
+        ({"tokenizer_config": {"eos_token": "<a>"}, "special_tokens_map": END, "tokenizer": TOKENIZER}, (7,)),
+        (
+            {"tokenizer_config": {**END, **NEW}, "special_tokens_map": {"eos_token": "<a>"}, "tokenizer": TOKENIZER},
+            (7,),
+        ),
         ({"tokenizer_config": {**END, "added_tokens_decoder": {"8": {"content": "</s>"}}}}, (8,)),
         ({"tokenizer_config": END, "added_tokens": {"</s>": 9}}, (9,)),
         ({"tokenizer_config": END, "tokenizer": {"model": {"vocab": {"a": 0, "</s>": 1}}}}, (1,)),
@@ -60,3 +69,19 @@ def test_warns_if_there_is_none(tmp_path: Path, files: dict[str, Any], caplog: p
 def test_another_type_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*, it must be an integer or a list of integers"):
         found(tmp_path, config={"eos_token_id": value})
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "stated"),
+    [("Qwen2TokenizerFast", {}), ("GPT2Tokenizer", {}), ("Qwen2Tokenizer", {"eos_token": None}), ("None", {})],
+)
+def test_the_class_of_the_tokenizer_may_name_one(tmp_path: Path, tokenizer_class: str, stated: dict[str, Any]) -> None:
+    """The embedded tokenizer has the token of these classes."""
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    settings = stated if tokenizer_class == "None" else {"tokenizer_class": tokenizer_class, **stated}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = eos_token_ids(Checkpoint(tmp_path, {}))
+    reference = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    assert ids == (() if reference is None else (reference,))
+    assert bool(ids) == (tokenizer_class != "None" and not stated)
