@@ -185,7 +185,8 @@ class TemplateSources:
     """Jinja sources of a checkpoint's chat templates."""
 
     processor: str | None
-    """Template of the processor: chat_template.jinja or chat_template.json."""
+    """Template of the processor: that of processor_config.json, chat_template.json or chat_template.jinja, the first
+    one first, as in transformers."""
     tokenizer: str | None
     """Template of the tokenizer: chat_template.jinja or tokenizer_config.json."""
     tool_use: str | None
@@ -193,25 +194,35 @@ class TemplateSources:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, tokenizer: Any) -> TemplateSources:
-        """Find the templates. A tokenizer may have several, by name.
+        """Find the templates. A processor or a tokenizer may have several, by name.
 
         Raises:
-            UnsupportedCheckpoint: The tokenizer has several templates and none of them is the default, so that
-                transformers refuses all conversations.
+            UnsupportedCheckpoint: There are several templates and none of them is the default, so that transformers
+                refuses all conversations.
 
         """
-        own = checkpoint.json("chat_template.json").get("chat_template")
-        named = tokenizer.chat_template
-        named = named if isinstance(named, Mapping) else {"default": named}
-        default = named.get("default")
-        if (checkpoint.path / "chat_template.jinja").is_file():
-            own = default
-        own = own if isinstance(own, str) else None
-        if "default" not in named and own is None:
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has the chat templates {', '.join(sorted(named))} and none with the name default"
-            )
-        return cls(own, default, named.get("tool_use"))
+        named = _named(tokenizer.chat_template)
+        own: Mapping[str, str] = {}
+        for file in ("processor_config.json", "chat_template.json"):
+            own = own or _named(checkpoint.json(file).get("chat_template"))
+        if not own and (checkpoint.path / "chat_template.jinja").is_file():
+            own = named
+        for templates in (own, named):
+            if templates and not {"default"} & {*templates, *own}:
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))} and none with the name "
+                    "default; give one of them that name"
+                )
+        return cls(own.get("default"), named.get("default"), named.get("tool_use") or own.get("tool_use"))
+
+
+def _named(templates: Any) -> Mapping[str, str]:
+    """Return chat templates by name. A file has one source, a list of {"name", "template"}, or a mapping."""
+    if isinstance(templates, str):
+        return {"default": templates}
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return templates if isinstance(templates, Mapping) else {}
 
 
 def _joined(content: Any, mark: str) -> Any:
@@ -220,7 +231,7 @@ def _joined(content: Any, mark: str) -> Any:
     Media come first and each part has a line, as in vLLM's "string" format.
     """
     if not isinstance(content, list):
-        return content
+        return "" if content is None else content  # a template would fail, or write None
     media = [mark for part in content if mark and part["type"] != "text"]
     return "\n".join([*media, *(part["text"] for part in content if part["type"] == "text")])
 

@@ -2,18 +2,23 @@
 
 import json
 import shutil
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
+from transformers.processing_utils import ProcessorMixin
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.llm import LLM
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.chat_template import TemplateSources
 
 ADDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 """It fails for a list."""
@@ -140,3 +145,49 @@ def test_several_templates_without_a_default_are_refused(copy: Path) -> None:
     named = [{"name": "rag", "template": "a"}, NAMED[1]]
     with pytest.raises(UnsupportedCheckpoint, match="templates rag, tool_use and none with the name default"):
         Tokenizer.from_pretrained(with_templates(copy, named))
+
+
+PROCESSORS = {
+    "processor_config.json": {"chat_template": "processor"},
+    "chat_template.json": {"chat_template": "json"},
+    "chat_template.jinja": "jinja",
+    "tokenizer_config.json": "tokenizer",
+}
+"""Files with a template, the first one first."""
+
+
+@pytest.mark.parametrize("files", [names for n in range(1, 5) for names in combinations(PROCESSORS, n)])
+def test_the_template_is_that_of_transformers_processor(copy: Path, tmp_path: Path, files: Sequence[str]) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(copy, folder)
+    with_templates(folder, PROCESSORS["tokenizer_config.json"] if "tokenizer_config.json" in files else None)
+    for name in {*files} - {"tokenizer_config.json"}:
+        content = PROCESSORS[name]
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sources = TemplateSources.of(Checkpoint.open(folder), tokenizer)
+    assert sources.processor == ProcessorMixin.get_processor_dict(folder)[0].get("chat_template")
+    assert sources.tokenizer == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("templates", [NAMED, {entry["name"]: entry["template"] for entry in NAMED}])
+def test_a_processor_with_several_templates(copy: Path, reference: Any, tmp_path: Path, templates: Any) -> None:
+    """transformers takes a mapping, and fails for a list, in which tokenizer_config.json has it."""
+    folder = tmp_path / "copy"
+    shutil.copytree(copy, folder)
+    with_templates(folder, "tokenizer")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
+    messages = [{"role": "user", "content": "a"}]
+    with Tokenizer.from_pretrained(folder) as tokenizer:
+        assert reference.decode(tokenizer.tokenize_chat(messages)) == "default a"
+        assert reference.decode(tokenizer.tokenize_chat(messages, tools=[TOOL])) == "tool_use1 a"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": {"rag": "a", "tool_use": "b"}}))
+    with pytest.raises(UnsupportedCheckpoint, match="templates rag, tool_use and none with the name default"):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", STRING_TEMPLATES)
+def test_no_content_is_an_empty_string(copy: Path, reference: Any, name: str) -> None:
+    with Tokenizer.from_pretrained(with_templates(copy, STRING_TEMPLATES[name])) as tokenizer:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+        assert reference.decode(tokenizer.tokenize_chat(messages)) == "user: a\nassistant: \n"
