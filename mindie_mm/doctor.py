@@ -18,8 +18,9 @@ from mindie_mm.device import KINDS, SLOW_DTYPE, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
-from mindie_mm.models import family_of
+from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.quantized import refuse_mindie
 from mindie_mm.nn.shards import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.layout import SHM_DIRECTORY
@@ -115,10 +116,13 @@ def _checkpoint(config: WorkerConfig) -> Finding:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
         Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
+        refuse_mindie(checkpoint)
         weight_files(checkpoint)
+        with reading(checkpoint, family):
+            said = unknown_keys(checkpoint, family)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))
-    return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}")
+    return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}", said)
 
 
 def _shared_memory(config: WorkerConfig) -> Finding:

@@ -22,10 +22,13 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
+from mindie_mm.nn.quantized import refuse_mindie
 from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.nn.shares import is_first
 from mindie_mm.nn.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
+_MOST_KEYS = 12  # in one line
 _log = logging.getLogger(__name__)
 
 
@@ -162,14 +165,26 @@ def load_model(
     chosen = family_of(checkpoint, family)
     try:
         with reading(checkpoint, chosen):
+            refuse_mindie(checkpoint)
             processor = chosen.processor(checkpoint)  # first: it refuses by name, before any weight is read
             model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
+            if is_first() and (said := unknown_keys(checkpoint, chosen)):
+                _log.warning("%s: %s", checkpoint.path, said)
         place(model, vision, projector)
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:
         where, reason = opened.torch_device, str(error).partition("\n")[0]
         raise DeviceError(f"{checkpoint.path} does not fit into the memory of {where}: {reason}") from error
     return model
+
+
+def unknown_keys(checkpoint: Checkpoint, family: type[Family]) -> str:
+    """Return a sentence about the keys of config.json that `family` does not use, or nothing if it uses all."""
+    if not (names := family.unknown_keys(checkpoint)):
+        return ""
+    more = [f"and {len(names) - _MOST_KEYS} more"] if len(names) > _MOST_KEYS else []
+    name = family.__module__.rpartition(".")[2]
+    return f"config.json has keys that the family {name} does not use: {', '.join(names[:_MOST_KEYS] + more)}"
 
 
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:

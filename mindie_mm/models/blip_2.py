@@ -114,6 +114,7 @@ class Blip2(PretrainedFamily):
     kinds = ("image",)
     processor = Blip2Processor
     module_name = "Blip2ForConditionalGeneration"
+    other_keys = ("text_config.n_positions",)
 
     @classmethod
     def model(

@@ -19,10 +19,10 @@ from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import check_settings
 from mindie_mm.media.tiles import CanvasSize, best_canvas
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.config_keys import Keys, words
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.experts import MLP, Experts, join_experts
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
@@ -42,17 +42,81 @@ _MOST_TILED_IMAGES = 2
 _LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the others
 # Callers write these, and answers hold them: text like any other, each of one id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
-_NEEDED: Mapping[str, Mapping[str, Any]] = {
-    "": {"tile_tag": "2D", "global_view_pos": "head"},
-    "vision_config": {"ignore_head": True, "image_size": 384},
-    "projector_config": {"projector_type": "downsample_mlp_gelu", "depth": 2, "mlp_ratio": 1, "downsample_ratio": 2},
-    "language_config": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
+# The defaults are those of the original's configuration classes.
+_KEYS = Keys(
+    read={"candidate_resolutions": [[384, 384]]},
+    only={"tile_tag": ("2D",), "global_view_pos": ("head",)},
+    unused=words("tie_word_embeddings"),  # the language model's counts
+    sections={
+        "vision_config": Keys(
+            read={"width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4, "patch_size": 16},
+            only={
+                "image_size": (384,),
+                "global_pool": ("map",),
+                "ignore_head": (True,),
+                "class_token": (False,),
+                "cls": (),  # how DeepSeek-VL, the first, has its towers
+                "params": (),
+            },
+            unused=words("model_name num_classes use_checkpoint weight_init deterministic num_recomputing_layers"),
+        ),
+        "projector_config": Keys(
+            read={"input_dim": 1152, "n_embed": 2048},
+            only={
+                "projector_type": ("downsample_mlp_gelu",),
+                "depth": (2,),
+                "mlp_ratio": (1,),
+                "downsample_ratio": (2,),
+                "token_pooling": (False,),
+                "cls": (),
+                "params": (),
+            },
+        ),
+        "language_config": Keys(
+            read={
+                "vocab_size": 102400,
+                "hidden_size": 4096,
+                "intermediate_size": 11008,
+                "moe_intermediate_size": 1407,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "n_shared_experts": None,
+                "n_routed_experts": None,
+                "num_experts_per_tok": None,
+                "n_group": None,
+                "topk_group": None,
+                "routed_scaling_factor": 1.0,
+                "norm_topk_prob": False,
+                "moe_layer_freq": 1,
+                "first_k_dense_replace": 0,
+                "use_mla": True,
+                "kv_lora_rank": 512,
+                "q_lora_rank": 1536,
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 128,
+                "v_head_dim": 128,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+            },
+            only={
+                "hidden_act": ("silu", "swish"),
+                "attention_bias": (False,),
+                "rope_scaling": (),
+                "tie_word_embeddings": (False,),
+                "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
+                "scoring_func": ("softmax", "sigmoid"),
+            },
+            unused=words("attention_dropout aux_loss_alpha seq_aux ep_size lm_head rm_head"),
+        ),
     },
-}
+)
+_PROCESSOR_KEYS = Keys(
+    read={"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5), "image_token": "<image>", "patch_size": 14},
+    only={"downsample_ratio": (2,), "normalize": (True,), "sft_format": ("deepseek",)},
+    unused=words("add_special_token ignore_id mask_prompt pad_token"),
+)
 _TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -87,24 +151,38 @@ class DeepseekVL2Processor(Processor):
     chat_template = _TEMPLATE
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        _check(checkpoint)
+        config = configuration(checkpoint)
         settings = checkpoint.require(
             "processor_config.json", ("candidate_resolutions", "patch_size", "downsample_ratio")
         )
-        self.mean: tuple[float, ...] = tuple(settings.get("image_mean", (0.5, 0.5, 0.5)))
-        self.std: tuple[float, ...] = tuple(settings.get("image_std", (0.5, 0.5, 0.5)))
-        self.feature_width: int = checkpoint.config["language_config"]["hidden_size"]
+        settings = _PROCESSOR_KEYS.complete(settings, f"{checkpoint.path}/processor_config.json")
+        self.mean: tuple[float, ...] = tuple(settings["image_mean"])
+        self.std: tuple[float, ...] = tuple(settings["image_std"])
+        self.feature_width: int = config["language_config"]["hidden_size"]
         self.size = 384
-        self.side: int = -(-(self.size // settings.get("patch_size", 14)) // 2)
+        patch = settings["patch_size"]
+        if patch != config["vision_config"]["patch_size"]:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}, it must be that of vision_config, "
+                f"{config['vision_config']['patch_size']}"
+            )
+        self.side: int = -(-(self.size // patch) // 2)
         self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
+        if not self.canvases or self.canvases[0][1] != self.size:  # the original takes its tiles' size from the first
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: candidate_resolutions is {settings['candidate_resolutions']!r}, the first must be "
+                f"{self.size} pixels wide"
+            )
         for height, width in self.canvases:
             if height % self.size or width % self.size:
                 raise UnsupportedCheckpoint(
                     f"{checkpoint.path}: a candidate resolution is {(width, height)}, "
                     f"no multiples of {self.size} pixels"
                 )
-        token = checkpoint.token_id(settings.get("image_token", "<image>"))
-        self._bos = checkpoint.config["language_config"].get("bos_token_id", 0)
+        token = checkpoint.token_id(settings["image_token"])
+        bos = checkpoint.special_token("bos_token")
+        # The original takes the tokenizer's, too.
+        self._bos = config["language_config"].get("bos_token_id", 0) if bos is None else checkpoint.token_id(bos)
         self.placeholders = {"image": Placeholder((), token, ())}
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
@@ -182,11 +260,11 @@ class _Tower(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        width, patch = config.get("width", 1152), config.get("patch_size", 14)
-        inner, heads = int(width * config.get("mlp_ratio", 3.7362)), config.get("heads", 16)
+        width, patch = config["width"], config["patch_size"]
+        inner, heads = int(width * config["mlp_ratio"]), config["heads"]
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
-        self.pos_embed = nn.Parameter(torch.empty(1, (config.get("image_size", 384) // patch) ** 2, width))
-        self.blocks = nn.Sequential(*(_TowerBlock(width, heads, inner) for _ in range(config.get("layers", 27))))
+        self.pos_embed = nn.Parameter(torch.empty(1, (384 // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(_TowerBlock(width, heads, inner) for _ in range(config["layers"])))
         self.norm = nn.LayerNorm(width, 1e-6)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -202,7 +280,7 @@ class _Projector(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width = config["n_embed"]
-        first = nn.Linear(4 * config.get("input_dim", 1152), width)
+        first = nn.Linear(4 * config["input_dim"], width)
         self.layers = nn.Sequential(first, nn.GELU(), nn.Linear(width, width))
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -223,7 +301,7 @@ class _Attention(nn.Module):
         super().__init__()
         width, heads = config["hidden_size"], config["num_attention_heads"]
         self.layer, self.head_dim = layer, width // heads
-        kv_width = (config.get("num_key_value_heads") or heads) * self.head_dim
+        kv_width = (config["num_key_value_heads"] or heads) * self.head_dim
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, kv_width, bias=False)
         self.v_proj = nn.Linear(width, kv_width, bias=False)
@@ -254,7 +332,7 @@ class _LatentAttention(nn.Module):
         self.plain: int = config["qk_nope_head_dim"]
         self.rotary_width: int = config["qk_rope_head_dim"]
         value, query_width = config["v_head_dim"], self.heads * (self.plain + self.rotary_width)
-        rank = config.get("q_lora_rank")
+        rank = config["q_lora_rank"]
         if rank is None:
             self.q_proj = nn.Linear(width, query_width, bias=False)
         else:
@@ -293,14 +371,14 @@ def _by_halves(values: Tensor) -> Tensor:
 class _Block(nn.Module):
     def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
         super().__init__()
-        width, eps = config["hidden_size"], config.get("rms_norm_eps", 1e-6)
+        width, eps = config["hidden_size"], config["rms_norm_eps"]
         sparse = (
-            config.get("n_routed_experts") is not None
-            and layer >= config.get("first_k_dense_replace", 0)
-            and layer % config.get("moe_layer_freq", 1) == 0
+            config["n_routed_experts"] is not None
+            and layer >= config["first_k_dense_replace"]
+            and layer % config["moe_layer_freq"] == 0
         )
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = (_LatentAttention if config.get("use_mla", True) else _Attention)(layer, config)
+        self.self_attn = (_LatentAttention if config["use_mla"] else _Attention)(layer, config)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = Experts(config) if sparse else MLP(width, config["intermediate_size"])
 
@@ -316,7 +394,7 @@ class _Decoder(nn.Module):
         width = config["hidden_size"]
         self.embed_tokens = nn.Embedding(config["vocab_size"], width)
         self.layers = nn.ModuleList(_Block(i, config) for i in range(config["num_hidden_layers"]))
-        self.norm = RMSNorm(width, config.get("rms_norm_eps", 1e-6))
+        self.norm = RMSNorm(width, config["rms_norm_eps"])
 
 
 class _Language(nn.Module):
@@ -352,9 +430,9 @@ class DeepseekVL2Model(Model):
         self.spec = spec
         self.module = network
         self._processor = processor
-        self._rotary_width = language["qk_rope_head_dim"] if language.get("use_mla", True) else spec.head_dim
+        self._rotary_width = language["qk_rope_head_dim"] if language["use_mla"] else spec.head_dim
         # On the device: a number from the host would be a wait for it in every step.
-        self._rotary_base = torch.tensor([language.get("rope_theta", 10000.0)], dtype=torch.float32, device=spec.device)
+        self._rotary_base = torch.tensor([language["rope_theta"]], dtype=torch.float32, device=spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items])
@@ -404,24 +482,25 @@ class DeepseekVL2(Family):
     kinds = ("image",)
     reference = "the code that came with DeepSeek-VL2 (golden data)"
     processor = DeepseekVL2Processor
+    config_keys = _KEYS
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> DeepseekVL2Model:
-        config = checkpoint.config
+        config = configuration(checkpoint)
         language = config["language_config"]
         network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
         join_experts(network, device)
         heads: int = language["num_attention_heads"]
-        if language.get("use_mla", True):
+        if language["use_mla"]:
             widths = (language["qk_rope_head_dim"] + language["kv_lora_rank"], language["kv_lora_rank"])
             kv_heads = 1
         else:
             widths = (language["hidden_size"] // heads,) * 2
-            kv_heads = language.get("num_key_value_heads") or heads
+            kv_heads = language["num_key_value_heads"] or heads
         spec = ModelSpec(
             vocab_size=language["vocab_size"],
             hidden_size=language["hidden_size"],
-            max_model_len=language.get("max_position_embeddings", 2048),
+            max_model_len=language["max_position_embeddings"],
             num_layers=language["num_hidden_layers"],
             num_kv_heads=kv_heads,
             head_dim=widths[0],
@@ -458,15 +537,16 @@ def _check_kind(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check(checkpoint: Checkpoint) -> None:
-    """UnsupportedCheckpoint where the config asks for what this family's checkpoints never had."""
+def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
     _check_kind(checkpoint)
-    for section, needed in _NEEDED.items():
-        config = checkpoint.config[section] if section else checkpoint.config
-        check_settings(config, needed, f"{checkpoint.path} ({section or 'config.json'})")
-    if (method := checkpoint.config["language_config"].get("topk_method", "greedy")) not in (
-        "greedy",
-        "group_limited_greedy",
-        "noaux_tc",
+    where = f"{checkpoint.path}/config.json"
+    config = _KEYS.complete(checkpoint.config, where)
+    vision, projector, language = (config[name] for name in ("vision_config", "projector_config", "language_config"))
+    for name, found, needed in (
+        ("projector_config.input_dim", projector["input_dim"], vision["width"]),
+        ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
     ):
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: experts are chosen by {method!r}, which is not served")
+        if found != needed:
+            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, it must be {needed!r}, as what it connects")
+    return config

@@ -125,4 +125,5 @@ class Llava(PretrainedFamily):
     kinds = ("image",)
     processor = LlavaProcessor
     module_name = "LlavaForConditionalGeneration"
+    other_keys = ("vision_config.vocab_size",)  # of CLIP's texts
     model_class = LlavaModel

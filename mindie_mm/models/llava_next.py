@@ -135,4 +135,5 @@ class LlavaNext(PretrainedFamily):
     kinds = ("image",)
     processor = LlavaNextProcessor
     module_name = "LlavaNextForConditionalGeneration"
+    other_keys = ("vision_config.vocab_size",)  # of CLIP's texts
     model_class = LlavaNextModel

@@ -25,6 +25,7 @@ from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.config_keys import Keys, words
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
@@ -42,27 +43,106 @@ CROPS = Geometry(CROP, 2 * PATCH, pooling=(1, 1), margins=(2, 2))
 """Their cells: 2 x 2 patches each, which are pooled to one feature before the crops are put together."""
 CELLS = CROPS.patches
 """Cells of a crop's side."""
+POSITIONS = (CROP // PATCH) ** 2 + 1
+"""Positions of a crop's patches, and of its class."""
 
 _GLOBAL, _DETAIL = "global_pixels", "pixels"
-# What the original wrapper has in its code; config.json has it only where it differs.
-_DEFAULTS: Mapping[str, Any] = {
-    "additional_vocab_size": 128,
-    "vit_layers": (-2, -9),
-    "image_pooling_2d": "attention-meanq",
-    "image_padding_embed": "pad_and_partial_pad",
-    "layer_norm_type": "rms",
-    "vision_backbone": {
-        "image_emb_dim": 1024,
-        "image_num_heads": 16,
-        "image_num_layers": 23,
-        "image_head_dim": 64,
-        "image_mlp_dim": 4096,
-        "image_mlp_activations": "quick_gelu",
-        "image_num_pos": 577,
-        "image_norm_eps": 1e-5,
+# The defaults are those of MolmoConfig, and what the original wrapper has in its code. Keys of the training code's
+# configuration, which that wrapper does not take, mean what they mean there.
+_KEYS = Keys(
+    read={
+        "vocab_size": 50304,
+        "embedding_size": 50304,
+        "additional_vocab_size": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "qkv_bias": False,
+        "clip_qkv": None,
+        "attention_layer_norm": False,
+        "norm_after": False,
+        "scale_logits": False,
+        "vit_layers": (-2, -9),
+        "overwrite_earlier_images": False,
     },
-}
-_ONLY = ("image_pooling_2d", "image_padding_embed", "layer_norm_type")
+    only={
+        "layer_norm_type": ("rms",),
+        "layer_norm_with_affine": (True,),
+        "attention_layer_norm_with_affine": (True,),
+        "bias_for_layer_norm": (False,),
+        "include_bias": (False,),
+        "activation_type": ("swiglu",),
+        "block_type": ("sequential",),
+        "block_group_size": (1,),
+        "multi_query_attention": (),
+        "head_dim": (),
+        "rope": (True,),
+        "rope_impl": ("llama",),
+        "rope_full_precision": (True,),
+        "alibi": (False,),
+        "float32_attention": (True,),
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+        "weight_tying": (False,),  # the original wrapper has a head of its own whatever this says
+        "normalize_input_embeds": (False,),
+        "image_pooling_2d": ("attention-meanq",),
+        "image_pooling_h": (2,),
+        "image_pooling_w": (2,),
+        "image_projector": ("mlp",),
+        "image_padding_embed": ("pad_and_partial_pad",),
+        "fix_image_padding": (False,),
+        "fix_image_input_idx": (2,),
+        "use_cls_feature": (False,),
+        "unconditioned": (False,),
+        "crop_mode": ("overlap-and-resize-c2",),
+        "overlap_margins": ([4, 4],),
+        "pad_value": (0,),
+        "use_col_tokens": (True,),
+        "message_formatting": ("role",),
+        "always_start_with_space": (True,),
+        # The training code's names of the sizes, with which it has models of other layers, too.
+        "d_model": (),
+        "n_heads": (),
+        "n_kv_heads": (),
+        "n_layers": (),
+        "mlp_hidden_size": (),
+    },
+    unused=words(
+        "use_position_ids attention_type tie_word_embeddings mlp_ratio max_sequence_length alibi_bias_max precision",
+        "attention_dropout residual_dropout embedding_dropout response_residual_dropout response_attention_dropout",
+        "image_feature_dropout init_device init_fn init_std init_cutoff_factor new_embedding_init_range",
+        "query_pre_attn_scalar tokenizer pad_tokenizer low_cpu_fsdp llm_load_path vit_load_path gin_bindings",
+        "loss_token_weighting multi_annotation_weighting softmax_auxiliary_loss softmax_auxiliary_loss_scale",
+    ),
+    sections={
+        "vision_backbone": Keys(
+            read={
+                "image_emb_dim": 1024,
+                "image_num_heads": 16,
+                "image_num_key_value_heads": None,
+                "image_num_layers": 23,
+                "image_head_dim": 64,
+                "image_mlp_dim": 4096,
+                "image_norm_eps": 1e-5,
+            },
+            only={
+                "image_model_type": ("openai",),
+                "image_default_input_size": ([CROP, CROP],),
+                "image_patch_size": (PATCH,),
+                "image_num_pos": (POSITIONS,),
+                "image_mlp_activations": ("quick_gelu",),
+                "attention_dropout": (0.0,),  # the original drops out at inference, too
+                "resize_mode": ("default",),
+            },
+            unused=words("image_pos_patch_size image_dropout_rate residual_dropout fsdp_wrap"),
+        )
+    },
+)
 # The geometry above is that of every checkpoint that was released.
 _PREPROCESSING: Mapping[str, Any] = {
     "base_image_input_size": [CROP, CROP],
@@ -116,8 +196,7 @@ class MolmoProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
         check_settings(config, _PREPROCESSING, str(checkpoint.path))
-        check_settings(checkpoint.config, {name: _DEFAULTS[name] for name in _ONLY}, str(checkpoint.path))
-        self.feature_width: int = checkpoint.config["hidden_size"]
+        self.feature_width: int = configuration(checkpoint)["hidden_size"]
         self.max_crops: int = config.get("max_crops", 12)
         self.mean: tuple[float, ...] = tuple(config.get("image_mean", CLIP_MEAN))
         self.std: tuple[float, ...] = tuple(config.get("image_std", CLIP_STD))
@@ -230,7 +309,7 @@ class _VisionTransformer(nn.Module):
         super().__init__()
         width = config["image_emb_dim"]
         self.class_embedding = nn.Parameter(torch.empty(width))
-        self.positional_embedding = nn.Parameter(torch.empty(config["image_num_pos"], width))
+        self.positional_embedding = nn.Parameter(torch.empty(POSITIONS, width))
         self.patch_embedding = nn.Linear(PATCH * PATCH * 3, width, bias=False)
         self.pre_ln = nn.LayerNorm(width, config["image_norm_eps"])
         blocks = [_VisionBlock(config) for _ in range(config["image_num_layers"])]
@@ -308,7 +387,8 @@ class _Block(nn.Module):
         width, heads, eps = config["hidden_size"], config["num_attention_heads"], config["layer_norm_eps"]
         self.layer, self.head_dim, self.theta = layer, width // heads, config["rope_theta"]
         self.norm_after: bool = config["norm_after"]
-        kv_width = (config.get("num_key_value_heads") or heads) * self.head_dim
+        self.clip: float | None = config["clip_qkv"]
+        kv_width = config["num_key_value_heads"] * self.head_dim
         self.widths = (width, kv_width, kv_width)
         self.att_proj = nn.Linear(width, sum(self.widths), bias=config["qkv_bias"])
         self.attn_out = nn.Linear(width, width, bias=False)
@@ -327,7 +407,10 @@ class _Block(nn.Module):
         return hidden + self.feed_forward(self.ff_norm(hidden))
 
     def attend(self, hidden: Tensor, cos: Tensor, sin: Tensor, paged: PagedBatch) -> Tensor:
-        query, key, value = self.att_proj(hidden).split(self.widths, dim=-1)
+        projected = self.att_proj(hidden)
+        if self.clip is not None:
+            projected = projected.clamp(-self.clip, self.clip)
+        query, key, value = projected.split(self.widths, dim=-1)
         q, k = (
             rotate(split_heads(norm(values), self.head_dim), cos, sin)
             for norm, values in ((self.q_norm, query), (self.k_norm, key))
@@ -389,7 +472,8 @@ class MolmoModel(Model):
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
         # On the device: a number from the host would be a wait for it in every step.
         self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
-        self._overwrites: bool = config.get("overwrite_earlier_images", False)
+        self._overwrites: bool = config["overwrite_earlier_images"]
+        self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
         self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
@@ -434,8 +518,8 @@ class MolmoModel(Model):
         return decoded
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._transformer.ff_out(hidden)
-        return logits.float()
+        logits: Tensor = self._transformer.ff_out(hidden).float()
+        return logits if self._logit_scale is None else logits * self._logit_scale
 
 
 def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
@@ -475,6 +559,7 @@ class Molmo(Family):
     kinds = ("image",)
     reference = "golden data of the original implementation"
     processor = MolmoProcessor
+    config_keys = _KEYS
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
@@ -491,7 +576,7 @@ class Molmo(Family):
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> MolmoModel:
-        config = {**_DEFAULTS, **checkpoint.config}
+        config = configuration(checkpoint)
         module = build(lambda: Network(config), checkpoint, device, dtype)
         heads, size = config["num_attention_heads"], config["embedding_size"]
         spec = ModelSpec(
@@ -499,7 +584,7 @@ class Molmo(Family):
             hidden_size=config["hidden_size"],
             max_model_len=config["max_position_embeddings"],
             num_layers=config["num_hidden_layers"],
-            num_kv_heads=config.get("num_key_value_heads") or heads,
+            num_kv_heads=config["num_key_value_heads"],
             head_dim=config["hidden_size"] // heads,
             eos_token_ids=eos_token_ids(checkpoint),
             device=device.torch_device,
@@ -507,6 +592,29 @@ class Molmo(Family):
             embedding_size=size + config["additional_vocab_size"],
         )
         return MolmoModel(module, spec, config, processor)
+
+
+def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
+    where = f"{checkpoint.path}/config.json"
+    config = _KEYS.complete(checkpoint.config, where)
+    config["num_key_value_heads"] = config["num_key_value_heads"] or config["num_attention_heads"]
+    if config["embedding_size"] is None:
+        config["embedding_size"] = config["vocab_size"]
+    if config["vocab_size"] > config["embedding_size"]:
+        raise UnsupportedCheckpoint(
+            f"{where}: vocab_size is {config['vocab_size']}, embedding_size must not be less, it is "
+            f"{config['embedding_size']}"
+        )
+    if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
+        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}, it must be greater than 0")
+    tower = config["vision_backbone"]
+    if tower["image_num_key_value_heads"] not in (None, tower["image_num_heads"]):
+        raise UnsupportedCheckpoint(
+            f"{where}: vision_backbone.image_num_key_value_heads is {tower['image_num_key_value_heads']}, only "
+            f"image_num_heads, {tower['image_num_heads']}, is served"
+        )
+    return config
 
 
 def _content(token: Any) -> str:

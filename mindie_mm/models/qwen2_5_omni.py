@@ -138,6 +138,12 @@ class Qwen25Omni(PretrainedFamily):
     kinds = ("image", "video", "audio")
     processor = Qwen25OmniProcessor
     module_name = "Qwen2_5OmniThinkerForConditionalGeneration"
+    other_keys = ("vision_start_token_id", "vision_end_token_id")
+
+    @classmethod
+    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
+        prefix = f"{_THINKER}." if _THINKER in checkpoint.config else ""
+        return [prefix + name for name in super().unknown_keys(_thinker(checkpoint))]
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen25OmniModel:

@@ -86,6 +86,7 @@ class Qwen25VL(PretrainedFamily):
     kinds = ("image", "video")
     processor = Qwen25VLProcessor
     module_name = "Qwen2_5_VLForConditionalGeneration"
+    other_keys = ("vision_token_id", "vision_config.in_chans", "vision_config.spatial_patch_size")
     model_class = Qwen25VLModel
 
 

@@ -458,4 +458,5 @@ class Qwen2VL(PretrainedFamily):
     kinds = ("image", "video")
     processor = Qwen2VLProcessor
     module_name = "Qwen2VLForConditionalGeneration"
+    other_keys = ("vision_token_id", "vision_config.in_chans", "vision_config.spatial_patch_size")
     model_class = Qwen2VLModel

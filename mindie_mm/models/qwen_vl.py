@@ -21,9 +21,9 @@ from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.config_keys import REQUIRED, Keys, words
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.folder import check_pointer
@@ -45,6 +45,55 @@ _HEAD_WIDTH = 128  # of the resampler, in every checkpoint
 _TOWER_EPS = 1e-6
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
+    read={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "intermediate_size": 22016,
+        "layer_norm_epsilon": 1e-6,
+        "max_position_embeddings": 8192,
+        "seq_length": REQUIRED,
+        "rotary_emb_base": 10000,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+    },
+    only={
+        "rotary_pct": (1.0,),
+        "no_bias": (True,),
+        "tie_word_embeddings": (False,),
+        "rope_scaling": (),
+        # What text models of this model_type have, and the original code of Qwen-VL has not.
+        "use_cache_quantization": (False,),
+        "softmax_in_fp32": (False,),
+        "n_embd": (),
+        "n_head": (),
+        "n_inner": (),
+        "n_layer": (),
+        "ffn_hidden_size": (),
+    },
+    unused=words(  # the original code scales scores whatever it is told, and --dtype chooses the precision
+        "attn_dropout_prob emb_dropout_prob scale_attn_weights bf16 fp16 fp32 use_flash_attn onnx_safe tokenizer_type",
+        "use_cache_kernel",
+    ),
+    sections={
+        "visual": Keys(
+            read={
+                "image_size": REQUIRED,
+                "patch_size": REQUIRED,
+                "width": REQUIRED,
+                "layers": REQUIRED,
+                "heads": REQUIRED,
+                "mlp_ratio": REQUIRED,
+                "image_start_id": REQUIRED,
+                "n_queries": 256,
+                "output_dim": 512,
+            }
+        )
+    },
 )
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
 # Callers write these, and answers hold them: text like any other, each of one id.
@@ -81,12 +130,12 @@ class QwenVLProcessor(Processor):
     chat_template = _CHATML
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        _check(checkpoint)
-        visual = checkpoint.config["visual"]
+        config = configuration(checkpoint)
+        visual = config["visual"]
         start = visual["image_start_id"]
-        self.feature_width: int = checkpoint.config["hidden_size"]
+        self.feature_width: int = config["hidden_size"]
         self.size: int = visual["image_size"]
-        self.num_queries: int = visual.get("n_queries", 256)
+        self.num_queries: int = visual["n_queries"]
         self.placeholders = {"image": Placeholder((start,), start + 2, (start + 1,))}
 
     def caption(self, kind: Kind, number: int) -> tuple[str, str]:
@@ -192,7 +241,7 @@ class _Tower(nn.Module):
         self.transformer = nn.ModuleDict(
             {"resblocks": nn.ModuleList(_TowerBlock(width, config["heads"], inner) for _ in range(config["layers"]))}
         )
-        self.attn_pool = _Resampler(config.get("n_queries", 256), width, out)
+        self.attn_pool = _Resampler(config["n_queries"], width, out)
         self.ln_post = nn.LayerNorm(out, _TOWER_EPS)
         self.proj = nn.Parameter(torch.empty(out, out))
 
@@ -282,11 +331,11 @@ class QwenVLModel(Model):
         self._size = processor.size
         self._shape = MediaShape("image", processor.placeholder("image").token, processor.num_queries)
         self._trained_length: int = config["seq_length"]
-        self._dynamic_ntk: bool = config.get("use_dynamic_ntk", True)
-        logn: bool = config.get("use_logn_attn", True)
+        self._dynamic_ntk: bool = config["use_dynamic_ntk"]
+        logn: bool = config["use_logn_attn"]
         # Made by the host, as the reference's are: an NPU has no float64.
         exponent, most = spec.head_dim / (spec.head_dim - 2), self._factor(spec.max_model_len)
-        base: float = config.get("rotary_emb_base", 10000)
+        base: float = config["rotary_emb_base"]
         # float32 [most + 1], by the factor.
         self._rotary_bases = upload([base * factor**exponent for factor in range(most + 1)], spec.device)
         # float32 [max_model_len], by the index: queries behind the length trained on grow with its logarithm.
@@ -346,6 +395,7 @@ class QwenVL(Family):
     kinds = ("image",)
     reference = "the code that comes with Qwen-VL-Chat (golden data)"
     processor = QwenVLProcessor
+    config_keys = _KEYS
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -354,12 +404,12 @@ class QwenVL(Family):
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> QwenVLModel:
-        config = checkpoint.config
+        config = configuration(checkpoint)
         network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("*.rotary_emb.inv_freq",))
         spec = ModelSpec(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
-            max_model_len=config.get("max_position_embeddings", config["seq_length"]),
+            max_model_len=config["max_position_embeddings"],
             num_layers=config["num_hidden_layers"],
             num_kv_heads=config["num_attention_heads"],
             head_dim=config["kv_channels"],
@@ -379,16 +429,24 @@ class QwenVL(Family):
         return fast_tokenizer(_read_ranks(file.read_bytes(), checkpoint), checkpoint)
 
 
-def _check(checkpoint: Checkpoint) -> None:
-    config = checkpoint.config
-    width = config["num_attention_heads"] * config["kv_channels"]
-    needed = {"hidden_size": width, "rotary_pct": 1.0, "no_bias": True, "tie_word_embeddings": False}
-    check_settings(config, needed, str(checkpoint.path))
-    if config["visual"]["output_dim"] != config["hidden_size"]:
+def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
+    where = f"{checkpoint.path}/config.json"
+    config = _KEYS.complete(checkpoint.config, where)
+    visual, width = config["visual"], config["hidden_size"]
+    heads, channels = config["num_attention_heads"], config["kv_channels"]
+    if heads * channels != width:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: the tower's features are {config['visual']['output_dim']} wide, the decoder takes "
-            f"{config['hidden_size']}"
+            f"{where}: num_attention_heads is {heads!r}, kv_channels is {channels!r}, hidden_size is {width!r}, which "
+            "must be the product of the others"
         )
+    if visual["output_dim"] != width:
+        raise UnsupportedCheckpoint(
+            f"{where}: visual.output_dim is {visual['output_dim']!r}, it must be hidden_size, {width}"
+        )
+    if math.isqrt(visual["n_queries"]) ** 2 != visual["n_queries"]:
+        raise UnsupportedCheckpoint(f"{where}: visual.n_queries is {visual['n_queries']}, it must be a square")
+    return config
 
 
 def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

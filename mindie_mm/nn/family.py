@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -21,10 +21,13 @@ from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.config_keys import Keys
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.pretrained import load_pretrained
+from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.nn.unused_keys import unused_keys
 from mindie_mm.nn.weights import renamed_weights
 from mindie_mm.shm import ArraySpec
 
@@ -187,6 +190,13 @@ class Family(ABC):
     """What its tests hold it against, such as `transformers' LlavaForConditionalGeneration`."""
     processor: ClassVar[type[Processor]]
     """The tokenizer's half."""
+    config_keys: ClassVar[Keys | None] = None
+    """The keys of config.json that the family knows; None if it does not say."""
+
+    @classmethod
+    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
+        """Return the keys of config.json that the family does not use, those of a section as `section.key`."""
+        return [] if cls.config_keys is None else [*cls.config_keys.unknown(checkpoint.config)]
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -235,6 +245,8 @@ class PretrainedFamily(Family):
     """Patterns (fnmatch) of weights that published checkpoints have and the module does not."""
     default_theta: ClassVar[float | None] = None
     """Base of rotary frequencies where config.json states none; None: that of the installed transformers."""
+    other_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that transformers' class lacks: the family reads them itself, or they change no answer."""
 
     def __init_subclass__(cls) -> None:
         """`reference` is that class, unless the family says otherwise."""
@@ -247,6 +259,31 @@ class PretrainedFamily(Family):
 
         found: type[Any] = getattr(transformers, cls.module_name)
         return found
+
+    @classmethod
+    def config_class(cls) -> type[Any]:
+        """The configuration class of `module_class`, found without its layers where transformers maps a model type."""
+        from transformers import CONFIG_MAPPING  # late, as above
+
+        found: type[Any]
+        for model_type in reversed(cls.model_types):  # the last one is that of the module, if there are several
+            if model_type in CONFIG_MAPPING:
+                found = CONFIG_MAPPING[model_type]
+                return found
+        found = cls.module_class().config_class
+        return found
+
+    @classmethod
+    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
+        checkpoint = cls.translated(checkpoint)
+
+        def resolve(stated: dict[str, Any]) -> Any:
+            config = cls.config_class().from_dict(dict(stated))
+            settle(replace(checkpoint, config=stated), config, cls.default_theta)
+            return config
+
+        found = unused_keys(checkpoint.config, resolve)
+        return [name for name in found if name not in cls.other_keys]
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:

@@ -141,6 +141,19 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
         check_quantization(checkpoint, device)
 
 
+def refuse_mindie(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint for weights that MindIE's tools quantised, which nothing else says of them."""
+    stated = checkpoint.config.get("quantize")
+    files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
+    if stated in (None, "", "float") and not files:
+        return
+    how = f"quantize is {stated!r} in config.json" if stated not in (None, "") else f"it has {files[0]}"
+    raise UnsupportedCheckpoint(
+        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models read; take the "
+        "checkpoint that it was made from, or one quantised by bitsandbytes"
+    )
+
+
 def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedCheckpoint for a method that layers other than transformers' own do not run."""
     if (settings := quantization(checkpoint)) is None:

@@ -33,6 +33,11 @@ def num_shares() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all ranks that share the weights."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose layers there is no plan") -> None:
     """UnsupportedCheckpoint, where several ranks are to share the weights of a checkpoint that `what` keeps whole."""
     if num_shares() > 1:

@@ -58,6 +58,11 @@ def _resizes_nothing(folder):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
 
 
+def _quantised_for_mindie(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantize": "w8a8"}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -65,14 +70,27 @@ def _resizes_nothing(folder):
         (_lacks_a_shard, "lacks 1 of 2 files of weights, first model-2.safetensors"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (_resizes_nothing, "do_resize"),
+        (_quantised_for_mindie, "quantize is 'w8a8'"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served(tmp_path, spoil, said):
     folder, file = tmp_path / "checkpoint", tmp_path / "settings.toml"
     shutil.copytree(Checkpoint.open().path, folder)
     file.write_text(f'model = "{folder}"\nspool = "{tmp_path / "spool"}"\n')
-    assert doctor(file)["checkpoint"]["status"] == "ok"
+    found = doctor(file)["checkpoint"]
+    assert (found["status"], found["advice"]) == ("ok", "")
     spoil(folder)
     found = doctor(file, status=1)["checkpoint"]
     assert found["status"] == "error"
     assert said in found["advice"]
+
+
+def test_keys_that_the_family_does_not_use(tmp_path):
+    folder, file = tmp_path / "checkpoint", tmp_path / "settings.toml"
+    shutil.copytree(Checkpoint.open().path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embedings": True}))
+    file.write_text(f'model = "{folder}"\nspool = "{tmp_path / "spool"}"\n')
+    found = doctor(file)["checkpoint"]
+    assert found["status"] == "ok"
+    assert found["advice"] == "config.json has keys that the family qwen2_5_omni does not use: tie_word_embedings"

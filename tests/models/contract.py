@@ -294,6 +294,9 @@ class FamilyContract:
         with pytest.raises(UnsupportedCheckpoint, match=named):
             load_model(out, device="cpu")
 
+    def test_keys_of_its_configuration_are_known(self, path: Path) -> None:
+        assert family_named(self.name).unknown_keys(Checkpoint.open(path)) == []
+
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
         """Ids, arrays and logits of a checkpoint of other settings, `path`, are what `reference` makes of it."""
         model = load_model(path, device="cpu", dtype="float32")

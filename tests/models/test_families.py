@@ -16,7 +16,7 @@ from mindie_mm import LLM, SamplingParams, models
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family
+from mindie_mm.nn.family import Family, PretrainedFamily
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
 
@@ -54,6 +54,12 @@ def test_every_family_says_what_it_is():
         assert family.model_types, name
         assert set(family.kinds) <= {"image", "video", "audio"}, name
         assert family.reference, name
+
+
+def test_configuration_classes_are_those_of_the_modules():
+    for family in map(family_named, family_names()):
+        if issubclass(family, PretrainedFamily):
+            assert family.config_class() is family.module_class().config_class, family
 
 
 @pytest.mark.parametrize("model_type", ["llama", None])

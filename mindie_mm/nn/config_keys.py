@@ -1,0 +1,87 @@
+"""The keys of a configuration that a family with layers of its own knows, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindie_mm.errors import UnsupportedCheckpoint
+
+REQUIRED = object()
+"""Stands for the default of a key that the original code does not do without."""
+
+
+def words(*texts: str) -> frozenset[str]:
+    """Return the words of `texts`, which blanks part: a list of keys that can be read."""
+    return frozenset(" ".join(texts).split())
+
+
+HOUSEKEEPING = words(
+    # What describes the file, how the original is run, or its training.
+    "_attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path add_cross_attention architectures",
+    "attn_implementation auto_map chunk_size_feed_forward cross_attention_hidden_size dtype experts_implementation",
+    "finetuning_task gradient_checkpointing id2label ignore_index initializer_factor initializer_range is_decoder",
+    "is_encoder_decoder label2id model_type name_or_path num_labels output_attentions output_hidden_states prefix",
+    "pretraining_tp problem_type processor_class pruned_heads return_dict task_specific_params tf_legacy_loss",
+    "tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config transformers_version",
+    "use_bfloat16 use_cache use_return_dict",
+    # What `generate` and the loaders of weights read.
+    "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample",
+    "early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id",
+    "forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups",
+    "num_beams num_return_sequences output_scores pad_token_id quantization_config quantize remove_invalid_values",
+    "repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p",
+)
+"""Keys of any configuration of transformers' that change no logits, or are read elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a configuration file, or of one section of it."""
+
+    read: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that the family honours, with the original code's defaults."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys that change the answers, with the values that are served.
+
+    A null is the same as no key, except where true is served: to the original code it is false.
+    """
+    unused: frozenset[str] = frozenset()
+    """Keys that change no answer, besides HOUSEKEEPING."""
+    sections: Mapping[str, Keys] = field(default_factory=dict)
+    """Keys that hold an object, with the keys of that object."""
+
+    def complete(self, config: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+        """Return `config` with the defaults of the keys that it lacks.
+
+        Raises:
+            UnsupportedCheckpoint: A key has a value that is not served, or is missing and has no default. `where` is
+                the file, which the message names.
+
+        """
+        for name, served in self.only.items():
+            found = config.get(name)
+            stated = name in config if True in served else found is not None
+            if stated and found not in served:
+                values = " or ".join(repr(value) for value in served) or "null"
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}, only {values} is served")
+        completed = {**self.read, **config}
+        for name, value in completed.items():
+            if value is REQUIRED:
+                raise UnsupportedCheckpoint(f"{where} has no {prefix}{name}")
+        for name, keys in self.sections.items():
+            section = config.get(name, {})
+            if not isinstance(section, Mapping):
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}, it must be an object")
+            completed[name] = keys.complete(section, where, f"{prefix}{name}.")
+        return completed
+
+    def unknown(self, config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        """Yield the keys of `config` that are not known, those of a section as `section.key`."""
+        known = {*self.read, *self.only, *self.unused, *self.sections, *HOUSEKEEPING}
+        for name, value in config.items():
+            if name not in known:
+                yield f"{prefix}{name}"
+            elif name in self.sections and isinstance(value, Mapping):
+                yield from self.sections[name].unknown(value, f"{prefix}{name}.")

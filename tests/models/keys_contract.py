@@ -1,0 +1,192 @@
+"""What every family with layers of its own is held against: each key of the original configuration is changed in turn.
+
+A key is honoured as the original code does, refused by its name, or without effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindie_mm.device import open_device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import family_named
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.config_keys import HOUSEKEEPING, Keys
+from mindie_mm.nn.model import Model
+
+IDS = torch.arange(3, 40)
+"""A prompt of text."""
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `config` with other values; `section.key` names a key of a section."""
+    other: dict[str, Any] = json.loads(json.dumps(config))
+    for name, value in changes.items():
+        *sections, key = name.split(".")
+        part = other
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[key] = value
+    return other
+
+
+def names(keys: Keys, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all keys, those of a section as `section.key`."""
+    for name in (*keys.read, *keys.only, *keys.unused):
+        yield f"{prefix}{name}"
+    for name, section in keys.sections.items():
+        yield from names(section, f"{prefix}{name}.")
+
+
+def served_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the names of keys that are served at some values alone, and these values."""
+    for name, served in keys.only.items():
+        yield f"{prefix}{name}", served
+    for name, section in keys.sections.items():
+        yield from served_values(section, f"{prefix}{name}.")
+
+
+def keys_of(family: str) -> Keys:
+    """The keys that a family says it knows."""
+    keys = family_named(family).config_keys
+    assert keys is not None
+    return keys
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of all these decoders."""
+    return weight * (hidden * (hidden.square().mean(-1, keepdim=True) + eps).rsqrt())
+
+
+def turned(heads: torch.Tensor, base: float) -> torch.Tensor:
+    """[heads, tokens, width], halves as pairs, turned by the tokens' indices."""
+    width = heads.shape[-1]
+    angles = torch.outer(torch.arange(heads.shape[1]).float(), base ** -(torch.arange(0, width, 2) / width))
+    first, second = heads.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def layer_of(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The weights whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+
+
+class KeysContract:
+    """The subclass writes a small checkpoint, and computes the logits of `IDS` in plain PyTorch."""
+
+    name: ClassVar[str]
+    refused: ClassVar[Mapping[str, Any]]
+    """Keys with a value that is not served."""
+    honoured: ClassVar[Mapping[str, Any]]
+    """Keys with another value, or with changes of several keys, of which `reference` computes the logits."""
+    towers: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Keys of what sees pictures, with changes by which the features differ."""
+    unused: ClassVar[Mapping[str, Any]]
+    """Keys that have no effect, with a value that is not the default."""
+    sizes: ClassVar[frozenset[str]]
+    """Keys that the shapes of the weights are held against, or that other tests change."""
+
+    @classmethod
+    def write_checkpoint(cls, out: Path) -> None:
+        """Writes a small checkpoint into the directory `out`."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        out = tmp_path_factory.mktemp("keys")
+        cls.write_checkpoint(out)
+        return out
+
+    def reference(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
+        """float32 [tokens, vocabulary] of `IDS`; `config` has all keys that matter."""
+        raise NotImplementedError
+
+    def weights(self, path: Path) -> Mapping[str, torch.Tensor]:
+        """The checkpoint's weights by their names."""
+        return load_file(path / "model.safetensors")
+
+    def features(self, model: Model) -> torch.Tensor:
+        """What the tower gives for some picture."""
+        raise NotImplementedError
+
+    @classmethod
+    def checkpoint(cls, path: Path, changes: Mapping[str, Any]) -> Checkpoint:
+        own = Checkpoint.open(path)
+        return replace(own, config=changed(own.config, changes))
+
+    @classmethod
+    def load(cls, path: Path, changes: Mapping[str, Any]) -> Model:
+        family, checkpoint = family_named(cls.name), cls.checkpoint(path, changes)
+        processor = family.processor(checkpoint)
+        model = family.model(checkpoint, processor, open_device("cpu"), torch.float32)
+        assert isinstance(model, Model)
+        return model
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def base(cls, path: Path) -> Model:
+        return cls.load(path, {})
+
+    def test_every_key_is_tried(self) -> None:
+        tried = {*self.refused, *self.honoured, *self.towers, *self.unused, *self.sizes}
+        assert tried - HOUSEKEEPING >= {*names(keys_of(self.name))} - HOUSEKEEPING
+
+    def test_the_reference_is_the_models(self, path: Path, base: Model) -> None:
+        expected = self.reference(self.weights(path), Checkpoint.open(path).config)
+        assert (base.logits(IDS) - expected).abs().max() <= 1e-4
+
+    def test_values_that_are_not_served_are_refused_by_name(self, path: Path) -> None:
+        family, served = family_named(self.name), []
+        for name, value in self.refused.items():
+            try:
+                family.processor(self.checkpoint(path, {name: value}))
+                served.append(name)
+            except UnsupportedCheckpoint as error:
+                assert f"{name} is {value!r}" in str(error)  # noqa: PT017 - one test for all keys
+        assert not served
+
+    def test_keys_are_honoured_as_the_original_does(self, path: Path, base: Model) -> None:
+        own = base.logits(IDS)
+        for name, value in self.honoured.items():
+            changes = value if isinstance(value, dict) else {name: value}
+            logits = self.load(path, changes).logits(IDS)
+            expected = self.reference(self.weights(path), changed(Checkpoint.open(path).config, changes))
+            assert (logits - expected).abs().max() <= 1e-4, name
+            assert (logits - own).abs().max() > 1e-3, name
+
+    def test_keys_of_the_tower_change_the_features(self, path: Path, base: Model) -> None:
+        own = self.features(base)
+        for name, changes in self.towers.items():
+            assert (self.features(self.load(path, changes)) - own).abs().max() > 1e-4, name
+
+    def test_other_keys_change_nothing(self, path: Path, base: Model) -> None:
+        other = self.load(path, self.unused)
+        assert torch.equal(other.logits(IDS), base.logits(IDS))
+        assert torch.equal(self.features(other), self.features(base))
+
+    def test_a_null_is_the_same_as_no_key_unless_true_is_needed(self, path: Path) -> None:
+        family = family_named(self.name)
+        for name, served in served_values(keys_of(self.name)):
+            other = self.checkpoint(path, {name: None})
+            if True in served:
+                with pytest.raises(UnsupportedCheckpoint, match=f"{name} is None"):
+                    family.processor(other)
+            else:
+                family.processor(other)
+
+    def test_unknown_keys_are_named(self, path: Path) -> None:
+        family, own = family_named(self.name), Checkpoint.open(path)
+        assert family.unknown_keys(own) == []
+        sections = [name for name, value in own.config.items() if isinstance(value, dict)]
+        other = self.checkpoint(path, {"hiden_size": 7, **{f"{section}.widht": 1 for section in sections}})
+        assert family.unknown_keys(other) == [*(f"{section}.widht" for section in sections), "hiden_size"]

@@ -1,0 +1,95 @@
+"""Keys of config.json that nothing reads: they are named once, in one line."""
+
+import json
+import logging
+import shutil
+
+import pytest
+from transformers import FuyuConfig, LlavaConfig, Qwen2VLConfig
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.unused_keys import unused_keys
+from tests.models.small_checkpoints import changed
+
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "torch_dtype": "float16",
+    "transformers_version": "4.36.0.dev0",
+    "image_token_index": 7,
+    "text_config": {"model_type": "llama", "hidden_size": 64, "rope_theta": 5e5, "_name_or_path": "x", "top_k": 50},
+    "vision_config": {"model_type": "clip_vision_model", "hidden_size": 32, "num_attention_heads": 4},
+}
+FLAT = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "use_sliding_window": False,
+    "vision_config": {"embed_dim": 32, "in_channels": 3},
+}
+
+
+@pytest.mark.parametrize(("cls", "config"), [(LlavaConfig, LLAVA), (Qwen2VLConfig, FLAT)], ids=["sections", "flat"])
+def test_keys_that_are_read_or_translated_are_not_named(cls, config):
+    assert unused_keys(config, cls.from_dict) == []
+    assert unused_keys(config, cls.from_dict) == []  # it changes neither of its arguments
+
+
+def test_keys_of_every_section_are_named():
+    other = json.loads(json.dumps(LLAVA))
+    other["vision_config"]["in_chans"] = 3
+    other["text_config"]["rope_tetha"] = None
+    other["projector"] = {"hidden_act": "gelu"}
+    assert unused_keys(other, LlavaConfig.from_dict) == [
+        "text_config.rope_tetha",
+        "vision_config.in_chans",
+        "projector",
+    ]
+
+
+def test_a_key_at_the_top_is_named_unless_a_section_has_its_value():
+    config = {"model_type": "fuyu", "hidden_size": 64, "text_config": {"model_type": "persimmon", "hidden_size": 64}}
+    assert unused_keys(config, FuyuConfig.from_dict) == []
+    assert unused_keys(config | {"hidden_size": 32}, FuyuConfig.from_dict) == ["hidden_size"]
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if "keys" in record.getMessage()]
+
+
+def test_a_load_says_it_once_in_one_line(random_checkpoint, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_model(random_checkpoint, "cpu", "float32")
+        assert lines(caplog) == []
+        other = changed(random_checkpoint, tmp_path / "other", "config", {f"key_{i}": i for i in range(20)})
+        load_model(other, "cpu", "float32")
+    names = ", ".join(f"key_{i}" for i in range(12))
+    assert lines(caplog) == [
+        f"{other}: config.json has keys that the family qwen2_vl does not use: {names}, and 8 more"
+    ]
+
+
+@pytest.mark.parametrize("stated", ["w8a8", "w4a16", "w8a8s"])
+def test_weights_quantised_for_mindie_are_refused_by_name(stated, random_checkpoint, tmp_path):
+    other = changed(random_checkpoint, tmp_path / "other", "config", {"quantize": stated})
+    with pytest.raises(UnsupportedCheckpoint, match=f"quantised for MindIE .quantize is '{stated}'"):
+        load_model(other, "cpu")
+
+
+def test_a_description_of_quantised_weights_is_enough(random_checkpoint, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(random_checkpoint, other)
+    (other / "quant_model_description_w8a8.json").write_text("{}")
+    (other / "model.safetensors").rename(other / "quant_model_weight_w8a8.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match=r"it has quant_model_description_w8a8\.json"):
+        load_model(other, "cpu")
+
+
+def test_a_float_checkpoint_of_mindies_is_served(random_checkpoint, tmp_path):
+    other = changed(random_checkpoint, tmp_path / "other", "config", {"quantize": "float"})
+    assert Checkpoint.open(other).config["quantize"] == "float"
+    load_model(other, "cpu")
