@@ -1,11 +1,15 @@
 """InternVL: an image as tiles in a grid of its proportions and a thumbnail, a video as numbered frames.
 
 Source: arXiv 2504.10479; transformers' internvl, whose ids, pixels and logits these are.
+
+Two layouts are read: transformers' own, and OpenGVLab's, of model_type internvl_chat. The second is translated in
+memory by the rules of transformers' convert_internvl_weights_to_hf.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +22,13 @@ from mindie_mm.media.image import Data, open_image, resize
 from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
 from mindie_mm.media.tiles import closest_grid, cut
 from mindie_mm.media.video import open_video
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint import Checkpoint, with_special_tokens
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
+from mindie_mm.nn.renaming import Renaming, third
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.shm import ArraySpec
 
@@ -38,11 +43,97 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token", "video_token")
 
+ORIGINAL = "internvl_chat"
+"""model_type of OpenGVLab's layout."""
+_CONVERTED = "take a repository in transformers' layout, such as OpenGVLab/InternVL3-1B-hf"
+_SPELLED = {
+    "context_image_token": "<IMG_CONTEXT>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
+"""The original's code has these tokens, but for the last one, which only the text of a prompt has."""
+_CHAT_DEFAULTS: Mapping[str, Any] = {
+    "select_layer": -1,
+    "force_image_size": None,
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": False,
+    "use_thumbnail": False,
+    "ps_version": "v1",
+    "min_dynamic_patch": 1,
+    "max_dynamic_patch": 6,
+    "pad2square": False,
+    "use_backbone_lora": 0,
+    "use_llm_lora": 0,
+}
+"""Of the original's configuration."""
+_VISION_DEFAULTS: Mapping[str, Any] = {
+    "num_channels": 3,
+    "patch_size": 14,
+    "image_size": 224,
+    "qkv_bias": False,
+    "hidden_size": 3200,
+    "num_attention_heads": 25,
+    "intermediate_size": 12800,
+    "qk_normalization": True,
+    "num_hidden_layers": 48,
+    "hidden_act": "gelu",
+    "norm_type": "rms_norm",
+    "layer_norm_eps": 1e-6,
+}
+"""Of the original's tower, which are not transformers'."""
+_TEXT_MODELS = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+"""transformers' model_type of the language models that are served, by the original's names of their classes."""
+_ATTENTION_KEYS = {"attn_implementation", "_attn_implementation", "_attn_implementation_autoset"}
+_CHATML = ("internvl2_5", "internlm2-chat", "Hermes-2")
+"""Names of the original's conversations whose turns are between <|im_start|> and <|im_end|>."""
+_TURN_END = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
+    "{% elif content['type'] == 'video' %}{{ '<video>\n' }}"
+    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The conversation of transformers' conversion script, which has no system message unless the caller gives one."""
+_LAYER = r"model\.vision_tower\.encoder\.layer\.(\d+)\."
+_PUBLISHED_LAYER = r"vision_model.encoder.layers.\1"
+_RENAMINGS = (
+    Renaming(r"model\.vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    Renaming(r"model\.vision_tower\.embeddings\.position_embeddings", "vision_model.embeddings.position_embedding"),
+    Renaming(
+        r"model\.vision_tower\.embeddings\.patch_embeddings\.projection\.(\w+)",
+        r"vision_model.embeddings.patch_embedding.\1",
+    ),
+    *(
+        Renaming(rf"{_LAYER}attention\.{part}_proj\.(\w+)", rf"{_PUBLISHED_LAYER}.attn.qkv.\2", third(index))
+        for index, part in enumerate("qkv")
+    ),
+    Renaming(rf"{_LAYER}attention\.projection_layer\.(\w+)", rf"{_PUBLISHED_LAYER}.attn.proj.\2"),
+    Renaming(rf"{_LAYER}attention\.([qk]_norm)\.(\w+)", rf"{_PUBLISHED_LAYER}.attn.\2.\3"),
+    Renaming(rf"{_LAYER}layernorm_before\.(\w+)", rf"{_PUBLISHED_LAYER}.norm1.\2"),
+    Renaming(rf"{_LAYER}layernorm_after\.(\w+)", rf"{_PUBLISHED_LAYER}.norm2.\2"),
+    Renaming(rf"{_LAYER}lambda_(\d)", rf"{_PUBLISHED_LAYER}.ls\2"),
+    Renaming(rf"{_LAYER}mlp\.(.+)", rf"{_PUBLISHED_LAYER}.mlp.\2"),
+    Renaming(r"model\.multi_modal_projector\.layer_norm\.(\w+)", r"mlp1.0.\1"),
+    Renaming(r"model\.multi_modal_projector\.linear_1\.(\w+)", r"mlp1.1.\1"),
+    Renaming(r"model\.multi_modal_projector\.linear_2\.(\w+)", r"mlp1.3.\1"),
+)
+_LANGUAGE_RENAMINGS = (
+    Renaming(r"model\.language_model\.(.+)", r"language_model.model.\1"),
+    Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
+)
+
 
 class InternVLProcessor(Processor):
     """The tokenizer's half. A block holds `pixel_values`, uint8 [tiles, side, side, 3]; the grid is (tiles,)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint = _translated(checkpoint)
+        self._original = checkpoint.renamings is not None
         where = str(checkpoint.path)
         config = read_config("InternVLConfig", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
@@ -76,6 +167,10 @@ class InternVLProcessor(Processor):
         # Each frame takes the tokens before and after it, too.
         positions: int = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        """Return the template of a file of its own before the tokenizer's, which in OpenGVLab's is for text alone."""
+        return (own or CHAT_TEMPLATE) if self._original else super().template(own, tokenizers, kinds)
 
     def max_tokens(self, kind: Kind) -> int:
         tiles = self._sampling.limit if kind == "video" else _with_thumbnail(self._most)
@@ -190,11 +285,154 @@ class InternVLModel(PictureModel, PretrainedModel):
 
 
 class InternVL(PretrainedFamily):
-    """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479), in transformers' own format, over its modules."""
+    """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479) over transformers' own modules."""
 
-    model_types = ("internvl",)
+    model_types = ("internvl", ORIGINAL)
     published = "OpenGVLab/InternVL3-1B-hf"
     kinds = ("image", "video")
     processor = InternVLProcessor
     module_name = "InternVLForConditionalGeneration"
     model_class = InternVLModel
+    unused_weights = ("language_model.model.layers.*.rotary_emb.inv_freq",)
+
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return _translated(checkpoint)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        checkpoint = _translated(checkpoint)
+        if checkpoint.renamings is None:
+            return super().tokenizer(checkpoint)
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        template = checkpoint.path / "chat_template.jinja"
+        return PreTrainedTokenizerFast(
+            tokenizer_object=checkpoint.tokenizer(lambda token: token["special"]),
+            clean_up_tokenization_spaces=False,
+            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+            **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
+        )
+
+
+def _translated(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
+    if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
+        return checkpoint
+    where, config = str(checkpoint.path), checkpoint.config
+    settings = {**_CHAT_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    vision = _vision_config(settings, where)
+    text = _text_config(config.get("llm_config") or {}, where)
+    _check_chat(settings, vision, where)
+    described = with_special_tokens(_tokenizer_json(checkpoint), [_SPELLED["video_token"]])
+    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
+    if missing := [token for token in (*_SPELLED.values(), _TURN_END) if token not in ids]:
+        raise UnsupportedCheckpoint(f"{where}: its tokenizer has no added token {missing[0]}")
+    translated = {
+        **{key: value for key, value in config.items() if not key.endswith("_config") or key.startswith("quant")},
+        "model_type": "internvl",
+        "architectures": None,
+        "vision_config": vision,
+        "text_config": text,
+        "image_token_id": ids[_SPELLED["context_image_token"]],
+        "downsample_ratio": settings["downsample_ratio"],
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+    }
+    side = vision["image_size"]
+    pixels = {
+        "size": {"height": side, "width": side},
+        "resample": 3,
+        "image_mean": IMAGENET_MEAN,
+        "image_std": IMAGENET_STD,
+    }
+    tiled = settings["dynamic_image_size"]
+    bounds = {f"{end}_patches": settings[f"{end}_dynamic_patch"] if tiled else 1 for end in ("min", "max")}
+    # The original ends an answer at the end of the turn, whatever its files say.
+    stated = checkpoint.json("generation_config.json").get("eos_token_id", [])
+    ends = stated if isinstance(stated, list) else [stated]
+    files = {
+        "generation_config.json": {
+            **checkpoint.json("generation_config.json"),
+            "eos_token_id": [*ends, *({ids[_TURN_END]} - {*ends})],
+        },
+        # The original reads no file about its pictures: they are cut and normalised by constants.
+        "processor_config.json": {"image_processor": None},
+        "preprocessor_config.json": {"image_processor_type": "GotOcr2ImageProcessor", **pixels, **bounds},
+        "video_preprocessor_config.json": pixels,
+        "tokenizer.json": described,
+        "tokenizer_config.json": {**checkpoint.json("tokenizer_config.json"), **_SPELLED},
+    }
+    return checkpoint.translated(translated, files, (*_RENAMINGS, *_LANGUAGE_RENAMINGS))
+
+
+def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedCheckpoint for settings of the original's configuration that transformers' class cannot have."""
+    served = {
+        "select_layer": -1,
+        "ps_version": "v2",
+        "pad2square": False,
+        "use_backbone_lora": 0,
+        "use_llm_lora": 0,
+        # Weights of another number of positions would have to be interpolated.
+        "force_image_size": vision["image_size"],
+    }
+    if settings["dynamic_image_size"] and settings["max_dynamic_patch"] > 1:
+        served["use_thumbnail"] = True
+    for name, value in served.items():
+        if (found := settings[name]) is not None and found != value:
+            raise UnsupportedCheckpoint(
+                f"{where}: {name} is {found!r}, of model_type {ORIGINAL} only {value!r} is served; {_CONVERTED}"
+            )
+    if (template := settings.get("template")) not in _CHATML:
+        raise UnsupportedCheckpoint(
+            f"{where}: template is {template!r}, of model_type {ORIGINAL} only {', '.join(_CHATML)} are served; "
+            f"{_CONVERTED}"
+        )
+
+
+def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return transformers' vision_config for the original's. UnsupportedCheckpoint for what it cannot say."""
+    stated = settings.get("vision_config") or {}
+    if (tower := stated.get("model_type", "intern_vit_6b")) != "intern_vit_6b":
+        raise UnsupportedCheckpoint(
+            f"{where}: vision_config.model_type is {tower!r}, of model_type {ORIGINAL} only 'intern_vit_6b' is served; "
+            f"{_CONVERTED}"
+        )
+    vision = {key: default if (own := stated.get(key)) is None else own for key, default in _VISION_DEFAULTS.items()}
+    bias, normalized = vision.pop("qkv_bias"), vision.pop("qk_normalization")
+    if normalized:  # transformers' norms of queries and keys have this one
+        check_settings(vision, {"layer_norm_eps": 1e-6}, f"{where} (vision_config)")
+    return {"model_type": "internvl_vision", "attention_bias": bias, "use_qk_norm": normalized, **vision}
+
+
+def _text_config(language: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return transformers' text_config for the original's llm_config. UnsupportedCheckpoint."""
+    name = next(iter(language.get("architectures") or ()), None)
+    if name not in _TEXT_MODELS:
+        raise UnsupportedCheckpoint(
+            f"{where}: llm_config is of {name}, of model_type {ORIGINAL} only {', '.join(_TEXT_MODELS)} are served; "
+            f"{_CONVERTED}"
+        )
+    kept = {key: value for key, value in language.items() if key not in _ATTENTION_KEYS}
+    return {**kept, "model_type": _TEXT_MODELS[name]}
+
+
+def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return tokenizer.json, or what transformers makes of the files of a Qwen2 tokenizer. UnsupportedCheckpoint."""
+    if checkpoint.has("tokenizer.json"):
+        return checkpoint.json("tokenizer.json")
+    name = checkpoint.json("tokenizer_config.json").get("tokenizer_class")
+    made = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
+    if not (made and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
+        files = "vocab.json and merges.txt" if made else "a tokenizer.json"
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: its tokenizer, {name}, needs {files}; {_CONVERTED}")
+    from transformers import Qwen2Tokenizer  # late: it takes a second
+
+    checkpoint.check_tokenizer()
+    try:
+        tokenizer = Qwen2Tokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+    described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return described

@@ -1,0 +1,227 @@
+"""InternVL in OpenGVLab's layout beside transformers' own class, which holds the same weights, converted."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    InternVLVisionConfig,
+    Qwen2Config,
+    Qwen2Tokenizer,
+)
+
+from tests.models import test_internvl as plain
+from tests.models.contract import ExtremeShapes, FamilyContract
+from tests.models.contract import Reference as BaseReference
+from tests.models.small_checkpoints import save_json, save_tokenizer
+from tests.models.test_internvl import TOKENS
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "published" / "internvl_chat_2b" / "config.json").read_text())
+SIDE, FEATURES, TILES = 28, 4, 6
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": 7,
+}
+TEXT = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "_attn_implementation_autoset": True,
+    "attn_implementation": "flash_attention_2",
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": False,
+    "use_sliding_window": False,
+}
+"""Of InternVL3-1B, but for sizes."""
+ADDED = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"),
+    *("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>"),
+)
+NAMES = (
+    (r"model\.vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    (r"model\.vision_tower\.embeddings\.position_embeddings", "vision_model.embeddings.position_embedding"),
+    (r"model\.vision_tower\.embeddings\.patch_embeddings\.projection\.", "vision_model.embeddings.patch_embedding."),
+    (r"model\.vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+    (r"attention\.projection_layer", "attn.proj"),
+    (r"attention\.(qkv|q_norm|k_norm)\.", r"attn.\1."),
+    (r"layernorm_before", "norm1"),
+    (r"layernorm_after", "norm2"),
+    (r"lambda_", "ls"),
+    (r"model\.multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"model\.multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"model\.multi_modal_projector\.linear_2", "mlp1.3"),
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head", "language_model.lm_head"),
+)
+"""Parts of published names by those of transformers' class, as its conversion script pairs them."""
+
+
+def published_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of transformers' class under the names of OpenGVLab's."""
+    state = model.state_dict()
+    for name in [name for name in state if "vision_tower" in name and "attention.q_proj" in name]:
+        parts = [state.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv"]
+        state[name.replace("q_proj", "qkv")] = torch.cat(parts)
+    return {renamed(name): weight.clone().contiguous() for name, weight in state.items()}
+
+
+def renamed(name: str) -> str:
+    for pattern, published in NAMES:
+        name = re.sub(pattern, published, name)
+    return name
+
+
+def save_qwen2_tokenizer(out: Path) -> dict[str, int]:
+    """Writes a Qwen2 tokenizer as OpenGVLab publishes it, which has no tokenizer.json; returns its added tokens."""
+    save_tokenizer(out, ())
+    model = json.loads((out / "tokenizer.json").read_text())["model"]
+    for file in out.iterdir():
+        file.unlink()
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (out / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    ids = {token: len(model["vocab"]) + index for index, token in enumerate(ADDED)}
+    flags = {**dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False), "special": True}
+    save_json(
+        out,
+        vocab=model["vocab"],
+        added_tokens=ids,
+        tokenizer_config={
+            "add_prefix_space": False,
+            "added_tokens_decoder": {str(index): {"content": token, **flags} for token, index in ids.items()},
+            "additional_special_tokens": list(ADDED[1:]),
+            "bos_token": None,
+            "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<|im_end|>",
+            "model_max_length": 8192,
+            "pad_token": "<|endoftext|>",
+            "tokenizer_class": "Qwen2Tokenizer",
+            "unk_token": None,
+        },
+    )
+    return ids
+
+
+def config_of(language: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A published config.json of other sizes."""
+    sizes = {"force_image_size": SIDE, "max_dynamic_patch": TILES, "llm_config": {**language, **TEXT}}
+    return PUBLISHED | sizes | {"vision_config": PUBLISHED["vision_config"] | VISION} | changes
+
+
+def converted_vision(vision: dict[str, Any]) -> InternVLVisionConfig:
+    """As transformers' conversion script has it."""
+    kept = {key: vision[key] for key in (*VISION, "hidden_act", "norm_type", "layer_norm_eps", "num_channels")}
+    return InternVLVisionConfig(**kept, attention_bias=vision["qkv_bias"], use_qk_norm=vision["qk_normalization"])
+
+
+def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
+    """A model with weights that differ from one another, norms and all."""
+    torch.manual_seed(0)
+    model = InternVLForConditionalGeneration(config)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.data += 0.2 * torch.randn_like(weight)
+        else:
+            weight.data = 0.1 * torch.randn_like(weight)
+    return model
+
+
+def write(out: Path, **changes: Any) -> "Reference":
+    """Writes the checkpoint, with `changes` in config.json; returns transformers' model of its conversion."""
+    ids = save_qwen2_tokenizer(out)
+    config = config_of({**QWEN2, "vocab_size": max(ids.values()) + 1}, **changes)
+    save_json(
+        out, config=config, preprocessor_config={"crop_size": 448, "feature_extractor_type": "CLIPFeatureExtractor"}
+    )
+    dropped = ("_attn_implementation_autoset", "attn_implementation", "architectures", "torch_dtype")
+    text = {key: value for key, value in config["llm_config"].items() if key not in dropped}
+    converted = InternVLConfig(
+        vision_config=converted_vision(config["vision_config"]),
+        text_config=Qwen2Config(**text),
+        image_token_id=ids["<IMG_CONTEXT>"],
+        image_seq_length=FEATURES,
+        tie_word_embeddings=False,
+    )
+    model = draw(converted)
+    model.generation_config.eos_token_id = ids["<|im_end|>"]
+    model.generation_config.pad_token_id = ids["<|endoftext|>"]
+    save_file(published_weights(model), out / "model.safetensors")
+    tokenizer = Qwen2Tokenizer.from_pretrained(out, extra_special_tokens=TOKENS)
+    return Reference(model, tokenizer)
+
+
+class Reference(BaseReference):
+    markers: ClassVar = plain.Reference.markers
+
+    def __init__(self, model: Any, tokenizer: Any, tiles: int = TILES) -> None:
+        settings = {
+            "size": {"height": SIDE, "width": SIDE},
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
+        }
+        images = GotOcr2ImageProcessor(**settings, max_patches=tiles, crop_to_patches=True)
+        videos = InternVLVideoProcessor(**settings)
+        super().__init__(model, InternVLProcessor(images, tokenizer, videos, image_seq_length=FEATURES))
+
+
+class TestInternVLOriginal(ExtremeShapes, FamilyContract):
+    name = "internvl"
+    settings_file = None  # the original reads none: its pictures are cut and normalised by config.json and constants
+    prompts: ClassVar = plain.TestInternVL.prompts
+    references: ClassVar[dict[Path, Reference]] = {}
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        cls.references[out] = write(out)
+
+    @classmethod
+    def make_reference(cls, path):
+        return cls.references[path]
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            (lambda w: w.pop("mlp1.3.bias"), "lacks 1 weights, the first is mlp1.3.bias"),
+            (
+                lambda w: w.pop("vision_model.encoder.layers.1.attn.qkv.bias"),
+                "lacks 1 weights, the first is vision_model.encoder.layers.1.attn.qkv.bias",
+            ),
+            (lambda w: w.pop("language_model.lm_head.weight"), "the first is language_model.lm_head.weight"),
+            (lambda w: w.update(answer=torch.zeros(2)), "does not know, the first is answer"),
+            (
+                lambda w: w.update({"vision_model.encoder.layers.1.attn.qkv.bias": torch.zeros(95)}),
+                r"vision_model.encoder.layers.1.attn.qkv.bias: \[95\], not \[96\]",
+            ),
+        ],
+        ids=["projector", "qkv", "untied", "unknown", "another shape"],
+    )
+    def test_weights_are_named_as_published(self, change, named, path, tmp_path):
+        self.assert_weights_refused(path, tmp_path, change, named)
