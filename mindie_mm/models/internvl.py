@@ -28,7 +28,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Normalization
 from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.renaming import Renaming, third
+from mindie_mm.nn.renaming import Renaming, grouped, third
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.shm import ArraySpec
 
@@ -82,8 +82,26 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "layer_norm_eps": 1e-6,
 }
 """Of the original's tower, which are not transformers'."""
-_TEXT_MODELS = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_INTERNLM2 = "InternLM2ForCausalLM"
+_TEXT_MODELS = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    _INTERNLM2: "llama",
+}
 """transformers' model_type of the language models that are served, by the original's names of their classes."""
+_INTERNLM2_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 103168,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "bias": True,
+}
+"""Of InternLM2's configuration."""
 _ATTENTION_KEYS = {"attn_implementation", "_attn_implementation", "_attn_implementation_autoset"}
 _CHATML = ("internvl2_5", "internlm2-chat", "Hermes-2")
 """Names of the original's conversations whose turns are between <|im_start|> and <|im_end|>."""
@@ -125,6 +143,24 @@ _RENAMINGS = (
 _LANGUAGE_RENAMINGS = (
     Renaming(r"model\.language_model\.(.+)", r"language_model.model.\1"),
     Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
+)
+_INTERNLM2_LAYER = r"model\.language_model\.layers\.(\d+)\."
+_INTERNLM2_PUBLISHED_LAYER = r"language_model.model.layers.\1"
+_INTERNLM2_RENAMINGS = (
+    Renaming(r"model\.language_model\.embed_tokens\.weight", "language_model.model.tok_embeddings.weight"),
+    Renaming(rf"{_INTERNLM2_LAYER}self_attn\.o_proj\.(\w+)", rf"{_INTERNLM2_PUBLISHED_LAYER}.attention.wo.\2"),
+    *(
+        Renaming(rf"{_INTERNLM2_LAYER}{ours}\.weight", rf"{_INTERNLM2_PUBLISHED_LAYER}.{theirs}.weight")
+        for ours, theirs in (
+            (r"mlp\.gate_proj", "feed_forward.w1"),
+            (r"mlp\.down_proj", "feed_forward.w2"),
+            (r"mlp\.up_proj", "feed_forward.w3"),
+            ("input_layernorm", "attention_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+        )
+    ),
+    Renaming(r"lm_head\.weight", "language_model.output.weight"),
+    _LANGUAGE_RENAMINGS[0],
 )
 
 
@@ -363,7 +399,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
         "tokenizer.json": described,
         "tokenizer_config.json": {**checkpoint.json("tokenizer_config.json"), **_SPELLED},
     }
-    return checkpoint.translated(translated, files, (*_RENAMINGS, *_LANGUAGE_RENAMINGS))
+    return checkpoint.translated(translated, files, (*_RENAMINGS, *_language_renamings(config["llm_config"], text)))
 
 
 def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> None:
@@ -414,8 +450,31 @@ def _text_config(language: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: llm_config is of {name}, of model_type {ORIGINAL} only {', '.join(_TEXT_MODELS)} are served; "
             f"{_CONVERTED}"
         )
-    kept = {key: value for key, value in language.items() if key not in _ATTENTION_KEYS}
-    return {**kept, "model_type": _TEXT_MODELS[name]}
+    text = {key: value for key, value in language.items() if key not in _ATTENTION_KEYS}
+    if name == _INTERNLM2:
+        text = {**_INTERNLM2_DEFAULTS, **text}
+        text["attention_bias"] = text.pop("bias")
+    return {**text, "model_type": _TEXT_MODELS[name]}
+
+
+def _language_renamings(language: Mapping[str, Any], text: Mapping[str, Any]) -> Sequence[Renaming]:
+    """Return the names of the language model's weights, of transformers' text_config `text`."""
+    if language["architectures"][0] != _INTERNLM2:
+        return _LANGUAGE_RENAMINGS
+    heads = text["num_attention_heads"]
+    queries, width = heads // (text.get("num_key_value_heads") or heads), text["hidden_size"] // heads
+    parts = {"q": slice(queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, queries + 2)}
+    return (
+        *(
+            Renaming(
+                rf"{_INTERNLM2_LAYER}self_attn\.{name}_proj\.(\w+)",
+                rf"{_INTERNLM2_PUBLISHED_LAYER}.attention.wqkv.\2",
+                grouped(part, queries, width),
+            )
+            for name, part in parts.items()
+        ),
+        *_INTERNLM2_RENAMINGS,
+    )
 
 
 def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:

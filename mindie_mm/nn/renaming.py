@@ -17,7 +17,7 @@ class Change:
     """What makes a weight of the module from a published one."""
 
     apply: Callable[[Tensor], Tensor]
-    """The weight, a view of the published one."""
+    """The weight, where it can be a view of the published one."""
     published: Callable[[Shape], Shape]
     """Shape of the published weight, given the module's."""
 
@@ -31,6 +31,23 @@ UNBATCHED = Change(lambda weight: weight[0], lambda shape: (1, *shape))
 def third(index: int) -> Change:
     """Return the change that takes one of three equal parts: the query, key or value of one matrix for all three."""
     return Change(lambda weight: weight.chunk(3)[index], lambda shape: (3 * shape[0], *shape[1:]))
+
+
+def grouped(part: slice, queries: int, width: int) -> Change:
+    """Return the change that takes one part of each group of a matrix for all of attention, as InternLM2 has it.
+
+    Args:
+        part: Which heads of a group: the first `queries`, the next one, its key, or the last one, its value.
+        queries: Query heads of a group, which has as many as share a key.
+        width: Rows of a head.
+
+    """
+    heads = queries + 2
+    taken = len(range(*part.indices(heads)))
+    return Change(
+        lambda weight: weight.unflatten(0, (-1, heads, width))[:, part].flatten(0, 2),
+        lambda shape: (shape[0] // taken * heads, *shape[1:]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

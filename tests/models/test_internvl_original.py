@@ -15,12 +15,16 @@ from transformers import (
     InternVLProcessor,
     InternVLVideoProcessor,
     InternVLVisionConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2Tokenizer,
+    Qwen3Config,
 )
 
+from mindie_mm.nn.splice import plain_ids
 from tests.models import test_internvl as plain
-from tests.models.contract import ExtremeShapes, FamilyContract
+from tests.models.contract import ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import save_json, save_tokenizer
 from tests.models.test_internvl import TOKENS
@@ -84,18 +88,48 @@ NAMES = (
 """Parts of published names by those of transformers' class, as its conversion script pairs them."""
 
 
-def published_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+INTERNLM2_NAMES = (
+    (r"embed_tokens", "tok_embeddings"),
+    (r"self_attn\.o_proj", "attention.wo"),
+    (r"self_attn\.wqkv", "attention.wqkv"),
+    (r"mlp\.gate_proj", "feed_forward.w1"),
+    (r"mlp\.down_proj", "feed_forward.w2"),
+    (r"mlp\.up_proj", "feed_forward.w3"),
+    (r"input_layernorm", "attention_norm"),
+    (r"post_attention_layernorm", "ffn_norm"),
+    (r"language_model\.lm_head", "language_model.output"),
+)
+"""The same of InternLM2, after those."""
+CONFIGS = {
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+    "LlamaForCausalLM": LlamaConfig,
+    "InternLM2ForCausalLM": LlamaConfig,
+}
+
+
+def published_weights(model: torch.nn.Module, internlm2: bool) -> dict[str, torch.Tensor]:
     """The weights of transformers' class under the names of OpenGVLab's."""
     state = model.state_dict()
     for name in [name for name in state if "vision_tower" in name and "attention.q_proj" in name]:
         parts = [state.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv"]
         state[name.replace("q_proj", "qkv")] = torch.cat(parts)
-    return {renamed(name): weight.clone().contiguous() for name, weight in state.items()}
+    for name in [name for name in state if internlm2 and "self_attn.q_proj" in name]:
+        queries, keys, values = (state.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv")
+        heads, width = TEXT["num_key_value_heads"], TEXT["hidden_size"] // TEXT["num_attention_heads"]
+        shares = [part.chunk(heads) for part in (queries, keys, values)]
+        assert shares[1][0].shape[0] == width
+        state[name.replace("q_proj", "wqkv")] = torch.cat(
+            [part for group in zip(*shares, strict=True) for part in group]
+        )
+    names = (*NAMES, *INTERNLM2_NAMES) if internlm2 else NAMES
+    return {renamed(name, names): weight.clone().contiguous() for name, weight in state.items()}
 
 
-def renamed(name: str) -> str:
-    for pattern, published in NAMES:
-        name = re.sub(pattern, published, name)
+def renamed(name: str, names: tuple[tuple[str, str], ...]) -> str:
+    for pattern, published in names:
+        if not (name.startswith("vision_model") and (pattern, published) in INTERNLM2_NAMES):
+            name = re.sub(pattern, published, name)
     return name
 
 
@@ -130,6 +164,16 @@ def save_qwen2_tokenizer(out: Path) -> dict[str, int]:
     return ids
 
 
+def save_internlm2_tokenizer(out: Path) -> dict[str, int]:
+    """Writes a tokenizer.json beside what OpenGVLab publishes of InternLM2's; returns its added tokens."""
+    tokens = ("<unk>", "<s>", "</s>", *ADDED)
+    save_tokenizer(out, tokens)
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
+    classes = {"AutoTokenizer": ["tokenization_internlm2.InternLM2Tokenizer", None]}
+    save_json(out, tokenizer_config={"auto_map": classes, "tokenizer_class": "InternLM2Tokenizer", **named})
+    return {token: index for index, token in enumerate(tokens)}
+
+
 def config_of(language: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A published config.json of other sizes."""
     sizes = {"force_image_size": SIDE, "max_dynamic_patch": TILES, "llm_config": {**language, **TEXT}}
@@ -154,28 +198,33 @@ def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
     return model
 
 
-def write(out: Path, **changes: Any) -> "Reference":
+def write(out: Path, language: dict[str, Any] = QWEN2, **changes: Any) -> "Reference":
     """Writes the checkpoint, with `changes` in config.json; returns transformers' model of its conversion."""
-    ids = save_qwen2_tokenizer(out)
-    config = config_of({**QWEN2, "vocab_size": max(ids.values()) + 1}, **changes)
-    save_json(
-        out, config=config, preprocessor_config={"crop_size": 448, "feature_extractor_type": "CLIPFeatureExtractor"}
-    )
-    dropped = ("_attn_implementation_autoset", "attn_implementation", "architectures", "torch_dtype")
+    kind = language["architectures"][0]
+    internlm2 = kind == "InternLM2ForCausalLM"
+    ids = save_internlm2_tokenizer(out) if internlm2 else save_qwen2_tokenizer(out)
+    config = config_of({**language, "vocab_size": 400 if internlm2 else max(ids.values()) + 1}, **changes)
+    pixels = {"crop_size": 448, "feature_extractor_type": "CLIPFeatureExtractor"}
+    save_json(out, config=config, preprocessor_config=pixels)
+    dropped = ("_attn_implementation_autoset", "attn_implementation", "architectures", "torch_dtype", "model_type")
     text = {key: value for key, value in config["llm_config"].items() if key not in dropped}
+    if internlm2:
+        text["attention_bias"] = text.pop("bias")
     converted = InternVLConfig(
         vision_config=converted_vision(config["vision_config"]),
-        text_config=Qwen2Config(**text),
+        text_config=CONFIGS[kind](**text),
         image_token_id=ids["<IMG_CONTEXT>"],
         image_seq_length=FEATURES,
-        tie_word_embeddings=False,
+        tie_word_embeddings=text["tie_word_embeddings"],
     )
     model = draw(converted)
     model.generation_config.eos_token_id = ids["<|im_end|>"]
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
-    save_file(published_weights(model), out / "model.safetensors")
-    tokenizer = Qwen2Tokenizer.from_pretrained(out, extra_special_tokens=TOKENS)
-    return Reference(model, tokenizer)
+    save_file(published_weights(model, internlm2), out / "model.safetensors")
+    tokenizer = (PreTrainedTokenizerFast if internlm2 else Qwen2Tokenizer).from_pretrained(
+        out, extra_special_tokens=TOKENS
+    )
+    return Reference(model, tokenizer, config["max_dynamic_patch"] if config["dynamic_image_size"] else 1)
 
 
 class Reference(BaseReference):
@@ -225,3 +274,36 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     )
     def test_weights_are_named_as_published(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
+
+    @pytest.mark.parametrize(
+        "language",
+        [
+            {**PUBLISHED["llm_config"], "pad_token_id": 2},
+            {**PUBLISHED["llm_config"], "bias": True},
+            {**QWEN2, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_scaling": None},
+            {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+        ],
+        ids=["InternLM2", "InternLM2 with biases", "Llama", "Qwen3"],
+    )
+    def test_other_language_models(self, language, tmp_path, path_file):
+        self.assert_same(tmp_path, write(tmp_path, language), path_file)
+
+    def test_a_tower_of_6b_and_one_tile_a_picture(self, tmp_path, path_file):
+        vision = {"norm_type": "rms_norm", "qk_normalization": True, "qkv_bias": False}
+        vision = PUBLISHED["vision_config"] | VISION | vision
+        self.assert_same(tmp_path, write(tmp_path, vision_config=vision, dynamic_image_size=False), path_file)
+
+    def test_a_conversation_is_worded_as_the_conversion_scripts(self, reference, model, tokenizer, path_file):
+        image = picture(40, 90)
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]},
+        ]
+        ids = tokenizer.tokenize_chat(messages, path_file).numpy()
+        said = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        asked = "\nHm?<|im_end|>\n<|im_start|>assistant\n"
+        expected = reference.inputs([{"text": said}, {"image": image}, {"text": asked}])
+        assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
+
+    def test_an_answer_ends_with_its_turn(self, reference, model):
+        assert reference.model.generation_config.eos_token_id in model.spec.eos_token_ids
