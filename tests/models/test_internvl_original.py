@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     GotOcr2ImageProcessor,
     InternVLConfig,
@@ -22,11 +22,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from tests.models import test_internvl as plain
 from tests.models.contract import ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import save_json, save_tokenizer
+from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.models.test_internvl import TOKENS
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "published" / "internvl_chat_2b" / "config.json").read_text())
@@ -307,3 +309,69 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
 
     def test_an_answer_ends_with_its_turn(self, reference, model):
         assert reference.model.generation_config.eos_token_id in model.spec.eos_token_ids
+
+    def test_tied_embeddings_are_stored_once(self, tmp_path, path_file):
+        reference = write(tmp_path, {**QWEN2, "tie_word_embeddings": True})
+        weights = load_file(tmp_path / "model.safetensors")
+        del weights["language_model.lm_head.weight"]
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+        self.assert_same(tmp_path, reference, path_file)
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"ps_version": "v1"}, "ps_version is 'v1'"),
+            ({"ps_version": None}, "ps_version is 'v1'"),
+            ({"select_layer": -4}, "select_layer is -4"),
+            ({"force_image_size": 56}, "force_image_size is 56"),
+            ({"use_thumbnail": False}, "use_thumbnail is False"),
+            ({"pad2square": True}, "pad2square is True"),
+            ({"use_llm_lora": 16}, "use_llm_lora is 16"),
+            ({"template": "phi3-chat"}, "template is 'phi3-chat'"),
+            ({"template": None}, "template is None"),
+            ({"llm_config": {"architectures": ["Phi3ForCausalLM"]}}, "llm_config is of Phi3ForCausalLM"),
+            ({"llm_config": None}, "llm_config is of None"),
+            ({"vision_config": {"model_type": "siglip"}}, "vision_config.model_type is 'siglip'"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, change, named, path, tmp_path):
+        other = changed(path, tmp_path / "other", "config", change)
+        self.assert_refused(other, f"{named}.*OpenGVLab/InternVL3-1B-hf")
+
+    def test_other_patches_are_refused(self, path, tmp_path):
+        self.assert_refused(changed(path, tmp_path / "other", "config", {"downsample_ratio": 0.3}), "downsample_ratio")
+
+    @pytest.mark.parametrize(
+        ("name", "gone", "named"),
+        [
+            ("Qwen2Tokenizer", "merges.txt", r"Qwen2Tokenizer, needs vocab\.json and merges\.txt"),
+            ("InternLM2Tokenizer", "vocab.json", r"InternLM2Tokenizer, needs a tokenizer\.json"),
+        ],
+    )
+    def test_a_missing_tokenizer_is_named(self, name, gone, named, path, tmp_path):
+        other = changed(path, tmp_path / "other", "tokenizer_config", {"tokenizer_class": name})
+        (other / gone).unlink()
+        self.assert_refused(other, f"{named}.*OpenGVLab/InternVL3-1B-hf")
+
+    def test_a_tokenizer_without_the_marks_of_pictures_is_refused(self, path, tmp_path):
+        added = json.loads((path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+        kept = {index: token for index, token in added.items() if token["content"] in ADDED[:3]}
+        settings = {"added_tokens_decoder": kept, "additional_special_tokens": []}
+        other = changed(path, tmp_path / "other", "tokenizer_config", settings)
+        save_json(other, added_tokens={})
+        self.assert_refused(other, "no added token <IMG_CONTEXT>")
+
+    def test_added_tokens_of_their_file_alone(self, path, tmp_path, reference, path_file):
+        other = changed(path, tmp_path / "other", "tokenizer_config", {"added_tokens_decoder": None})
+        settings = json.loads((other / "tokenizer_config.json").read_text())
+        del settings["added_tokens_decoder"]
+        save_json(other, tokenizer_config=settings)
+        self.assert_same(other, reference, path_file)
+
+    def test_quantised_weights_are_refused(self, path, tmp_path):
+        settings = {"quant_method": "awq", "bits": 4}
+        other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})
+        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* in transformers' layout only"):
+            load_model(other, device="cpu")
