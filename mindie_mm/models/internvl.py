@@ -52,7 +52,7 @@ _SPELLED = {
     "end_image_token": "</img>",
     "video_token": "<video>",
 }
-"""The original's code has these tokens, but for the last one, which only the text of a prompt has."""
+"""The first three are the original's. The last one stands in texts of prompts and never becomes an id."""
 _CHAT_DEFAULTS: Mapping[str, Any] = {
     "select_layer": -1,
     "force_image_size": None,
@@ -384,14 +384,12 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     }
     tiled = settings["dynamic_image_size"]
     bounds = {f"{end}_patches": settings[f"{end}_dynamic_patch"] if tiled else 1 for end in ("min", "max")}
-    # The original ends an answer at the end of the turn, whatever its files say.
-    stated = checkpoint.json("generation_config.json").get("eos_token_id", [])
-    ends = stated if isinstance(stated, list) else [stated]
+    generation = checkpoint.json("generation_config.json")
+    stated = generation.get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     files = {
-        "generation_config.json": {
-            **checkpoint.json("generation_config.json"),
-            "eos_token_id": [*ends, *({ids[_TURN_END]} - {*ends})],
-        },
+        # The original ends an answer at the end of the turn, whatever its files say.
+        "generation_config.json": {**generation, "eos_token_id": [*ends, *({ids[_TURN_END]} - {*ends})]},
         # The original reads no file about its pictures: they are cut and normalised by constants.
         "processor_config.json": {"image_processor": None},
         "preprocessor_config.json": {"image_processor_type": "GotOcr2ImageProcessor", **pixels, **bounds},

@@ -307,8 +307,15 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         expected = reference.inputs([{"text": said}, {"image": image}, {"text": asked}])
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
-    def test_an_answer_ends_with_its_turn(self, reference, model):
-        assert reference.model.generation_config.eos_token_id in model.spec.eos_token_ids
+    @pytest.mark.parametrize(
+        ("stated", "others"), [({}, []), ({"eos_token_id": None}, []), ({"eos_token_id": 7}, [7])], ids=str
+    )
+    def test_an_answer_ends_with_its_turn(self, stated, others, tmp_path):
+        """InternLM2's files name another token, that of a text's end."""
+        reference = write(tmp_path, PUBLISHED["llm_config"])
+        save_json(tmp_path, generation_config=stated)
+        turn = reference.model.generation_config.eos_token_id
+        assert load_model(tmp_path, device="cpu").spec.eos_token_ids == (*others, turn, 2)
 
     def test_tied_embeddings_are_stored_once(self, tmp_path, path_file):
         reference = write(tmp_path, {**QWEN2, "tie_word_embeddings": True})
