@@ -54,6 +54,10 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder, states, run.input_digests)
+        # At the start, because a folder that is removed later would be taken for a file.
+        self._places = [
+            _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
+        ]
         self._last = self._sources[0]
         self._memory = LotMemory()
         self._wire = DiskWire()
@@ -75,7 +79,7 @@ class Stage:
         if self._last is not source:
             self._last.close()  # so that as many files are open as are read, however many there are
             self._last = source
-        records, place = source.records(chunk.start, chunk.stop), self._place(chunk.file)
+        records, place = source.records(chunk.start, chunk.stop), self._places[chunk.file]
         with ExitStack() as left:
             shard = left.enter_context(self._shard(chunk, chunk.first_row))
             for number in range(chunk.first_row, chunk.stop_row):
@@ -99,9 +103,6 @@ class Stage:
     def _shard(self, chunk: Chunk, first_row: int) -> ShardWriter:
         settings, digest = self._settings, self._run.digest
         return ShardWriter(self._folder, digest, chunk.number, first_row, settings.shard_bytes, self._memory)
-
-    def _place(self, index: int) -> _Place:
-        return _Place(self._settings.media_folder(index), is_folder(self._settings.inputs[index]))
 
     def _add(self, shard: ShardWriter, record: Record, place: _Place) -> str | None:
         """Add a record's row to the shard. Return its error, or None."""

@@ -248,6 +248,16 @@ def test_a_listed_picture_that_is_removed_is_no_row_that_failed(pictures: Path, 
     assert content(folder) == content(tmp_path / "whole")
 
 
+def test_a_media_folder_that_is_moved_away_is_no_row_that_failed(pictures: Path, tmp_path: Path) -> None:
+    begun = Begun(settings(pictures, shard_rows=2), tmp_path / "run")
+    list(begun.stage.run(begun.chunks[0], {}))
+    before = named(tmp_path / "run")
+    pictures.rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=r"pictures/2\.jpg was removed while the run read .*pictures"):
+        list(begun.stage.run(begun.chunks[1], {}))
+    assert named(tmp_path / "run") == before
+
+
 def test_a_picture_that_is_replaced_has_the_digest_of_what_was_read(pictures: Path, tmp_path: Path) -> None:
     rows = written(pictures / "rows.jsonl", [{"image": "0.jpg", "text": "What?"}] * 2)
     begun = Begun(settings(rows), tmp_path / "run")
