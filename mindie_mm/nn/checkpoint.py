@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.inputs import Kind
-from mindie_mm.nn.folder import check_adapter, check_pointer, no_checkpoint
+from mindie_mm.nn.folder import check_adapter, check_link, check_pointer, no_checkpoint
 from mindie_mm.paths import absolute
 
 if TYPE_CHECKING:
@@ -173,13 +173,15 @@ class Checkpoint:
         return self.json("tokenizer.json")
 
     def check_tokenizer(self) -> None:
-        """Raise UnsupportedCheckpoint if no file has a vocabulary, or one of the tokenizer's files is a pointer."""
+        """Raise UnsupportedCheckpoint if no file has a vocabulary, or one of the tokenizer's files is damaged."""
         vocabularies = [name for name in _VOCABULARIES if self.has(name)]
         if not vocabularies:
             self.tokenizer_json()  # which says what to do
         for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS):
             if _is_file(file := self.path / name):
                 check_pointer(file)
+                if name in _TOKENIZER_SETTINGS and file.suffix == ".json":
+                    self.json(name)
 
     def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
         """tokenizer.json, which there is, with those of its added tokens special whose entries `is_special` takes."""
@@ -248,6 +250,7 @@ def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
 
 def _is_file(file: Path) -> bool:
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # its folder may be another user's
+        check_link(file)
         return file.is_file()
 
 

@@ -227,7 +227,8 @@ class Family(ABC):
         checkpoint.check_tokenizer()
         try:
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            checkpoint.json("tokenizer.json")  # which names the file if it is cut
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
         if not tokenizer.is_fast:
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")

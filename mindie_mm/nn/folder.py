@@ -25,6 +25,15 @@ _SHOWN = 3
 """Folders or files of which a message names as many."""
 
 
+def check_link(file: Path) -> None:
+    """Raise UnsupportedCheckpoint if a file is a link to one that does not exist, as in a cache copied in part."""
+    if file.is_symlink() and not file.exists():
+        raise UnsupportedCheckpoint(
+            f"{file} is a link to {file.readlink()}, which does not exist: the folder was copied without the files "
+            f"that it links to, or those are gone; download it, `hf download OWNER/NAME --local-dir {file.parent}`"
+        )
+
+
 def check_pointer(file: Path) -> None:
     """Raise UnsupportedCheckpoint if a file, which exists, is a Git-LFS pointer."""
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:

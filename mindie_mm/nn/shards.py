@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.folder import check_pointer
+from mindie_mm.nn.folder import check_link, check_pointer
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 """Names of a file of all weights. Behind them, .index.json is the list of several files."""
@@ -25,7 +26,9 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
     """
     for name in _NAMES:
-        if (whole := checkpoint.path / name).is_file():
+        whole = checkpoint.path / name
+        check_link(whole)
+        if whole.is_file():
             _refuse_adapters(checkpoint, _check(whole) or ())
             return [whole]
         if weights := _indexed(checkpoint, f"{name}.index.json"):
@@ -43,6 +46,8 @@ def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:
 
 def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> list[Path]:
     shards = [checkpoint.path / shard for shard in sorted({*weights.values()})]
+    for file in shards:
+        check_link(file)
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}, which "
@@ -65,6 +70,7 @@ def _check(file: Path) -> Sequence[str] | None:
     if not (size := file.stat().st_size):
         raise UnsupportedCheckpoint(f"{file} cannot be read: it is empty; download it again")
     if file.suffix != ".safetensors":
+        _check_torch(file)
         return None
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
         start = opened.read(8)
@@ -89,6 +95,21 @@ def _check(file: Path) -> Sequence[str] | None:
             f"{file} cannot be read: it is cut, it has {size} bytes and its header says {needed}; download it again"
         )
     return [*tensors]
+
+
+def _check_torch(file: Path) -> None:
+    """Raise UnsupportedCheckpoint unless `file` is of torch.save: a whole zip, or a pickle as before torch 1.6."""
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+        start = opened.read(8)
+        is_whole = zipfile.is_zipfile(opened)
+    if start.startswith(b"PK") and not is_whole:
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: it is cut, it has no directory at its end; download it again"
+        )
+    if not start.startswith((b"PK", b"\x80")):
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: it is no file of torch.save, it begins with {start!r}; download it again"
+        )
 
 
 def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:

@@ -154,6 +154,59 @@ def test_weights_of_torch_are_loaded_or_named(copy):
 
 
 @pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (lambda data: data[:-100], "is cut"),
+        (lambda data: data[:1000], "is cut"),
+        (lambda data: b"", "is empty"),
+        (lambda data: b"<!DOCTYPE html><html>not found</html>", "no file of torch.save, it begins with b'<!DOCTYP'"),
+    ],
+    ids=["100 bytes short", "1000 bytes", "empty", "a page"],
+)
+def test_a_damaged_file_of_torch_is_named(copy, cut, said):
+    (copy / "model.safetensors").unlink()
+    file = copy / "pytorch_model.bin"
+    torch.save({"weight": torch.zeros(1000)}, file)
+    file.write_bytes(cut(file.read_bytes()))
+    found = refused(copy)
+    assert said in found
+    assert str(file) in found
+    assert "download it again" in found
+
+
+def test_the_older_format_of_torch_is_loaded(copy):
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    torch.save(weights, copy / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert load_model(copy, device="cpu", dtype="float32").logits(torch.arange(10, 20)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "preprocessor_config.json"])
+def test_a_link_to_nothing_is_named(copy, name):
+    """As in a snapshot of the Hugging Face cache that was copied without its blobs."""
+    (copy / name).unlink()
+    (copy / name).symlink_to("../../blobs/0123")
+    found = refused(copy)
+    assert f"{copy / name} is a link to ../../blobs/0123, which does not exist" in found
+    assert "hf download" in found
+
+
+def test_a_shard_that_is_a_link_to_nothing_is_named(sharded):
+    shard = sharded / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to("../../blobs/0123")
+    assert f"{shard} is a link to" in refused(sharded)
+
+
+@pytest.mark.parametrize("content", ["", '{"model": {', "[]"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_damaged_file_of_a_tokenizer_is_named(copy, name, content):
+    (copy / name).write_text(content)
+    with pytest.raises(UnsupportedCheckpoint, match=rf"/{name} (is not JSON|holds no JSON object)"):
+        Tokenizer.from_pretrained(copy)
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("consolidated.00.pth", "consolidated.00.pth, which is not read"),
