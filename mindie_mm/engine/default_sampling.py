@@ -22,6 +22,7 @@ _FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """Keys of generation_config.json, and the fields of `SamplingParams` that they set."""
+_NEUTRAL = {name: getattr(SamplingParams(), name) for name in _FIELDS.values()}
 
 
 def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingParams:
@@ -61,9 +62,6 @@ def log_default_sampling(params: SamplingParams, source: str) -> None:
     """Log the settings of requests that state none, in one line."""
     stated = [f"{name} {getattr(params, name)}" for name in _FIELDS.values() if getattr(params, name) != _NEUTRAL[name]]
     _log.info("default sampling parameters: %s (--generation-config %s)", ", ".join(stated) or "neutral", source)
-
-
-_NEUTRAL = {name: getattr(SamplingParams(), name) for name in _FIELDS.values()}
 
 
 def _read(folder: Checkpoint) -> SamplingParams:

@@ -112,16 +112,20 @@ class Worker:
     """
 
     def __init__(
-        self, config: WorkerConfig, tokenizer_stage: TokenizerStage, engine: AsyncEngine, tokenizer: Tokenizer
+        self,
+        config: WorkerConfig,
+        tokenizer_stage: TokenizerStage,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        default_params: SamplingParams,
     ) -> None:
         self.config = config
         self.tokenizer_stage = tokenizer_stage
         self.engine = engine
         self.tokenizer = tokenizer
         self._spool = absolute(default_spool())
-        checkpoint = Checkpoint.open(config.model)
-        self._schemas = SchemaCheck(checkpoint.path, config.family)
-        self.default_sampling = default_sampling(checkpoint, config.generation_config)
+        self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
+        self.default_sampling = default_params
         """Sampling settings of requests that state none."""
 
     @classmethod
@@ -134,7 +138,8 @@ class Worker:
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
         # Before the processes start, because a wrong value ends the start.
-        log_default_sampling(default_sampling(checkpoint, config.generation_config), config.generation_config)
+        default_params = default_sampling(checkpoint, config.generation_config)
+        log_default_sampling(default_params, config.generation_config)
 
         async def started(start: Coroutine[Any, Any, Part]) -> Part:
             part = await start
@@ -146,7 +151,7 @@ class Worker:
                 stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
                 engine = group.create_task(started(AsyncEngine.start(path, config.engine, config.family)))
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
-            worker = cls(config, stage.result(), engine.result(), tokenizer)
+            worker = cls(config, stage.result(), engine.result(), tokenizer, default_params)
             parts.pop_all()
             return worker
 

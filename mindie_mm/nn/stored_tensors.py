@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,8 +17,9 @@ from mindie_mm.nn.shards import weight_files
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a model can have."""
-_BY_NAME = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
-_BY_NAME |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_BY_NAME = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_BY_NAME |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
+_BY_NAME |= {"I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
 """Dtypes of weights by safetensors' names."""
 
 
@@ -45,21 +47,31 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def check_stored(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if weights of a checkpoint that is not quantised are stored in 8 bits.
+    """Raise UnsupportedCheckpoint if weights of a checkpoint that is not quantised are stored as numbers to be scaled.
 
-    Only safetensors files are checked, whose headers are read at once.
+    Files that torch.save wrote before PyTorch 1.6 are not checked, because all of their tensors would be read.
     """
-    if weight_files(checkpoint)[0].suffix == ".safetensors":
+    first = weight_files(checkpoint)[0]
+    if first.suffix == ".safetensors" or is_zipfile(first):
         for name, dtype in _dtypes(checkpoint):
             check_scaled(checkpoint, name, dtype)
 
 
 def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
-    """Raise UnsupportedCheckpoint if `name`, which has no scales beside it, is a weight of 8 bits.
+    """Raise UnsupportedCheckpoint if `name`, which has no scales beside it, is a weight or bias to be scaled.
 
-    It would be read as plain numbers.
+    Tensors with other names may be integers in the model too, such as positions.
     """
-    if dtype is not None and dtype.itemsize == 1 and name.endswith("weight"):
+    if dtype is not None and name.endswith(("weight", "bias")):
+        require_floats(checkpoint, name, dtype)
+
+
+def require_floats(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
+    """Raise UnsupportedCheckpoint unless a weight is stored as floats of at least 16 bits.
+
+    Integers and floats of 8 bits would be read as plain numbers.
+    """
+    if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, and neither config.json nor "
             "tensors beside it say how it was quantised; take the checkpoint that is not quantised"

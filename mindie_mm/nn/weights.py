@@ -17,7 +17,7 @@ from mindie_mm.nn.pretrained import check_shapes, check_weights, read_config
 from mindie_mm.nn.quantized import check_own_layers, is_quantized, quantization
 from mindie_mm.nn.renaming import RenamedWeights, rename
 from mindie_mm.nn.shares import refuse_shares
-from mindie_mm.nn.stored_tensors import check_scaled, read_weights
+from mindie_mm.nn.stored_tensors import read_weights, require_floats
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,6 +56,7 @@ def build(
         elif tuple(weight.shape) != expected[name]:
             misfits.append((name, tuple(weight.shape), expected[name]))
         elif isinstance(weight, Tensor):
+            require_floats(checkpoint, name, weight.dtype)
             found[name] = weight.to(device.torch_device, dtype)
         elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
             module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
@@ -95,9 +96,7 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:
     """Yield each weight by its name, those that bitsandbytes packed as such."""
     if (settings := quantization(checkpoint)) is None:
-        for name, weight in read_weights(checkpoint):
-            check_scaled(checkpoint, name, weight.dtype)
-            yield name, weight
+        yield from read_weights(checkpoint)
     elif scaling(checkpoint) is not None:
         yield from read_dequantized(checkpoint, dtype)
     else:

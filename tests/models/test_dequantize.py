@@ -200,14 +200,32 @@ def test_scales_that_do_not_fit_are_named(change, said, odd_checkpoint, tmp_path
     assert said in str(error.value)
 
 
-def test_weights_of_8_bits_that_nothing_explains_are_refused(odd_checkpoint, tmp_path):
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("ending", ["gate_proj.weight", "q_proj.bias", "norm1.bias"])
+def test_numbers_whose_scales_are_missing_are_refused(odd_checkpoint, tmp_path, ending, dtype, file):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
-    weights = load_file(tmp_path / "packed" / "model.safetensors")
-    name = GATE
-    weights[name] = (weights[name] * 100).to(torch.int8)
-    save_file(weights, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedCheckpoint, match=f"{name} is stored as int8"):
+    stored = tmp_path / "packed" / "model.safetensors"
+    weights = load_file(stored)
+    name = min(name for name in weights if name.endswith(ending))
+    weights[name] = (weights[name] * 100).to(dtype)
+    stored.unlink()
+    if file == stored.name:
+        save_file(weights, stored, {"format": "pt"})
+    else:
+        torch.save(weights, tmp_path / "packed" / file)
+    with pytest.raises(UnsupportedCheckpoint, match=f"{name} is stored as {str(dtype).removeprefix('torch.')}"):
         load_model(tmp_path / "packed", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e5m2])
+def test_numbers_without_scales_are_refused_in_layers_written_here(tmp_path, dtype):
+    weights = dict(drawn_weights(GOLDEN / "molmo" / "d"))
+    name = next(name for name in weights if name.endswith("class_embedding"))
+    weights[name] = (weights[name] * 100).to(dtype)
+    write_checkpoint(GOLDEN / "molmo" / "d", tmp_path, weights)
+    with pytest.raises(UnsupportedCheckpoint, match=f"{name} is stored as {str(dtype).removeprefix('torch.')}"):
+        load_model(tmp_path, device="cpu")
 
 
 GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": True, "model_name_or_path": None}
