@@ -71,7 +71,7 @@ class NamedSchema(_Closed):
     description: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """True: objects have no properties but those that the schema names, unless it says otherwise."""
+    """True allows only properties that the schema names, unless the schema states otherwise."""
     content: dict[str, Any] | None = Field(None, alias="schema")
     """None, as OpenAI and vLLM allow: any JSON object."""
 
@@ -165,12 +165,12 @@ class GenerationBody(Body, Settings):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the usage so far."""
+        """Return whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, default: SamplingParams, **made: Any) -> SamplingParams:

@@ -101,7 +101,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
 
 
 def _nearest(model_type: str) -> str:
-    """What is served in the place of a model type that is made of a family's name and more; empty without such."""
+    """Return a hint at the family whose name begins a model type that is not served, or an empty string."""
     own = [name for name in _own_names() if model_type.startswith((f"{name}_", f"{name}-"))]
     if not own:
         return ""

@@ -79,7 +79,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "projection_dim": 1024,
     "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
 }
-"""Of the original code's tower, which are not transformers'."""
+"""Defaults of the original code's tower. transformers has others."""
 _TEXT_KEYS = (
     "vocab_size",
     "max_position_embeddings",
@@ -93,7 +93,7 @@ _TEXT_KEYS = (
     "activation_function",
     "scale_embedding",
 )
-"""What the original decoder and encoder are made by: those of BART, under the same names."""
+"""Keys that set the sizes of the original encoder and decoder. BART's configuration has the same names."""
 _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 0,
     "pad_token_id": 1,
@@ -112,7 +112,7 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "diversity_penalty": None,
     "num_beams": None,
 }
-"""What the original's text_config can say of generating."""
+"""Keys of the original's text_config that are settings of generation."""
 _NAMED_TOKENS: Mapping[str, Any] = {
     "bos_token": "<s>",
     "eos_token": "</s>",

@@ -66,7 +66,7 @@ _CHAT_DEFAULTS: Mapping[str, Any] = {
     "use_backbone_lora": 0,
     "use_llm_lora": 0,
 }
-"""Of the original's configuration."""
+"""Defaults of the original's configuration."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3,
     "patch_size": 14,
@@ -81,7 +81,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "norm_type": "rms_norm",
     "layer_norm_eps": 1e-6,
 }
-"""Of the original's tower, which are not transformers'."""
+"""Defaults of the original's tower. transformers has others."""
 _INTERNLM2 = "InternLM2ForCausalLM"
 _TEXT_MODELS = {
     "Qwen2ForCausalLM": "qwen2",
@@ -101,7 +101,7 @@ _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10000,
     "bias": True,
 }
-"""Of InternLM2's configuration."""
+"""Defaults of InternLM2's configuration."""
 _ATTENTION_KEYS = {"attn_implementation", "_attn_implementation", "_attn_implementation_autoset"}
 _CHATML = ("internvl2_5", "internlm2-chat", "Hermes-2")
 """Names of the original's conversations whose turns are between <|im_start|> and <|im_end|>."""

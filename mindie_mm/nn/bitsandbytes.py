@@ -27,7 +27,7 @@ _COMPANION = re.compile(
     r"|(?P<layer>.+)\.(?P<part_of_8>SCB|weight_format)"
 )
 _ROW_MAJOR = 0
-"""The value of `weight_format` for a matrix that lies as PyTorch's do."""
+"""Value of `weight_format` for a row-major matrix, as in PyTorch."""
 _LARGEST = 127
 """The number in 8 bits that stands for a row's scale."""
 _CPU_BLOCK = 32
@@ -188,7 +188,7 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """The weight that a tensor belongs to, and which part of it the tensor is: "" for the numbers themselves."""
+    """Return the weight that a tensor belongs to, and the name of its part. The part "" holds the numbers."""
     if (match := _COMPANION.fullmatch(name)) is None:
         return name, ""
     if match["layer"]:

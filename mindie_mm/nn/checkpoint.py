@@ -123,7 +123,7 @@ class Checkpoint:
         return {**classes[name], **settings, key: name}
 
     def _stated(self, kind: Kind) -> tuple[Mapping[str, Any], str]:
-        """The settings of `kind` as a file has them, and the name of the file. UnsupportedCheckpoint without any."""
+        """Return the settings of `kind` and the name of their file. Raise UnsupportedCheckpoint if there are none."""
         joint = self.json("processor_config.json")
         for part in _PARTS[kind]:
             if (found := joint.get(part)) is not None:
@@ -142,7 +142,7 @@ class Checkpoint:
         )
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
-        """The file `name` parsed, which has all of `keys`. UnsupportedCheckpoint names what is missing."""
+        """Parse the file `name`. Raise UnsupportedCheckpoint if it is missing or lacks one of `keys`."""
         settings = self.json(name)
         if missing := [key for key in keys if settings.get(key) is None]:
             what = f"its {name} has no {', '.join(missing)}" if self.has(name) else f"it has no {name}"
@@ -237,7 +237,7 @@ def _require_utf8(root: Path) -> None:
 
 
 def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
-    """The class that settings of `kind` are of by a name for another kind, as transformers derives it."""
+    """Return the class that transformers derives from the class of another kind in the same settings, or None."""
     if kind == "image":
         return str(settings.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor") or None
     if kind == "video" and (image := settings.get("image_processor_type")):

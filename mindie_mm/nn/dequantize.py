@@ -31,7 +31,7 @@ _FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
 _OF_ACTIVATIONS = re.compile(r".+[._](activation_scale|(input|output)_(scale|zero_point)|input_scale_ub|[qkv]_scale)")
 """Names of scales for activations and for the KV cache, which are not rounded here."""
 _EXPONENT_BIAS = 127
-"""What the bytes of an exponent, E8M0, are larger by."""
+"""Bias of the exponents in E8M0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Scaling:
     """How the weights of a checkpoint are scaled."""
 
     suffix: str
-    """What the name of a weight's scales has behind the weight's own."""
+    """Suffix that turns the name of a weight into that of its scales."""
     block: tuple[int, int] | None
     """Rows and columns of a weight that share a scale. None where each row has one scale, or the weight."""
 
@@ -129,7 +129,7 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
 
 
 def _owner(name: str, suffix: str) -> tuple[str, str]:
-    """The weight that a tensor belongs to, and what its name has behind the weight's."""
+    """Return the name of the weight that a tensor belongs to, and the suffix of the tensor's own name."""
     for part in (suffix, "_zero_point"):
         if name.endswith(f"weight{part}"):
             return name.removesuffix(part), part

@@ -1,4 +1,4 @@
-"""What a path is that is no checkpoint directory, and which files of one are not what they are called.
+"""Errors for paths that are no checkpoint directory, and for files of one that are damaged.
 
 Downloads go wrong in a few ways: Git leaves pointers in the place of large files, a cache keeps folders of its own
 layout, other programs have other formats. Each message names the file and what to do.
@@ -94,7 +94,7 @@ def _incomplete(root: Path, names: list[str]) -> str | None:
 
 
 def _download(root: Path) -> str:
-    """What to do about a path that does not exist, if it may be the name of a repository."""
+    """Return the advice for a path that does not exist and may be the name of a repository, or an empty string."""
     # Settings make the path absolute, so recover the relative one that may have been given.
     relative = str(root).removeprefix(f"{working_directory()}/")
     if not _REPOSITORY.fullmatch(relative):
@@ -157,7 +157,7 @@ def _cached(root: Path, names: list[str]) -> str | None:
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """The snapshot of the branch main, else the latest one, that has a config.json."""
+    """Return the snapshot of the branch main, else the latest one, or None if none has a config.json."""
     complete = [folder for folder in (repository / "snapshots").glob("*") if (folder / "config.json").is_file()]
     main = repository / "refs" / "main"
     commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else None

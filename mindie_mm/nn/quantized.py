@@ -49,7 +49,7 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _is_off(settings: Mapping[str, Any]) -> bool:
-    """Whether bitsandbytes' settings are there, but ask for nothing."""
+    """Return whether bitsandbytes' settings ask for no quantisation."""
     return settings.get("quant_method") == "bitsandbytes" and method_of(settings) == "bitsandbytes"
 
 

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What makes a weight of the module from a published one."""
+    """The conversion of a published weight into one of the module."""
 
     apply: Callable[[Tensor], Tensor]
     """The weight, where it can be a view of the published one."""
@@ -25,7 +25,7 @@ class Change:
 SAME = Change(lambda weight: weight, lambda shape: shape)
 TRANSPOSED = Change(lambda weight: weight.T, lambda shape: shape[::-1])
 UNBATCHED = Change(lambda weight: weight[0], lambda shape: (1, *shape))
-"""The published weight has a first axis of length 1 more."""
+"""For published weights with an additional first axis of length 1."""
 
 
 def third(index: int) -> Change:

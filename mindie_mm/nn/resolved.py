@@ -51,7 +51,7 @@ def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) ->
 
 
 def _stated(config: Mapping[str, Any], name: str) -> Any:
-    """The value of a key of rotary frequencies, in its old place or in its new one; None without."""
+    """Return the value of a key of rotary frequencies, in its old or its new place, or None."""
     places = (config, *(config[part] for part in _PARTS if isinstance(config.get(part), Mapping)))
     return next((place[name] for place in places if place.get(name) is not None), None)
 

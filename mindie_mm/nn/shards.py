@@ -37,7 +37,7 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:
-    """The file of each weight, as the index has it; empty without an index."""
+    """Return the file of each weight in an index, or nothing if there is no index."""
     weights = checkpoint.json(index).get("weight_map", {})
     if not isinstance(weights, dict) or not all(isinstance(shard, str) for shard in weights.values()):
         raise UnsupportedCheckpoint(f"{checkpoint.path / index}: weight_map does not name a file for each weight")
@@ -122,7 +122,7 @@ def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 
 def _without_weights(checkpoint: Checkpoint) -> str:
-    """What a checkpoint has in the place of weights, and what to do about it."""
+    """Return the error for a checkpoint without weights, with the files that it has instead and what to do."""
     said = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
     names = sorted(file.name for file in checkpoint.path.iterdir() if file.suffix in _OTHER_SUFFIXES)
     if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:

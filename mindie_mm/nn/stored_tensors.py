@@ -41,7 +41,7 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Of the first weight that is stored as a model can have it; float32 where none is. UnsupportedCheckpoint."""
+    """Return the dtype of the first weight that is stored as plain floats, or float32 if none is."""
     dtypes = (dtype for _, dtype in _dtypes(checkpoint))
     return next((dtype for dtype in dtypes if dtype is not None and dtype in PLAIN), torch.float32)
 
@@ -79,7 +79,7 @@ def require_floats(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Non
 
 
 def _dtypes(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Each weight's name and dtype, none of which is read; None for one of another kind."""
+    """Yield the name and dtype of each weight, without reading it. The dtype is None if PyTorch lacks it."""
     for file in weight_files(checkpoint):
         with _reading(file):
             if file.suffix == ".safetensors":

@@ -56,7 +56,7 @@ def _same(found: Any, value: Any) -> bool:
 
 
 def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
-    """Whether another value of the key is refused, or makes a difference besides the attribute of its own name.
+    """Return whether another value of the key is refused, or makes a difference beside the attribute of its name.
 
     Also whether the class works the attribute out itself where the key is missing.
     """

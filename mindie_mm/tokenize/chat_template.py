@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages to one string."""
+"""Rendering of messages with a checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.tokenize.spelling import ControlSpelling, Rendered, strings, unused_character
 
 _REMEMBERED = 256
-"""Conversations whose prompt is kept, for those that many requests or rows have; longer ones are seldom the same."""
+"""Number of conversations whose prompt is kept, because many requests or rows repeat them."""
 _REMEMBERED_BYTES = 4096
 _VOLATILE = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
 """Names of the time and of chance: prompts of a template that has one are not kept. One put together at run time, such
@@ -30,9 +30,9 @@ _RESERVED_KWARGS = frozenset(
     | {"sanitize_control_tokens", "conversations", "self", "continue_final_message", "documents"}
 )
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
-"""With transformers' way with blanks."""
+"""Settings of blanks are those of transformers."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
-"""Variables, and keys of messages, that are refused unless the template names them: it would leave them out."""
+"""Variables, and keys of messages, that are refused unless the template names them."""
 _PROBE = "a text"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
 _ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
@@ -42,7 +42,7 @@ _TRIED: Mapping[str, Sequence[Message]] = {
     "tool": (*_ASKED, Message("tool", _PROBE, _NAMED)),
     "function": (*_ASKED, Message("function", _PROBE, _NAMED)),
 }
-"""Roles that some templates pass over, and a conversation in which that shows."""
+"""Roles that some templates skip, each with a conversation that shows it."""
 
 
 class ChatTemplate:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """As the template reads it. InputError where it would pass over a part."""
+        """Return a message as the template reads it. Raise InputError if the template would skip a part of it."""
         turn = as_dict(message, self._wraps_strings)
         if message.role == "developer" and not self._knows_developer:
             turn["role"] = "system"  # OpenAI's name for it
@@ -149,7 +149,7 @@ class ChatTemplate:
                 raise InputError(said, param=field or name)
 
     def _loses(self, tried: Sequence[Message]) -> bool:
-        """Whether the template passes over a part of them. One that refuses them will say so itself."""
+        """Return whether the template skips a part of the messages. If it refuses them, it raises an error itself."""
         return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
 
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
@@ -171,7 +171,7 @@ class ChatTemplate:
 
 
 def _words(source: str) -> set[str]:
-    """What a template writes itself, its strings, and the keys that it reads."""
+    """Return the texts and strings in a template, and the keys that it reads."""
     try:
         lexed = [(token.type, token.value) for token in _LEXER.tokenize(source)]
     except jinja2.TemplateSyntaxError:  # it will refuse all messages

@@ -334,7 +334,7 @@ class Tokenizer:
             return self._wire.store(item.plan, item.shape, digest, path_file, undo)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
-        """How each item stands in a prompt that no template makes."""
+        """Yield the spelling of each item in a prompt."""
         numbers: Counter[Kind] = Counter()
         for item in planned:
             if self._processor.inserted:

@@ -38,7 +38,7 @@ def fail_in_queue(*_: object) -> None:
 
 
 def after_a_failure() -> tuple[list[int], str]:
-    """What a copy of [5] gives behind one that failed, and what is said of the device."""
+    """Return the copy of [5] that follows a failed copy, and the error of the device."""
     from mindie_mm.device import download, open_device, require_alive, upload
     from mindie_mm.errors import DeviceError
 

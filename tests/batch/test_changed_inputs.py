@@ -184,7 +184,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
 def test_a_change_of_a_large_file_between_two_calls_is_found(form: str, tmp_path: Path) -> None:
-    """It lies between the pieces of the fingerprint, in a row that the first call did."""
+    """The change lies between the sampled pieces of the fingerprint, in a row of a finished shard."""
     path = write(tmp_path / f"rows.{form}")
     original, given, folder = path.read_bytes(), settings(path, shard_rows=3), tmp_path / "run"
     begun = Begun(given, folder)

@@ -500,7 +500,7 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
 def test_standard_input_is_read_no_further_than_its_rows(
     given: bytes, limit: int | None, taken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have no end: here the writer keeps it open."""
+    """Standard input may never end. Here the writer keeps it open."""
     monkeypatch.setattr("mindie_mm.batch.gather._PIECE_BYTES", 4)
     ours, theirs = os.pipe()
     with os.fdopen(ours, "rb") as stdin, os.fdopen(theirs, "wb", buffering=0) as writer:
