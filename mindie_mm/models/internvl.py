@@ -67,6 +67,8 @@ _CHAT_DEFAULTS: Mapping[str, Any] = {
     "use_llm_lora": 0,
 }
 """Defaults of the original's configuration."""
+_TRANSLATED = {*_CHAT_DEFAULTS, "template", "vision_config", "llm_config"}
+"""Keys of the original's config.json that transformers' configuration says otherwise."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3,
     "patch_size": 14,
@@ -366,7 +368,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     if missing := [token for token in (*_SPELLED.values(), _TURN_END) if token not in ids]:
         raise UnsupportedCheckpoint(f"{where}: its tokenizer has no added token {missing[0]}")
     translated = {
-        **{key: value for key, value in config.items() if not key.endswith("_config") or key.startswith("quant")},
+        **{key: value for key, value in config.items() if key not in _TRANSLATED},
         "model_type": "internvl",
         "architectures": None,
         "vision_config": vision,
