@@ -114,6 +114,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         file = folder / MANIFEST_FILE
         try:
             manifest = msgspec.json.decode(file.read_bytes(), type=cls)
+        except NotADirectoryError:
+            raise InputError(f"{folder} is a file; give the folder of a finished run") from None
         except FileNotFoundError:
             raise InputError(f"{folder} holds no finished run: there is no {MANIFEST_FILE}") from None
         except OSError as error:

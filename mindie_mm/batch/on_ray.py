@@ -109,8 +109,10 @@ def _join(address: str) -> None:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         reason = " ".join(str(error).split())
-        advice = f". {_CHECK}" if isinstance(error, ConnectionError) else ""
-        raise InputError(f"no Ray cluster can be joined at {named}: {reason}{advice}") from error
+        advice = (
+            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of its head node, as host:port"
+        )
+        raise InputError(f"no Ray cluster can be joined at {named}: {reason.rstrip('.')}. {advice}") from error
 
 
 def _require_answer(address: str) -> None:

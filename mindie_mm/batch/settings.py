@@ -286,12 +286,11 @@ def _moved(earlier: Settings, now: Settings) -> list[str]:
 
 
 def _is_same_place(was: str, now: str) -> bool:
-    if was == now or (is_stream(was) and is_stream(now)) or not os.path.exists(was):  # noqa: PTH110 - True, never raises
+    """Return whether the media beside two inputs are the same, or the folder of the earlier ones is gone."""
+    if was == now or (is_stream(was) and is_stream(now)):
         return True
-    if _is_same_file(was, now):
-        return True
-    are_files = os.path.isfile(was) and os.path.isfile(now)  # noqa: PTH113 - False for a path that cannot be read
-    return are_files and _is_same_file(os.path.dirname(was), os.path.dirname(now))  # noqa: PTH120
+    earlier, present = (given if is_folder(given) else os.path.dirname(given) for given in (was, now))  # noqa: PTH120
+    return not os.path.exists(earlier) or _is_same_file(earlier, present)  # noqa: PTH110 - never raises
 
 
 def _is_same_file(first: str, second: str) -> bool:

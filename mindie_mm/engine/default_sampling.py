@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
@@ -43,8 +45,9 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
     if source == "vllm":
         return SamplingParams()
     if source == "auto":
+        config = checkpoint.json(FILE)
         try:
-            return _read(checkpoint)
+            return _params(config, checkpoint.path)
         except InputError as error:
             raise UnsupportedCheckpoint(
                 f"{error}. Correct the file, or choose other defaults by --generation-config vllm"
@@ -55,7 +58,7 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
             f"generation_config is {source!r}, it must be auto, vllm or a folder with a {FILE}",
             param="generation_config",
         )
-    return _read(Checkpoint(folder, {}))
+    return _params(Checkpoint(folder, {}).json(FILE), folder)
 
 
 def log_default_sampling(params: SamplingParams, source: str) -> None:
@@ -64,13 +67,12 @@ def log_default_sampling(params: SamplingParams, source: str) -> None:
     _log.info("default sampling parameters: %s (--generation-config %s)", ", ".join(stated) or "neutral", source)
 
 
-def _read(folder: Checkpoint) -> SamplingParams:
-    """Return the settings of a folder's file, or neutral ones if it has none. Raise InputError for a wrong value."""
-    config = folder.json(FILE)
+def _params(config: Mapping[str, Any], folder: Path) -> SamplingParams:
+    """Return the settings in a folder's file. Raise InputError for a wrong value."""
     given = {name: config[key] for key, name in _FIELDS.items() if config.get(key) is not None}
     if given.get("top_k") == -1:  # vLLM's name for all tokens
         given["top_k"] = 0
     try:
         return SamplingParams(**given, cut_max_tokens="max_tokens" in given).check(math.inf)
     except InputError as error:
-        raise InputError(f"{folder.path / FILE}: {error}") from error
+        raise InputError(f"{folder / FILE}: {error}") from error

@@ -450,11 +450,11 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The checkpoint's own, and in a chat model the ids of <|im_start|> and <|im_end|>, which its turns end on."""
-    own = eos_token_ids(checkpoint)
+    """Return the checkpoint's own ids, and in a chat model those of <|im_start|> and <|im_end|>, which end turns."""
+    end_of_text = checkpoint.config["visual"]["image_start_id"] - len(_CONTROL) - len(_TAGS)
+    own = eos_token_ids(checkpoint, [end_of_text])
     if checkpoint.json("generation_config.json").get("chat_format") != "chatml":
         return own
-    end_of_text = checkpoint.config["visual"]["image_start_id"] - len(_CONTROL) - len(_TAGS)
     return tuple(sorted({*own, end_of_text, end_of_text + 1, end_of_text + 2}))
 
 

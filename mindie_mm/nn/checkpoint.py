@@ -45,7 +45,8 @@ _VOCABULARIES = (
     *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
 )
 """Files of which transformers makes a tokenizer, the first one first."""
-_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +178,10 @@ class Checkpoint:
         vocabularies = [name for name in _VOCABULARIES if self.has(name)]
         if not vocabularies:
             self.tokenizer_json()  # which says what to do
-        for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS):
+        for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS, *_TOKENIZER_TEXTS):
             if _is_file(file := self.path / name):
                 check_pointer(file)
-                if name in _TOKENIZER_SETTINGS and file.suffix == ".json":
+                if name in _TOKENIZER_SETTINGS:
                     self.json(name)
 
     def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -14,11 +14,11 @@ _log = logging.getLogger(__name__)
 _TEXT_MODELS = ("text_config", "llm_config", "language_config")
 
 
-def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tuple[int, ...]:
     """Return the ids that end a sequence: those of generation_config.json or config.json, and the tokenizer's.
 
     vLLM takes the tokenizer's too. A chat model may name the end of its text in generation_config.json, and the end of
-    its turns in tokenizer_config.json.
+    its turns in tokenizer_config.json. `default` are the ids that the family's own code ends with if no file names any.
 
     Raises:
         UnsupportedCheckpoint: An id is not an integer.
@@ -27,6 +27,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     ids = list(_stated(checkpoint))
     if (token_id := _tokenizers(checkpoint)) is not None and token_id not in ids:
         ids.append(token_id)
+    ids = ids or list(default)
     if not ids:
         _log.warning(
             "%s names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "

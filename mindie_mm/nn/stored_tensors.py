@@ -58,11 +58,12 @@ def check_stored(checkpoint: Checkpoint) -> None:
 
 
 def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
-    """Raise UnsupportedCheckpoint if `name`, which has no scales beside it, is a weight or bias to be scaled.
+    """Raise UnsupportedCheckpoint if `name`, which has no scales beside it, is a weight to be scaled.
 
-    Tensors with other names may be integers in the model too, such as positions.
+    Wider integers of other names may be integers in the model too, such as positions.
     """
-    if dtype is not None and name.endswith(("weight", "bias")):
+    is_byte = dtype is not None and dtype.itemsize == 1 and dtype != torch.bool
+    if dtype is not None and (is_byte or name.endswith(("weight", "bias"))):
         require_floats(checkpoint, name, dtype)
 
 

@@ -36,6 +36,7 @@ _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
 _PROBE = "a text"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
 _ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
+_TOOL = {"type": "function", "function": {"name": "a_name", "description": "", "parameters": {"type": "object"}}}
 _NAMED = {"name": "a_name", "tool_call_id": "call00000"}
 _TRIED: Mapping[str, Sequence[Message]] = {
     "system": (Message("system", _PROBE), Message("user", "another")),
@@ -49,7 +50,13 @@ class ChatTemplate:
     """A template, and the tokenizer that runs it."""
 
     def __init__(
-        self, source: str, tokenizer: Any, control: Sequence[str], content_format: ContentFormat = "auto"
+        self,
+        source: str,
+        tokenizer: Any,
+        control: Sequence[str],
+        content_format: ContentFormat = "auto",
+        *,
+        for_tools: bool = False,
     ) -> None:
         """Try what the template reads.
 
@@ -58,15 +65,17 @@ class ChatTemplate:
             tokenizer: Fast tokenizer of transformers.
             control: Spellings of its control tokens, the longest first.
             content_format: Form of the content of messages.
+            for_tools: The template is only for conversations with tools.
 
         """
         self._source = source
+        self._tried_with = {"tools": [_TOOL]} if for_tools else {}
         self._tokenizer = tokenizer
         self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
         self._content_format: ContentFormat = "auto"
         # Some templates skip a content that is a string. Others read nothing else: they fail for parts, skip them, or
         # write them as Python does.
-        as_text, as_parts = (self._shows([as_dict(Message("user", _PROBE), wraps)]) for wraps in (False, True))
+        as_text, as_parts = (self._reads(wraps) for wraps in (False, True))
         if content_format != "auto":
             self._content_format = content_format
         elif as_parts and not as_text:
@@ -148,6 +157,15 @@ class ChatTemplate:
                 said = f"not served: the model's chat template has no place for {name}"
                 raise InputError(said, param=field or name)
 
+    def _reads(self, wraps_strings: bool) -> bool | None:
+        """Return whether the template shows a user's text, after a system message if it requires one.
+
+        None if it refuses both conversations.
+        """
+        user = as_dict(Message("user", _PROBE), wraps_strings)
+        system = as_dict(Message("system", "another"), wraps_strings)
+        return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
+
     def _loses(self, tried: Sequence[Message]) -> bool:
         """Return whether the template skips a part of the messages. If it refuses them, it raises an error itself."""
         return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
@@ -155,7 +173,9 @@ class ChatTemplate:
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
         """Return whether the template writes the probe into a prompt, or None if it refuses the conversation."""
         try:
-            text = self._run([{**turn, "content": self._formatted(turn["content"])} for turn in conversation])
+            text = self._run(
+                [{**turn, "content": self._formatted(turn["content"])} for turn in conversation], **self._tried_with
+            )
             return _PROBE in text and repr(_PROBE) not in text
         except Exception:  # noqa: BLE001 - as above
             return None
@@ -221,8 +241,10 @@ def _named(templates: Any) -> Mapping[str, str]:
     if isinstance(templates, str):
         return {"default": templates}
     if isinstance(templates, list):
-        return {entry["name"]: entry["template"] for entry in templates}
-    return templates if isinstance(templates, Mapping) else {}
+        templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, Mapping)}
+    if not isinstance(templates, Mapping):
+        return {}
+    return {name: source for name, source in templates.items() if isinstance(name, str) and isinstance(source, str)}
 
 
 def _joined(content: Any, mark: str) -> Any:

@@ -276,7 +276,13 @@ class TextEncoder:
         if not source:
             return None
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, self._tokenizer, self._spelled, self._content_format)
+            self._templates[source] = ChatTemplate(
+                source,
+                self._tokenizer,
+                self._spelled,
+                self._content_format,
+                for_tools=source == sources.tool_use and source != sources.tokenizer,
+            )
         return self._templates[source]
 
     def _encode(self, text: str, plain: bool) -> list[int]:

@@ -83,6 +83,22 @@ def test_equal_rows_beside_other_pictures_are_another_input(name: str, place: Pa
         run(settings(tmp_path / "other" / name), tmp_path / "run")
 
 
+@pytest.mark.parametrize("how", ["symlink", "hard link", "moved alone"])
+def test_the_same_rows_beside_other_pictures_are_another_input(how: str, place: Path, tmp_path: Path) -> None:
+    """Relative paths of media begin at the folder of the path that is given."""
+    given, folder, other = settings(place / "rows.jsonl", shard_rows=2), tmp_path / "run", tmp_path / "other"
+    begun(given, folder)
+    other.mkdir()
+    if how == "symlink":
+        (other / "rows.jsonl").symlink_to(place / "rows.jsonl")
+    elif how == "hard link":
+        (other / "rows.jsonl").hardlink_to(place / "rows.jsonl")
+    else:
+        (place / "rows.jsonl").rename(other / "rows.jsonl")
+    with pytest.raises(InputError, match=rf"the input was {place}/rows.jsonl, now {other}/rows.jsonl, which may"):
+        run(settings(other / "rows.jsonl", shard_rows=2), folder)
+
+
 def test_answers_continue_after_the_input_has_moved(place: Path, tmp_path: Path) -> None:
     before = made(settings(place / "rows.jsonl"), tmp_path / "run")
     place.rename(tmp_path / "elsewhere")

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.shard import SCHEMA
 from mindie_mm.cli import main
-from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing, StorageError
+from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing
 from mindie_mm.shm import Ref
 from tests.batch.conftest import content, made, run, settings, written
 
@@ -173,7 +173,7 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
 def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no finished run"):
         Dataset(tmp_path)
-    with pytest.raises(StorageError, match="cannot be read: Not a directory"):
+    with pytest.raises(InputError, match=r"manifest.json is a file; give the folder of a finished run"):
         Dataset(whole / "manifest.json")
     shown = invoke("inspect", whole, 3)
     assert (shown.exit_code, shown.stderr.splitlines()[-1]) == (

@@ -19,6 +19,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import multiplied, must_dequantize, scaling
 from mindie_mm.nn.quantized import check_quantization, is_quantized, quantization, try_layers
+from mindie_mm.nn.stored_tensors import check_scaled
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.small_checkpoints import changed
 
@@ -216,6 +217,15 @@ def test_numbers_whose_scales_are_missing_are_refused(odd_checkpoint, tmp_path, 
         torch.save(weights, tmp_path / "packed" / file)
     with pytest.raises(UnsupportedCheckpoint, match=f"{name} is stored as {str(dtype).removeprefix('torch.')}"):
         load_model(tmp_path / "packed", device="cpu")
+
+
+def test_bytes_of_any_name_are_no_plain_numbers():
+    checkpoint = Checkpoint(Path("folder"), {})
+    for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn):
+        with pytest.raises(UnsupportedCheckpoint, match="image_projection is stored as"):
+            check_scaled(checkpoint, "image_projection", dtype)
+    for dtype in (torch.int64, torch.bool, torch.float16, torch.float64, None):
+        check_scaled(checkpoint, "vision_tower.position_ids", dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e5m2])

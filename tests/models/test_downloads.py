@@ -61,7 +61,7 @@ def refused(folder) -> str:
     [
         *("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "preprocessor_config.json"),
         *("video_preprocessor_config.json", "generation_config.json", "processor_config.json", "chat_template.json"),
-        *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+        *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt"),
     ],
 )
 def test_a_pointer_in_the_place_of_a_file_is_named(copy, name):

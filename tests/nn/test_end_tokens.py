@@ -65,6 +65,14 @@ def test_warns_if_there_is_none(tmp_path: Path, files: dict[str, Any], caplog: p
     )
 
 
+def test_a_family_may_have_a_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert eos_token_ids(Checkpoint.open(tmp_path), [4]) == (4,)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert eos_token_ids(Checkpoint.open(tmp_path), [4]) == (5,)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"]])
 def test_another_type_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*, it must be an integer or a list of integers"):

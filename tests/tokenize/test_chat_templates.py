@@ -127,6 +127,30 @@ def test_the_template_for_tools_is_chosen_with_tools(copy: Path, reference: Any)
         assert reference.decode(with_tools) == "tool_use1 a"
 
 
+def test_the_template_for_tools_gets_the_form_that_it_reads(copy: Path, reference: Any) -> None:
+    for_tools = "{% for t in tools %}{{ t.function.name }};{% endfor %}" + ADDS
+    named = [NAMED[0], {"name": "tool_use", "template": for_tools}]
+    with Tokenizer.from_pretrained(with_templates(copy, named)) as tokenizer:
+        ids = tokenizer.tokenize_chat([{"role": "user", "content": text("a", "b")}], tools=[TOOL])
+        assert reference.decode(ids) == "weigh;user: a\nb\n"
+
+
+def test_a_template_that_requires_a_system_message_gets_strings(copy: Path, reference: Any) -> None:
+    requires = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    with Tokenizer.from_pretrained(with_templates(copy, requires + WRITES)) as tokenizer:
+        messages = [{"role": "system", "content": text("Be brief.")}, {"role": "user", "content": text("a", "b")}]
+        assert reference.decode(tokenizer.tokenize_chat(messages)) == "system: Be brief.\nuser: a\nb\n"
+
+
+@pytest.mark.parametrize("templates", [["x"], [{"name": "default"}], 7, {"default": 7}])
+def test_what_is_no_template_counts_as_none(copy: Path, tmp_path: Path, templates: Any) -> None:
+    folder = shutil.copytree(copy, tmp_path / "copy")
+    with_templates(folder, None)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
+    with Tokenizer.from_pretrained(folder) as tokenizer:
+        assert not tokenizer.has_template
+
+
 def test_templates_in_a_folder_of_their_own(copy: Path, reference: Any, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)
