@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from mindie_mm.cgroup import available_cpus
 from mindie_mm.errors import InputError
 from mindie_mm.limits import Count, CountOrNone, Seconds, complete_paths, require
 
@@ -25,6 +26,8 @@ MAX_IMAGE_PIXELS = 178_956_970
 MAX_SOURCE_BYTES = 512 * MiB
 """Most bytes of one encoded medium."""
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}|\*))?")
+_MOST_DECODERS = 8
+"""Number of decoders on hosts with more CPUs, unless a setting asks for more."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _Byte = Annotated[int, Meta(ge=0, le=255)]
 Colour = tuple[_Byte, _Byte, _Byte]
@@ -128,8 +131,11 @@ class MediaCaps:
     max_audio_samples: Count = 2**26
     """Maximum number of samples per channel to decode from a sound, whatever its container states."""
     max_decode_bytes: CountOrNone = 4 * GiB
-    """Maximum memory in bytes that a tokenizer process may allocate for decoding, beyond its size at the start. A
-    request that needs more fails alone. 0 removes the limit."""
+    """Maximum memory in bytes that a decoder process may allocate, beyond its size at the start. A request that needs
+    more fails alone. 0 removes the limit."""
+    max_decode_s: Seconds = 600.0
+    """Maximum processor time in seconds to decode one media item, in whole seconds. A request that needs more fails
+    alone."""
     rgba_background_color: Colour = (255, 255, 255)
     """Background of transparent images: red, green and blue, from 0 to 255 each."""
 
@@ -141,7 +147,7 @@ class MediaCaps:
 class WorkerConfig:
     """Settings of the worker.
 
-    A worker has tokenizer processes and an engine over one checkpoint.
+    A worker has a tokenizer with decoders, and an engine, over one checkpoint.
     """
 
     model: Path | None = None
@@ -151,14 +157,18 @@ class WorkerConfig:
     generation_config: str = "auto"
     """Source of the sampling parameters that a request leaves out. auto: the checkpoint's generation_config.json. vllm:
     neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json."""
-    num_tokenizers: Count = 1
-    """Number of tokenizer processes, which decode media in parallel. Each one reserves an arena."""
+    decoders: CountOrNone = 0
+    """Number of decoder processes, which decode media in parallel. 0: one for each CPU that the affinity mask and the
+    control group allow, but at most 8."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
-    """Shared memory of each tokenizer process in bytes. A picture of 640x480 pixels takes about 1 MiB."""
+    """Shared memory in bytes for preprocessed media. A picture of 640x480 pixels takes about 1 MiB, until the engine
+    has read it."""
     arena_request_bytes: Count | None = None
-    """Maximum number of bytes of an arena that one request may hold. Default: half of the arena."""
+    """Maximum number of bytes of the arena that one request may hold. Default: half of the arena."""
+    arena_wait_s: Seconds = 60.0
+    """Maximum time in seconds that a request waits for room in the arena. Then it gets status 503."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
-    """Memory in bytes of each tokenizer process for preprocessed media. Media that come again, as in every turn of a
+    """Memory in bytes of the tokenizer process for preprocessed media. Media that come again, as in every turn of a
     chat, are copied from it. 0 turns it off."""
     truncate: bool = False
     """Shorten a prompt that is too long, by its oldest text and whole media items, instead of refusing it."""
@@ -171,6 +181,11 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         require(self)
         complete_paths(self)
+
+    @property
+    def num_decoders(self) -> int:
+        """Number of decoder processes of a service."""
+        return self.decoders or min(available_cpus(), _MOST_DECODERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

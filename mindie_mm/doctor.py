@@ -126,7 +126,7 @@ def _checkpoint(config: WorkerConfig) -> Finding:
 
 
 def _shared_memory(config: WorkerConfig) -> Finding:
-    needed = config.num_tokenizers * config.arena_bytes
+    needed = config.arena_bytes
     if not os.access(SHM_DIRECTORY, os.W_OK):
         return Finding("shared memory", "error", f"{SHM_DIRECTORY} can't be written", "mount a tmpfs there")
     space = ShmSpace.now()
@@ -149,7 +149,7 @@ def _memory(config: WorkerConfig) -> Finding:
     try:
         free = open_device("cpu").free_bytes()
         if ShmSpace.now().free_bytes is None:
-            needed += config.num_tokenizers * config.arena_bytes
+            needed += config.arena_bytes
             what = "the caches and arenas need"
     except MindieMMError as error:
         return Finding("host memory", "error", "the free memory cannot be read", str(error))

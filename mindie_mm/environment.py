@@ -92,6 +92,11 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
+def single_threaded() -> dict[str, str]:
+    """Return an environment for a child process in which numeric libraries start no threads."""
+    return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
 def has_thread_count() -> bool:
     """Return whether a variable sets the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from typing import Any, Self, TypeVar
@@ -80,10 +80,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 keep_python_path()
 
 
-def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def spawn(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `module.main(channel, lifeline, *arguments)` in a process, and return it with our end of the channel.
 
-    A standard stream that is closed in this process is /dev/null in the worker.
+    A standard stream that is closed in this process is /dev/null in the worker. `environment` is that of the worker.
+    None: the environment of this process.
     """
     interpreter = _interpreter()
     standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries print into it
@@ -103,7 +106,9 @@ def spawn(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket
         ]
         nowhere: dict[str, Any] = dict.fromkeys(standard_streams.missing(), subprocess.DEVNULL)
         try:
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **nowhere)  # noqa: S603 - our own module
+            process = subprocess.Popen(  # noqa: S603 - our own module
+                command, pass_fds=(theirs.fileno(),), env=environment, **nowhere
+            )
         except BaseException:
             ours.close()
             raise
@@ -278,6 +283,8 @@ class Lifeline:
         self._descriptors = [os.dup(channel.fileno()) for channel in channels]
         self._lock = Lock()
         self._actions: list[Callable[[], object]] = []
+        self._left, self._leaving = os.pipe2(os.O_CLOEXEC)
+        """A pipe that `leave` closes, to wake the thread."""
         self._thread = Thread(target=self._watch, name="lifeline", daemon=True)
         self._thread.start()
 
@@ -293,19 +300,26 @@ class Lifeline:
         with self._lock:
             self._actions.append(action)
 
+    def leave(self) -> None:
+        """End the thread that watches, because a process that forks must have no other thread."""
+        os.close(self._leaving)
+        self._thread.join()
+
     def end(self) -> None:
         """For a process that is done: if the parent is gone, what is to happen before the end does happen."""
         if self._hung_up(0):
             self._thread.join()
 
     def _hung_up(self, timeout_ms: int | None) -> bool:
+        """Wait until a peer is gone, or until `leave`. Return whether a peer is gone."""
         hangup = select.poll()
-        for descriptor in self._descriptors:
+        for descriptor in (*self._descriptors, self._left):
             hangup.register(descriptor, 0)  # POLLHUP is always reported, and nothing else is asked for
-        return bool(hangup.poll(timeout_ms))
+        return any(descriptor != self._left for descriptor, _ in hangup.poll(timeout_ms))
 
     def _watch(self) -> None:
-        self._hung_up(None)
+        if not self._hung_up(None):
+            return
         with self._lock:
             try:
                 faults.point("stopping")

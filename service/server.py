@@ -79,9 +79,9 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     with _bound(config) as listener:
         require_places(config)  # loading takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
-        num = worker_config.num_tokenizers
-        noun = "process" if num == 1 else "processes"
-        _log.info("loading %s on device %s with %d tokenizer %s", model, device, num, noun)
+        num = worker_config.num_decoders
+        noun = "decoder" if num == 1 else "decoders"
+        _log.info("loading %s on device %s with %d %s", model, device, num, noun)
         async with await Worker.start(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
             with _listening_errors(config):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -17,6 +15,7 @@ from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.worker import Answer, Worker
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
+from mindie_mm.loop_thread import LoopThread
 from mindie_mm.paths import working_directory
 from mindie_mm.tokenize.messages import TokenizeRequest
 
@@ -25,8 +24,6 @@ T = TypeVar("T")
 _ONE_LIST_PER_PROMPT = (
     "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or a text"
 )
-_THREADS = "mindie_mm"
-"""Prefix of the names of an LLM's threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ class LLM:
             config = replace(config, model=Path(path))
         if family is not None:
             config = replace(config, family=family)
-        self._loop = _Loop()
+        self._loop = LoopThread("LLM")
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))
         except BaseException:
@@ -198,101 +195,6 @@ class LLM:
             prompt_logprobs=None if params.prompt_logprobs is None else answer.prompt_logprobs,
             cached_tokens=answer.cached_tokens,
         )
-
-
-class _Loop:
-    """An event loop on its own thread, for callers without a loop or inside another one."""
-
-    def __init__(self) -> None:
-        """Start the thread. Raise WorldError if the interpreter is shutting down and starts none."""
-        self._loop = asyncio.new_event_loop()
-        self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may call this on a thread that holds it
-        self._closed = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name=_THREADS, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._loop.close()
-            raise WorldError(f"the LLM cannot start a thread: {error}") from error
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. An interrupt cancels it, and is raised again when it has cleaned up.
-
-        Raises:
-            InputError: The loop is closed, or was closed meanwhile, or this is a forked process without the thread.
-
-        """
-        ended = threading.Event()
-        tasks: list[asyncio.Task[T]] = []
-
-        def begin() -> None:
-            task = self._loop.create_task(work)
-            tasks.append(task)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _: ended.set())
-
-        if self._forked:
-            work.close()
-            raise InputError(f"the LLM belongs to process {self._pid}, from which this process was forked")
-        if not self._call(begin):
-            work.close()
-            raise _closed()
-        try:
-            ended.wait()
-        except BaseException:
-            self._call(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task is born on that thread
-            ended.wait()
-            raise
-        if tasks[0].cancelled():
-            raise _closed()
-        return tasks[0].result()
-
-    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancel running work, run `last`, and end the thread, even if this call is interrupted.
-
-        In a forked process this does nothing. The garbage collector may call it on any thread. A thread of an LLM does
-        not wait for the end, because it might be its own.
-        """
-        if self._forked:
-            return
-        with self._lock:  # earlier calls start before the end does
-            self._closed = True
-            ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
-        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        if not threading.current_thread().name.startswith(_THREADS):
-            self._thread.join()
-            ending.result()
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
-
-    @property
-    def _forked(self) -> bool:
-        return os.getpid() != self._pid
-
-    def _call(self, function: Callable[[], object]) -> bool:
-        """Schedule a call on the loop's thread. Return False if the loop is closed."""
-        with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(function)
-            return not self._closed
-
-    async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if last is not None:
-            await last()
-
-
-def _closed() -> InputError:
-    """Return the error for calls of a closed LLM. The interpreter closes an open one at its exit."""
-    ends = "" if threading.main_thread().is_alive() else ": the interpreter is shutting down"
-    return InputError(f"the LLM is closed{ends}")
 
 
 def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:

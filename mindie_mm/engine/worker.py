@@ -26,8 +26,8 @@ from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.paths import absolute
 from mindie_mm.shm import request_directory
 from mindie_mm.tasks import task_group
+from mindie_mm.tokenize.async_tokenizer import AsyncTokenizer
 from mindie_mm.tokenize.messages import TokenizeRequest
-from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage import TokenizerStage
 
@@ -201,7 +201,7 @@ class Worker:
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
-        """Return the request's prompt, with its media in shared memory. Errors are those of TokenizerPool.tokenize."""
+        """Return the request's prompt, with its media in shared memory. Errors are those of AsyncTokenizer.tokenize."""
         try:
             return await tokenized(self.tokenizer_stage, request)
         except ContextLengthExceeded as error:
@@ -261,7 +261,7 @@ class Worker:
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
     if not in_process:
-        return await TokenizerPool.start(path, config)
+        return await AsyncTokenizer.start(path, config)
     # Late: a service's own process never needs torch, and starts seconds earlier without it.
     from mindie_mm.tokenize.local import LocalTokenizer
 

@@ -69,14 +69,15 @@ def add_picture(width: int, height: int) -> None:
 
 
 @contextmanager
-def under(these: MediaCaps) -> Iterator[None]:
+def under(these: MediaCaps) -> Iterator[Work]:
     """Apply the caps `these` to all media opened inside this context, which count as one request.
 
-    Opened media keep these caps when they are decoded later.
+    Opened media keep these caps when they are decoded later. The context gives the work that is counted.
     """
-    token = _work.set(Work(these))
+    of_request = Work(these)
+    token = _work.set(of_request)
     try:
-        yield
+        yield of_request
     finally:
         _work.reset(token)
 

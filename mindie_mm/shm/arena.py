@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
@@ -16,11 +16,13 @@ from mindie_mm.paths import absolute
 from mindie_mm.shm.arena_file import ArenaFile
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
+from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.inventory import Inventory
+from mindie_mm.shm.layout import PAGE, round_up
 from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.path_file import record
 from mindie_mm.shm.spec import ArraySpec
-from mindie_mm.shm.stats import FULL, WAITS
+from mindie_mm.shm.stats import FULL, WAITED_NS, WAITING, WAITS
 from mindie_mm.shm.waiting import WaitingLine
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -121,13 +123,77 @@ class Arena:
                 why = self._inventory.why_full()
             raise ArenaFull(f"no room for a block of {plan.size} bytes within {timeout_s} s: {why}")
         if path_file is not None:
-            try:
-                block.write_header(b"")
-                record(request, self.number, block.entry, block.generation)
-            except BaseException:
-                self.discard(block)
-                raise
+            self._record([block], request)
         return block
+
+    def try_allocate(
+        self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path
+    ) -> list[Block] | None:
+        """Return one block for each of `all_specs`, or None if there is no room for all of them at this moment.
+
+        Blocks are as those of `allocate`. A request that gets None holds nothing.
+
+        Raises:
+            LimitExceeded: The arena or the request's quota could never hold these blocks together.
+            SharedMemoryError: The arena is closed or lost.
+
+        """
+        request = _absolute(path_file)
+        plans = [BlockPlan.of(specs, request) for specs in all_specs]
+        self._require(plans, request)
+        blocks: list[Block] = []
+        with self._mutex:
+            try:
+                for plan in plans:
+                    block = self._take(plan, request, 0)
+                    if block is None:
+                        break
+                    blocks.append(block)
+            finally:
+                if len(blocks) < len(plans):
+                    for block in blocks:
+                        self._inventory.discard(block)
+        if len(blocks) < len(plans):
+            return None
+        self._record(blocks, request)
+        return blocks
+
+    def require(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: str | Path) -> int:
+        """Return how many bytes the blocks of `all_specs` take together.
+
+        Raises:
+            LimitExceeded: The arena or the request's quota could never hold them together.
+
+        """
+        request = _absolute(path_file)
+        return self._require([BlockPlan.of(specs, request) for specs in all_specs], request)
+
+    def place(self, block: Block) -> tuple[int, Pieces]:
+        """Return a new descriptor of the arena's file and the pieces of `block` in it, for a process that fills it.
+
+        The caller closes the descriptor.
+        """
+        return self._file.reopened(), block.pieces
+
+    def count_waiting(self, waiting_bytes: int) -> None:
+        """Publish the number of bytes that requests wait for, for `/metrics`."""
+        with self._mutex:
+            if self._file.held:
+                self._file.stats[WAITING] = waiting_bytes
+
+    def count_wait(self, seconds: float, *, in_vain: bool) -> None:
+        """Count a request that has waited for room, and whether it waited in vain."""
+        with self._mutex:
+            if self._file.held:
+                self._file.stats[WAITS] += 1
+                self._file.stats[FULL] += in_vain
+                self._file.stats[WAITED_NS] += int(seconds * 1e9)
+
+    def why_full(self) -> str:
+        """Return what is free, in words for an error."""
+        with self._mutex:
+            self._file.require_held()
+            return self._inventory.why_full()
 
     def publish(self, block: Block, digest: bytes | None) -> None:
         """For `Block.publish`."""
@@ -178,6 +244,30 @@ class Arena:
         """For a forked child: whichever thread held the lock, or waited, is not there to go on."""
         self._mutex = Lock()
         self._line = WaitingLine(self._mutex)
+
+    def _require(self, plans: Sequence[BlockPlan], request: bytes) -> int:
+        total = sum(round_up(plan.size, PAGE) for plan in plans)
+        if total > self.capacity_bytes:
+            raise LimitExceeded(
+                f"the request's media take {total} bytes of shared memory; the arena has {self.capacity_bytes} "
+                "(--arena-bytes)"
+            )
+        if len(plans) > (num_entries := self._file.header.num_entries):
+            raise LimitExceeded(f"the request has {len(plans)} media items; the arena has {num_entries} entries")
+        with self._mutex:
+            self._inventory.require_quota(request, total)
+        return total
+
+    def _record(self, blocks: Sequence[Block], request: bytes) -> None:
+        """Record the blocks of a request in its path file, or give all of them back."""
+        try:
+            for block in blocks:
+                block.write_header(b"")
+                record(request, self.number, block.entry, block.generation)
+        except BaseException:
+            for block in blocks:
+                self.discard(block)
+            raise
 
     def _take(self, plan: BlockPlan, request: bytes, lease_ns: int) -> Block | None:
         """Under the lock. SharedMemoryError if it is not held, or lost."""

@@ -12,10 +12,10 @@ from mindie_mm.errors import SegmentMissing
 STATS_OFFSET = 512
 """Place of the words in the arena's first page."""
 
-POPULATED, USED, PEAK, ALLOCATIONS, WAITS, FULL, TAKEN_BACK = range(7)
+POPULATED, USED, PEAK, ALLOCATIONS, WAITS, FULL, TAKEN_BACK, WAITING, WAITED_NS = range(9)
 """Places of the words; one a field of `ArenaStats`."""
 
-_WORDS = struct.Struct("<7Q")
+_WORDS = struct.Struct("<9Q")
 STATS_BYTES = _WORDS.size
 
 
@@ -37,6 +37,10 @@ class ArenaStats:
     """Allocations that waited in vain: ArenaFull."""
     taken_back: int
     """Published blocks that were freed and taken back."""
+    waiting_bytes: int
+    """Bytes that requests wait for at this moment."""
+    waited_ns: int
+    """Time that requests have waited for room, in nanoseconds, over all of them."""
 
     @classmethod
     def read(cls, descriptor: int) -> Self:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mindie_mm.tokenize.async_tokenizer import AsyncTokenizer
 from mindie_mm.tokenize.messages import TokenizeRequest
-from mindie_mm.tokenize.pool import TokenizerPool
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.tokenizer import Tokenizer
 
-__all__ = ["MediaSpan", "Prompt", "TokenizeRequest", "Tokenizer", "TokenizerPool"]
+__all__ = ["AsyncTokenizer", "MediaSpan", "Prompt", "TokenizeRequest", "Tokenizer"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because a service's own process uses the pool alone, and starts seconds earlier without torch.
+    # Late, because a service's own process uses AsyncTokenizer alone, and starts seconds earlier without torch.
     if name != "Tokenizer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("mindie_mm.tokenize.tokenizer").Tokenizer

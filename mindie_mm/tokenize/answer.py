@@ -9,11 +9,11 @@ from mindie_mm.inputs import Text, parse_inputs, parse_messages
 from mindie_mm.media.source import located_items, located_messages
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.tokenizer import Tokenizer
+from mindie_mm.tokenize.prompts import Prompts
 
 
-def answer(tokenizer: Tokenizer, request: TokenizeRequest) -> Prompt:
-    """Return the prompt of `request`. Errors are those of Tokenizer."""
+async def answer(prompts: Prompts, request: TokenizeRequest) -> Prompt:
+    """Return the prompt of `request`. Errors are those of Prompts."""
     given = [name for name in ("messages", "items", "text") if getattr(request, name) is not None]
     if len(given) != 1:
         raise InputError(f"a request has exactly one of messages, items and text; found {given or 'none'}")
@@ -23,7 +23,7 @@ def answer(tokenizer: Tokenizer, request: TokenizeRequest) -> Prompt:
     if request.messages is not None:
         messages = parse_messages(request.messages)
         messages = messages if folder is None else located_messages(messages, folder)
-        return tokenizer.prompt_from_messages(messages, path_file, *template)
+        return await prompts.from_messages(messages, path_file, *template)
     items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
     items = items if folder is None else located_items(items, folder)
-    return tokenizer.prompt_from_turn(items, path_file, *template, chat=request.chat and request.text is None)
+    return await prompts.from_turn(items, path_file, *template, chat=request.chat and request.text is None)

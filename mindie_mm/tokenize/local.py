@@ -12,7 +12,6 @@ from mindie_mm.environment import default_spool
 from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tasks import WorkThread
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
@@ -71,7 +70,7 @@ class LocalTokenizer:
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """Return the request's prompt. Errors are those of Tokenizer."""
-        return await self._thread.run(partial(answer, self._tokenizer, request))
+        return await self._thread.run(partial(self._tokenizer.answer, request))
 
     async def close(self) -> None:
         """Wait for the request in progress, then remove the arena."""

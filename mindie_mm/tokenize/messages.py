@@ -1,4 +1,4 @@
-"""What travels between the tokenizer pool and its processes, as msgpack: a TokenizeRequest there, its Reply back."""
+"""Messages between the tokenizer process and its client, as msgpack."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Settings of a tokenizer process, passed as JSON."""
+    """Settings of the tokenizer process, passed as JSON."""
 
     model: str
     """Directory of the checkpoint."""
     family: str | None
+    num_decoders: int
     arena_bytes: int
     arena_request_bytes: int | None
+    arena_wait_s: float
     preprocessed_cache_bytes: int
     chat_template_content_format: ContentFormat
     media: MediaCaps
@@ -57,15 +59,34 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Process to pool, once: the checkpoint is read. A Failure in its place says what kept it from starting."""
+    """Process to client, once: the checkpoint is read. A Failure in its place says what kept it from starting."""
 
     shown_tokens: list[str] = []
-    """As `Tokenizer.shown_tokens`."""
+    """As `Prompts.shown_tokens`."""
+
+
+class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
+    """Client to process: make a prompt."""
+
+    number: int
+    """Number of the request, for its reply."""
+    request: TokenizeRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Client to process: drop a request. Its reply comes nevertheless, and is a prompt if it was done already."""
+
+    number: int
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Client to process: say that you are alive."""
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
-    """Process to pool: the prompt of the request in work."""
+    """Process to client: a prompt."""
 
+    number: int
     ids: bytes
     """int64, native byte order."""
     spans: tuple[MediaSpan, ...]
@@ -75,15 +96,21 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
         return Prompt(np.frombuffer(self.ids, np.int64), self.spans)
 
     @classmethod
-    def of(cls, prompt: Prompt) -> Tokenized:
+    def of(cls, number: int, prompt: Prompt) -> Tokenized:
         """The reply that carries `prompt`."""
-        return cls(prompt.ids.tobytes(), prompt.spans)
+        return cls(number, prompt.ids.tobytes(), prompt.spans)
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Process to pool: the request in work failed."""
+    """Process to client: a request has failed."""
 
+    number: int
     error: Failure
 
 
-Reply = Tokenized | Failed
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """Process to client: the answer to `Ping`."""
+
+
+ToProcess = Tokenize | Cancel | Ping
+FromProcess = Tokenized | Failed | Pong

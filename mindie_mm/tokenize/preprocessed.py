@@ -1,4 +1,4 @@
-"""Media that were preprocessed lately: what comes again, as a chat's pictures do at each turn, is copied."""
+"""A cache of preprocessed media. Media that come again, as in every turn of a chat, are copied from it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.nn.family import Plan
-
 _Arrays = Mapping[str, NDArray[Any]]
 
 
 class Preprocessed:
-    """Arrays of media items by what names their content, `capacity_bytes` of them; the longest unused go first."""
+    """Arrays of media items by the digest of their content. The least recently used ones make room."""
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._items = OrderedDict[bytes, _Arrays]()
 
-    def write(self, plan: Plan, digest: bytes, arrays: _Arrays) -> None:
-        """Into those of `plan.specs`: as `plan.write`, which is called where nothing is kept under `digest`."""
+    def copy(self, digest: bytes, arrays: _Arrays) -> bool:
+        """Copy the arrays kept under `digest` into those of the same names. Return False if none are kept."""
         kept = self._items.get(digest)
         if kept is None:
-            plan.write(arrays)
-            self._keep(digest, {name: arrays[name] for name in plan.specs})
-            return
+            return False
         self._items.move_to_end(digest)
         for name, array in kept.items():
             arrays[name][...] = array
+        return True
 
-    def _keep(self, digest: bytes, arrays: _Arrays) -> None:
+    def keep(self, digest: bytes, arrays: _Arrays) -> None:
+        """Keep a copy of `arrays` under `digest`, unless they are larger than the cache."""
         nbytes = _nbytes(arrays)
-        if nbytes > self._capacity_bytes:
+        if nbytes > self._capacity_bytes or digest in self._items:
             return
         while self._used_bytes + nbytes > self._capacity_bytes:
             _, dropped = self._items.popitem(last=False)

@@ -1,84 +1,114 @@
-"""A tokenizer process, started by the pool with a Setup as JSON.
+"""The tokenizer process: it owns the arena, and works on many requests at once.
 
-It answers one request after another and exits when its channel closes: the pool closed it, or died.
+It exits when its channel closes: the client closed it, or died.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import resource
+import os
 import signal
+import socket
 import sys
+from contextlib import suppress
 
 import msgspec
-import psutil
 import torch
 
 from mindie_mm import faults
+from mindie_mm.decode import Decoders
+from mindie_mm.decode.messages import DecoderSetup
 from mindie_mm.environment import fault_folder
-from mindie_mm.errors import LimitExceeded, MindieMMError, WorldError
-from mindie_mm.ipc import CANCEL, ChildChannel, Failure, Lifeline
-from mindie_mm.media import cancellation
+from mindie_mm.errors import MindieMMError, RequestAborted, WorldError
+from mindie_mm.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
+from mindie_mm.models import family_of
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Processor
 from mindie_mm.shm import Arena, collect
+from mindie_mm.tasks import task_group
 from mindie_mm.tokenize.answer import answer
-from mindie_mm.tokenize.messages import Failed, Ready, Reply, Setup, Tokenized, TokenizeRequest
+from mindie_mm.tokenize.decoded import Decoded
+from mindie_mm.tokenize.messages import (
+    Cancel,
+    Failed,
+    FromProcess,
+    Pong,
+    Ready,
+    Setup,
+    Tokenize,
+    Tokenized,
+    TokenizeRequest,
+    ToProcess,
+)
+from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
-from mindie_mm.tokenize.tokenizer import Tokenizer
-from mindie_mm.tokenize.wires import NativeWire
+from mindie_mm.tokenize.prompts import Prompts
+from mindie_mm.tokenize.room import Room
 
 _log = logging.getLogger(__name__)
 
 
-def serve(channel: ChildChannel, tokenizer: Tokenizer, arena: Arena) -> None:
-    """Answers requests until the channel closes, or the arena is lost: the next process makes another."""
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TokenizeRequest)
-    while True:
-        try:
-            message = channel.recv()
-        except EOFError:
-            return
-        cancellation.begin()
+class Server:
+    """Answers the requests of one channel."""
+
+    def __init__(self, channel: Channel, prompts: Prompts, arena: Arena) -> None:
+        self._channel = channel
+        self._prompts = prompts
+        self._arena = arena
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        """Requests in progress, by their numbers."""
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def serve(self) -> None:
+        """Answer requests until the channel closes, or the arena is lost: the next process makes another."""
+        decoder = msgspec.msgpack.Decoder[ToProcess](ToProcess)
+        while not self._arena.lost:
+            try:
+                message = decoder.decode(await self._channel.recv())
+            except EOFError:
+                break
+            if isinstance(message, Tokenize):
+                self._requests[message.number] = asyncio.create_task(self._answer(message.number, message.request))
+            elif isinstance(message, Cancel):
+                if (task := self._requests.get(message.number)) is not None:
+                    task.cancel()
+            else:
+                self._send(Pong())
+        for task in self._requests.values():
+            task.cancel()
+        await asyncio.gather(*self._requests.values(), return_exceptions=True)
+
+    async def _answer(self, number: int, request: TokenizeRequest) -> None:
         faults.point("received")
-        request = decoder.decode(message)
-        reply: Reply
+        reply: Tokenized | Failed
         try:
-            reply = Tokenized.of(answer(tokenizer, request))
+            reply = Tokenized.of(number, await answer(self._prompts, request))
+        except asyncio.CancelledError:
+            reply = Failed(number, Failure.of(RequestAborted("the request was given up")))
         except MindieMMError as error:
-            if arena.lost:
+            if self._arena.lost:
                 _log.error("a request: %s", error)
+                await self._channel.close()
                 return
-            reply = Failed(Failure.of(error))
+            reply = Failed(number, Failure.of(error))
         except Exception as error:  # noqa: BLE001 - one request fails, not the process
             _log.exception("a request")
-            reply = Failed(Failure.of(_error_of(error)))
+            reply = Failed(number, Failure.of(WorldError(f"the tokenizer failed: {type(error).__name__}")))
+        del self._requests[number]
         faults.point("before-reply")
-        channel.send(encoder.encode(reply))
+        self._send(reply)
         faults.point("after-reply")
 
-
-def _error_of(error: Exception) -> MindieMMError:
-    """What a caller is told of an exception that nobody foresaw.
-
-    Where memory is short, the request took it: there is one at a time.
-    """
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        return LimitExceeded("decoding the request's media takes more memory than the limit (--max-decode-bytes)")
-    return WorldError(f"the tokenizer failed: {type(error).__name__}")
-
-
-def _limit_memory(further_bytes: int) -> None:
-    """Lets this process take `further_bytes` of private memory beyond what it has; the arena, shared, is none of it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = psutil.Process().memory_info().data + further_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    def _send(self, message: FromProcess) -> None:
+        self._channel.send(self._encoder.encode(message))
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
-    """Reads the checkpoint, makes the arena, says so, and serves."""
+    """Make the arena, start the decoders, read the checkpoint, say so, and serve."""
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
-    signal.signal(CANCEL, lambda *_: cancellation.cancel())
     torch.set_num_threads(1)
     setup = msgspec.json.decode(setup_json, type=Setup)
     try:
@@ -90,19 +120,37 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     lifeline.before_end(collect)  # of another tokenizer that died before the parent, which nobody else would remove
     with arena:
         faults.point("arena-made")
-        try:
-            wire = NativeWire(arena, Preprocessed(setup.preprocessed_cache_bytes))
-            tokenizer = Tokenizer.from_pretrained(
-                setup.model,
-                wire,
-                family=setup.family,
-                caps=setup.media,
-                content_format=setup.chat_template_content_format,
-            )
-        except MindieMMError as error:
-            channel.send(msgspec.msgpack.encode(Failure.of(error)))
-            return
-        if setup.media.max_decode_bytes:
-            _limit_memory(setup.media.max_decode_bytes + setup.preprocessed_cache_bytes)
-        channel.send(msgspec.msgpack.encode(Ready(tokenizer.shown_tokens)))
-        serve(channel, tokenizer, arena)
+        with suppress(asyncio.CancelledError):  # SIGTERM
+            asyncio.run(_run(channel, setup, arena))
+
+
+async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media))
+    room = Room(arena, setup.arena_wait_s)
+    try:
+        async with task_group() as group:  # both import for seconds
+            group.create_task(decoders.open(setup.num_decoders))
+            reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
+        prompts = reading.result()
+        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens)))
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            await Server(await open_channel(sock), prompts, arena).serve()
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+    finally:
+        room.close()
+        await decoders.close()
+
+
+def _read_checkpoint(setup: Setup, decoders: Decoders, room: Room) -> Prompts:
+    checkpoint = Checkpoint.open(setup.model)
+    family = family_of(checkpoint, setup.family)
+    preprocessed = Preprocessed(setup.preprocessed_cache_bytes)
+
+    def make_stage(processor: Processor) -> Decoded:
+        return Decoded(Planner(processor, family.__name__), decoders, room, setup.media, preprocessed)
+
+    return Prompts(checkpoint, family, make_stage, setup.chat_template_content_format)

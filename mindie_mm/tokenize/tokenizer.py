@@ -1,76 +1,42 @@
-"""The tokenizer stage: items or messages in, ids with words out, pixels in shared memory."""
+"""The tokenizer for scripts and batches: items or messages in, ids with words out, pixels in shared memory."""
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial, wraps
-from itertools import takewhile
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, Self, get_args
+from typing import Any, Self, TypeVar, get_args
 
-import numpy as np
 import torch
 from transformers.utils import get_json_schema
 
-from mindie_mm import faults
 from mindie_mm.config import ContentFormat, MediaCaps
-from mindie_mm.errors import (
-    ContextLengthExceeded,
-    FramesMiscounted,
-    InputError,
-    TokenOutOfRange,
-    UnsupportedCheckpoint,
-    naming,
-)
-from mindie_mm.inputs import (
-    Item,
-    Kind,
-    Media,
-    Message,
-    Text,
-    media_of,
-    media_of_messages,
-    parse_inputs,
-    parse_messages,
-)
-from mindie_mm.media.caps import decoding_to_count
+from mindie_mm.decode import Decoders
+from mindie_mm.decode.messages import DecoderSetup
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Item, Media, Message, media_of, media_of_messages, parse_inputs, parse_messages
+from mindie_mm.loop_thread import LoopThread
 from mindie_mm.media.source import source_path
-from mindie_mm.models import family_of, reading
+from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder
+from mindie_mm.nn.family import Family, Processor
 from mindie_mm.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
-from mindie_mm.tokenize.placeholders import Expansion, expand, insert
-from mindie_mm.tokenize.planning import PlannedItem, Planner, content_digest
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
-from mindie_mm.tokenize.spelling import Rendered
-from mindie_mm.tokenize.text import Encoded, TextEncoder
-from mindie_mm.tokenize.truncate import truncate
-from mindie_mm.tokenize.wires import MindIEWire, NativeWire, Wire, WireName
+from mindie_mm.tokenize.answer import answer
+from mindie_mm.tokenize.decoded import Decoded
+from mindie_mm.tokenize.in_process import InProcess
+from mindie_mm.tokenize.media_stage import MediaStage
+from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.planning import Planner
+from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.prompts import Prompts
+from mindie_mm.tokenize.room import Room
+from mindie_mm.tokenize.wires import ARENA_BYTES, MindIEWire, NativeWire, Wire, WireName
+
+T = TypeVar("T")
 
 _PLAIN = PromptOptions()
-_Args = ParamSpec("_Args")
-
-
-def _counting_anew(make: Callable[_Args, Prompt]) -> Callable[_Args, Prompt]:
-    """Decorate a method to make its prompt a second time after FramesMiscounted.
-
-    The second time, videos are decoded to count their frames, so that the sampled frames depend on the true count.
-    """
-
-    @wraps(make)
-    def made(*args: _Args.args, **kwargs: _Args.kwargs) -> Prompt:
-        try:
-            return make(*args, **kwargs)
-        except FramesMiscounted:
-            with decoding_to_count():
-                return make(*args, **kwargs)
-
-    return made
 
 
 class Tokenizer:
@@ -79,40 +45,14 @@ class Tokenizer:
     Not for use by several threads at once.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        family: type[Family],
-        wire: WireName | Wire,
-        caps: MediaCaps | None,
-        content_format: ContentFormat = "auto",
-    ) -> None:
-        """Create a tokenizer. Use `from_pretrained` instead."""
+    def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
+        """Hold the maker of prompts. Use `from_pretrained` to create one."""
+        self._prompts = prompts
+        self._loop = loop
+        self._decoders = decoders
         self._closed = False
-        with reading(checkpoint, family):
-            checkpoint = family.translated(checkpoint)
-            self._processor = family.processor(checkpoint)
-            tokenizer = family.tokenizer(checkpoint)
-        placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
-        self._tokens = {placeholder.token for placeholder in placeholders}
-        media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
-        plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
-        stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
-        self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
-        """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
-        if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
-            media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
-        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
-        spelled = [] if self._processor.inserted else placeholders
-        self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
-        self._markers = frozenset(self._marker_of.values())
-        if wire == "mindie":
-            layouts = self._processor.mindie_layouts
-            if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
-                raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
-            wire = MindIEWire(layouts)
-        self._wire = NativeWire() if wire == "native" else wire
-        self._planner = Planner(self._processor, family.__name__, self._wire, caps or MediaCaps())
+        self.shown_tokens = prompts.shown_tokens
+        """As `Prompts.shown_tokens`."""
 
     @classmethod
     def from_pretrained(
@@ -123,28 +63,59 @@ class Tokenizer:
         family: str | None = None,
         caps: MediaCaps | None = None,
         content_format: ContentFormat = "auto",
+        decoders: int = 0,
     ) -> Self:
-        """The tokenizer of the checkpoint directory `path`, None for the embedded one; `family` as in `family_of`.
+        """Return the tokenizer of a checkpoint.
 
-        On the native wire items lie in `arena`; without one it makes its own at the first media item, and removes it
-        on `close` or when the process ends well. With "mindie" each array lies in a segment of its own, as a worker of
-        MindIE's reads it, and there is no arena. A `Wire` is one that the caller made. `caps`: of its media items.
-        `content_format` is the form in which the chat template gets the content of messages.
-        InputError, UnsupportedCheckpoint.
+        Args:
+            path: Checkpoint directory. None: the embedded checkpoint.
+            wire: "native" stores items in an arena. "mindie" stores each array in a segment of its own, as MindIE's
+                workers read it. A `Wire` is used as it is.
+            arena: Arena of the native wire. None: the tokenizer makes its own at the first media item, and removes it
+                on `close` or at a normal exit.
+            family: As in `family_of`.
+            caps: Limits on media items.
+            content_format: Form in which the chat template gets the content of messages.
+            decoders: Number of processes that decode the items of a prompt in parallel. 0: decode in this process.
+
+        Raises:
+            InputError: The arguments do not go together.
+            UnsupportedCheckpoint: The checkpoint cannot be served.
+            ProcessDied: The decoders cannot be started.
+
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
-        if arena is not None:
-            if wire != "native":
-                raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
-            wire = NativeWire(arena)
-        checkpoint = Checkpoint.open(path)
-        return cls(checkpoint, family_of(checkpoint, family), wire, caps, content_format)
+        if arena is not None and wire != "native":
+            raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
+        if decoders and wire != "native":
+            raise InputError(f"decoders is {decoders}; decoders write into an arena, which the wire {wire!r} has not")
+        checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
+        found = family_of(checkpoint, family)
+        if not decoders:
+            if arena is not None:
+                wire = NativeWire(arena)
+            make = partial(_in_process, found, wire=wire, caps=caps)
+            return cls(Prompts(checkpoint, found, make, content_format))
+        loop = LoopThread("tokenizer")
+        try:
+            setup = DecoderSetup(str(checkpoint.path), family, caps)
+            started = loop.run(Decoders.start(setup, decoders))
+            try:
+                room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
+                make_decoded = partial(_decoded, found, decoders=started, room=room, caps=caps)
+                return cls(Prompts(checkpoint, found, make_decoded, content_format), loop, started)
+            except BaseException:
+                loop.run(started.close())
+                raise
+        except BaseException:
+            loop.close()
+            raise
 
     @property
     def has_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return self._text.has_template
+        return self._prompts.has_template
 
     def tokenize(
         self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
@@ -191,22 +162,12 @@ class Tokenizer:
         items = media_of(parse_inputs(media)) if media else []
         return torch.from_numpy(self.prompt_from_ids(ids, items, _path_file(items, shm_name_save_path)).ids)
 
-    @_counting_anew
     def prompt_from_items(
         self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
     ) -> Prompt:
-        """Return the prompt of `items`, joined without a template."""
-        if options.max_prompt_tokens:
-            self._text.check_items(items, options.max_prompt_tokens)
-        planned = self._plan(media_of(items))
-        spelled = self._spell(planned)
-        pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
-        rendered = self._text.render_items(pieces)
-        if not (options.add_special_tokens or planned):
-            return self._bounded(Prompt(np.array(self._text.bare_ids(rendered), np.int64)), options)
-        return self._prompt(self._encode(rendered, planned), planned, path_file, options)
+        """As `Prompts.from_items`."""
+        return self.run(self._prompts.from_items(items, path_file, options))
 
-    @_counting_anew
     def prompt_from_messages(
         self,
         messages: Sequence[Message],
@@ -215,16 +176,10 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
     ) -> Prompt:
-        """Return the prompt of chat messages, formatted with the chat template."""
-        template_kwargs = template_kwargs or {}
-        if options.max_prompt_tokens:
-            self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
-        planned = self._plan(media_of_messages(messages))
-        items = list(self._spell(planned))
-        rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs, items)
-        if options.max_prompt_tokens:
-            self._text.check_rendered(rendered, options.max_prompt_tokens)
-        return self._prompt(self._encode(rendered, planned), planned, path_file, options)
+        """As `Prompts.from_messages`."""
+        return self.run(
+            self._prompts.from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
+        )
 
     def prompt_from_turn(
         self,
@@ -236,35 +191,30 @@ class Tokenizer:
         *,
         chat: bool = True,
     ) -> Prompt:
-        """Return the prompt of `items` as one user turn. Without `chat` or a chat template, join the items.
+        """As `Prompts.from_turn`."""
+        return self.run(
+            self._prompts.from_turn(items, path_file, add_generation_prompt, template_kwargs, options, chat=chat)
+        )
 
-        Raises InputError if there are variables for a template but no template is used.
-        """
-        if chat and self.has_template:
-            messages = [Message("user", tuple(items))]
-            return self.prompt_from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
-        if template_kwargs or not add_generation_prompt:
-            raise InputError("there are variables of a chat template, and the prompt goes through none")
-        return self.prompt_from_items(items, path_file, options)
-
-    @_counting_anew
     def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
-        """Return the prompt of ids with one placeholder per media item, or with none if the family inserts them.
+        """As `Prompts.from_ids`."""
+        return self.run(self._prompts.from_ids(ids, media, path_file))
 
-        Raises TokenOutOfRange for an id that is not a token id. The engine checks that ids are in the vocabulary.
-        """
-        ids = [_token_id(index) for index in ids]
-        planned = self._plan(media)
-        encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
-        return self._prompt(encoded, planned, path_file)
+    def answer(self, request: TokenizeRequest) -> Prompt:
+        """Return the prompt of `request`."""
+        return self.run(answer(self._prompts, request))
 
     def close(self) -> None:
-        """Remove the arena that this tokenizer made. Idempotent.
+        """Remove the arena that this tokenizer made, and end its decoders. Idempotent.
 
         MindIE segments remain until their path file is released. Later calls raise InputError.
         """
+        if self._closed:
+            return
         self._closed = True
-        self._wire.close()
+        if self._loop is not None and self._decoders is not None:
+            self._loop.close(self._decoders.close)
+        self._prompts.stage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -272,114 +222,36 @@ class Tokenizer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _plan(self, media: Sequence[Media]) -> list[PlannedItem]:
+    def run(self, making: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `making`, which suspends only if there are decoders."""
         if self._closed:
+            making.close()
             raise InputError("the tokenizer is closed")
-        return self._planner.plan(media)
-
-    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
-        rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
-        if self._markers:
-            rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
-        return self._text.encode(rendered)
-
-    def _prompt(
-        self,
-        encoded: Encoded,
-        planned: Sequence[PlannedItem],
-        path_file: Path | None,
-        options: PromptOptions = _PLAIN,
-    ) -> Prompt:
-        faults.point("planned")
-        processor, tokens = self._processor, self._tokens
-        ids = processor.frame([*encoded.ids], len(planned))
-        opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
-        if processor.inserted:
-            items = [item.expansion for item in planned]
-            prompt = insert(ids, processor.insert_at(ids), items, tokens, opening)
-        else:
-            reaches = zip(planned, encoded.items, strict=True)
-            items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
-            prompt = expand(ids, items, tokens, opening)
-        prompt = self._bounded(prompt, options)
-        kept = planned[len(planned) - len(prompt.spans) :]
-        return put_words(prompt, self._preprocess(kept, path_file, options.cache_salt))
-
-    def _bounded(self, prompt: Prompt, options: PromptOptions) -> Prompt:
-        """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
-        if not 0 < options.max_prompt_tokens < len(prompt):
-            return prompt
-        if not options.truncate:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
-            )
-        return truncate(prompt, options.max_prompt_tokens)
-
-    def _preprocess(self, planned: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
-        """Write the items to shared memory and return the words of each. On any failure, free all of them."""
-        if not planned:
-            return []
-        if path_file is None and self._wire.needs_path_file:
-            raise InputError("media need a path file, to record what is to be freed")
-        with ExitStack() as undo:
-            words = [self._store(item, index, path_file, salt, undo) for index, item in enumerate(planned)]
-            undo.pop_all()
-        return words
-
-    def _store(
-        self, item: PlannedItem, index: int, path_file: Path | None, salt: str, undo: ExitStack
-    ) -> Sequence[int]:
-        digest = partial(content_digest, item.plan.settings, item.data, salt)
-        with naming(f"media item {index} ({item.shape.kind})"):
-            return self._wire.store(item.plan, item.shape, digest, path_file, undo)
-
-    def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
-        """Yield the spelling of each item in a prompt."""
-        numbers: Counter[Kind] = Counter()
-        for item in planned:
-            if self._processor.inserted:
-                yield ""
-                continue
-            numbers[item.shape.kind] += 1
-            head, tail = self._processor.caption(item.shape.kind, numbers[item.shape.kind])
-            placeholder = item.expansion.placeholder
-            before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
-            marker = self._marker_of[placeholder]
-            framed = marker if before and marker.startswith(before) else before + marker + after
-            yield head + framed + tail
-
-    def _spelled_marker(self, placeholder: Placeholder) -> str:
-        return placeholder.marker or self._text.spell((placeholder.token,))
-
-    def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
-        """The marker of each item that the prompt spells, and the text that takes its place."""
-        items = [] if self._processor.inserted else [item.expansion for item in planned]
-        markers = [self._marker_of[item.placeholder] for item in items]
-        texts = [item.spelling.text for item in items]
-        return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+        if self._loop is not None:
+            return self._loop.run(making)
+        try:
+            making.send(None)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        raise AssertionError("without decoders there is nothing to wait for")
 
 
-def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:
-    """`item`, spelled in ids [start, stop)."""
-    own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
-    return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item
+def _in_process(family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps) -> MediaStage:
+    if wire == "mindie":
+        layouts = processor.mindie_layouts
+        if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
+            raise UnsupportedCheckpoint(f"its family, {family.__name__}, has no MindIE layout of {missing}")
+        wire = MindIEWire(layouts)
+    elif not isinstance(wire, Wire):
+        wire = NativeWire()
+    return InProcess(processor, Planner(processor, family.__name__), wire, caps)
 
 
-def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix of both."""
-    equal = (one == other for one, other in zip(ids, others, strict=False))
-    return sum(1 for _ in takewhile(bool, equal))
-
-
-def _token_id(index: Any) -> int:
-    """`index`, of any type of integers, as Python's. TokenOutOfRange."""
-    try:
-        token = operator.index(index)
-    except TypeError:
-        token = -1
-    if isinstance(index, bool) or not 0 <= token < 2**31:
-        raise TokenOutOfRange(f"{index!r} is no token id")
-    return token
+def _decoded(
+    family: type[Family], processor: Processor, *, decoders: Decoders, room: Room, caps: MediaCaps
+) -> MediaStage:
+    return Decoded(Planner(processor, family.__name__), decoders, room, caps, Preprocessed())
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

@@ -16,9 +16,10 @@ from mindie_mm.errors import LimitExceeded, SharedMemoryError
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
-from mindie_mm.nn.splice import ITEM, MediaShape
+from mindie_mm.nn.splice import ITEM
 from mindie_mm.shm import Arena, ArraySpec, DiskArena, collect
 from mindie_mm.shm.mindie import Segment, create_shm
+from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.preprocessed import Preprocessed
 
 WireName = Literal["native", "mindie"]
@@ -37,12 +38,12 @@ class Wire(ABC):
 
     @abstractmethod
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
+        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
         """Allocate, write and publish an item, and return its words. Push a callback that frees it on `undo`.
 
         `digest` computes the digest of the content, for a wire that carries it. Raises ArenaFull, SharedMemoryError and
-        the errors of `plan.write`.
+        the errors of `item.plan.write`.
         """
 
     def close(self) -> None:
@@ -87,15 +88,15 @@ class NativeWire(Wire):
         return self._arena
 
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
+        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
         arena, content = self.open(), digest()
         try:
-            return self._stored(arena, plan, shape, content, path_file, undo)
+            return self._stored(arena, item, content, path_file, undo)
         except SharedMemoryError:
             if (another := self.open()) is arena:
                 raise
-            return self._stored(another, plan, shape, content, path_file, undo)
+            return self._stored(another, item, content, path_file, undo)
 
     def close(self) -> None:
         if self._is_own and self._arena is not None:
@@ -103,13 +104,15 @@ class NativeWire(Wire):
             self._arena = None
 
     def _stored(
-        self, arena: Arena, plan: Plan, shape: MediaShape, content: bytes, path_file: Path | None, undo: ExitStack
+        self, arena: Arena, item: PlannedItem, content: bytes, path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        with arena.allocate(_specs(plan, shape), path_file=path_file) as block:
+        with arena.allocate(item.specs, path_file=path_file) as block:
             faults.point("allocated")
-            block[ITEM][...] = shape.to_array()
+            block[ITEM][...] = item.shape.to_array()
             faults.point("mid-fill")
-            self._preprocessed.write(plan, content, block)
+            if not self._preprocessed.copy(content, block):
+                item.plan.write(block)
+                self._preprocessed.keep(content, {name: block[name] for name in item.plan.specs})
             faults.point("filled")
             ref = block.publish(content)
         faults.point("published")
@@ -129,22 +132,17 @@ class DiskWire(Wire):
         """Digest and arrays of each item, in order; for whoever reads it to empty."""
 
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
+        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
         assert self.arena is not None
         undo.callback(self.arena.roll_back, self.arena.num_blocks)
-        specs = _specs(plan, shape)
-        with self.arena.allocate(specs) as block:
-            block[ITEM][...] = shape.to_array()
-            plan.write(block)
+        with self.arena.allocate(item.specs) as block:
+            block[ITEM][...] = item.shape.to_array()
+            item.plan.write(block)
             content = digest()
             words = block.publish(content).to_words()
-        self.stored.append((content, specs))
+        self.stored.append((content, item.specs))
         return words
-
-
-def _specs(plan: Plan, shape: MediaShape) -> dict[str, ArraySpec]:
-    return {**plan.specs, ITEM: ArraySpec(shape.to_array().shape, "int64")}
 
 
 class MindIEWire(Wire):
@@ -159,19 +157,19 @@ class MindIEWire(Wire):
             raise LimitExceeded(f"the {kind} has {plan.num_features} features, MindIE's wire needs {needed} of them")
 
     def store(
-        self, plan: Plan, shape: MediaShape, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
+        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
         assert path_file is not None
-        layout = self._layouts[shape.kind]
+        layout = self._layouts[item.shape.kind]
         segments: dict[str, Segment] = {}
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for field in layout.fields:
-            spec = plan.mindie_specs[field.name]
+            spec = item.plan.mindie_specs[field.name]
             if isinstance(field, InSegment):
                 segment = segments[field.name] = create_shm(spec.nbytes, path_file)
                 undo.callback(segment.unlink)
                 arrays[field.name] = np.ndarray(spec.shape, spec.dtype, segment.buf)
             else:
                 arrays[field.name] = np.empty(spec.shape, spec.dtype)
-        plan.write(arrays)
+        item.plan.write(arrays)
         return list(layout.words({name: segment.name for name, segment in segments.items()}, arrays))

@@ -1,0 +1,93 @@
+"""A decoder process: one media item at a time, from an open file into the pages of its block."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.decode.channels import ReceivingChannel
+from mindie_mm.decode.messages import Facts, FromDecoder, Item, Place, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.parcel import unpacked
+from mindie_mm.decode.planning import plan_item
+from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, WorldError
+from mindie_mm.ipc import Failure
+from mindie_mm.media.caps import decoding_to_count, under
+from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.shm.extent import Extent
+from mindie_mm.shm.scatter import map_pieces
+
+
+class Decoder:
+    """Plans and writes items. It keeps nothing but the plan of the last item."""
+
+    def __init__(self, processor: Processor, caps: MediaCaps) -> None:
+        self._processor = processor
+        self._caps = caps
+        self._plan: Plan | None = None
+
+    def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
+        """Do what `message` asks for. `descriptors` are closed before any byte of the media file is parsed."""
+        with ExitStack() as stack:
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            try:
+                if isinstance(message, PlanItem):
+                    return self._planned(message.item, descriptors[0], stack)
+                arrays = _arrays(message.place, descriptors[-1])
+                if message.item is not None:
+                    self._planned(message.item, descriptors[0], stack)
+                stack.close()
+                plan, self._plan = self._plan, None
+                assert plan is not None, "an item is planned before it is written"
+                plan.write(arrays)
+                return Written()
+            except MindieMMError as error:
+                return Refused(Failure.of(error))
+            except Exception as error:  # noqa: BLE001 - one item fails, not the process
+                return _refused(error)
+
+    def _planned(self, item: Item, descriptor: int, stack: ExitStack) -> Facts:
+        self._plan = None
+        try:
+            data = unpacked(descriptor, item.parts, is_list=item.is_list)
+        except (OSError, ValueError) as error:
+            raise MediaError(f"the file cannot be read, or has changed: {error}") from error
+        stack.close()
+        with ExitStack() as caps:
+            of_item = caps.enter_context(under(self._caps))
+            if item.decodes_to_count:
+                caps.enter_context(decoding_to_count())
+            self._plan = plan_item(self._processor, item.media, data, item.counts, self._caps)
+        return Facts.of(self._plan, of_item.picture_pixels, of_item.video_pixels)
+
+
+def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
+    """Answer messages until the tokenizer closes the channel, or dies."""
+    requests, replies = msgspec.msgpack.Decoder[ToDecoder](ToDecoder), msgspec.msgpack.Encoder()
+    while True:
+        try:
+            message, descriptors = channel.receive()
+            channel.send(replies.encode(decoder.answer(requests.decode(message), descriptors)))
+        except (EOFError, ConnectionError):
+            return
+
+
+def _arrays(place: Place, descriptor: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Map the pages of a block, and nothing else of the arena, for as long as the arrays live."""
+    buffer = map_pieces(descriptor, tuple(Extent(*piece) for piece in place.pieces), writable=True)
+    return {name: np.ndarray(shape, dtype, buffer, offset) for name, (offset, dtype, shape) in place.arrays.items()}
+
+
+def _refused(error: Exception) -> Refused:
+    """Return what the caller is told of an exception that nobody foresaw, and where it was raised, for the log."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        limit = "decoding the request's media takes more memory than the limit (--max-decode-bytes)"
+        return Refused(Failure.of(LimitExceeded(limit)))
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return Refused(Failure.of(WorldError(f"the decoder failed: {type(error).__name__}")), frames)

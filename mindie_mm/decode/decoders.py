@@ -1,0 +1,372 @@
+"""The tokenizer's side of the decoders: who decodes what next, and what becomes of an item whose decoder dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections import OrderedDict, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self, cast
+
+import msgspec
+
+from mindie_mm.decode.channels import SendingChannel
+from mindie_mm.decode.messages import (
+    DecoderSetup,
+    Ended,
+    Facts,
+    Fork,
+    Forked,
+    FromDecoder,
+    FromNursery,
+    Item,
+    Kill,
+    Place,
+    PlanItem,
+    Ready,
+    Refused,
+    ToDecoder,
+    ToNursery,
+    WriteItem,
+)
+from mindie_mm.environment import single_threaded
+from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, ProcessDied, os_errors_as
+from mindie_mm.ipc import Child, spawn
+from mindie_mm.restarts import Starter, logged
+from mindie_mm.tasks import gather
+
+_log = logging.getLogger(__name__)
+
+_FAULTS_OF_THE_ITEM = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+"""Signals that a decoder brings on itself. Anything else comes from outside, such as the kernel out of memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The items of one request. Groups take turns, so that a request of many items delays no other."""
+
+    keeps_decoder: bool = False
+    """Whether the decoder that has planned an item waits for the same item's block, until `Decoders.let_go`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """An item to plan or to write."""
+
+    group: Group
+    item: Item
+    descriptor: int
+    reply: asyncio.Future[FromDecoder]
+    place: Place | None = None
+    """None: plan the item."""
+    arena_descriptor: int = -1
+    is_second_try: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A decoder process."""
+
+    pid: int
+    channel: SendingChannel
+    status: asyncio.Future[int | None]
+    """Exit status, once the process has ended. None if it is unknown."""
+    job: _Job | None = None
+    """What it does now."""
+    planned: Item | None = None
+    """The item whose plan it holds."""
+    kept_for: Group | None = None
+    """The group whose next item it gets."""
+    killed: bool = False
+    """Whether it was killed because nobody waits for its item any more."""
+
+
+class Decoders:
+    """A number of decoder processes, each started again when it dies.
+
+    A dying decoder costs one item, which is tried once more. Cancelling `plan` or `write` kills the decoder at once.
+    """
+
+    def __init__(self, setup: DecoderSetup) -> None:
+        """Prepare the decoders. Use `start` or `open` before their first item."""
+        self._setup = msgspec.json.encode(setup).decode()
+        self._max_decode_s = setup.media.max_decode_s
+        self._nursery: Child | None = None
+        self._processes: list[_Process] = []
+        self._waiting: OrderedDict[Group, deque[_Job]] = OrderedDict()
+        self._forking: deque[asyncio.Future[int]] = deque()
+        """Callers that wait for a `Forked`, in order."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._up = asyncio.Event()
+        """Set while the nursery can fork."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
+
+    @classmethod
+    async def start(cls, setup: DecoderSetup, number: int) -> Self:
+        """Return `number` open decoders. Errors are those of `open`."""
+        decoders = cls(setup)
+        await decoders.open(number)
+        return decoders
+
+    async def open(self, number: int) -> None:
+        """Start `number` decoders. If one fails, end all of them.
+
+        Raises:
+            UnsupportedCheckpoint: No family serves the checkpoint.
+            ProcessDied: The nursery cannot be started.
+
+        """
+        try:
+            await self._start_nursery()
+            self._tasks.append(asyncio.create_task(self._keep_nursery()))
+            processes = await gather([self._fork() for _ in range(number)])
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks += [asyncio.create_task(self._keep(process)) for process in processes]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live decoders."""
+        return [process.pid for process in self._processes]
+
+    async def plan(self, group: Group, item: Item, descriptor: int) -> Facts:
+        """Return the plan of an item whose file is open as `descriptor`.
+
+        Raises:
+            InputError: The item is wrong. MediaError also if it has ended two decoders.
+            WorldError: The decoder has failed. ProcessDied if two were killed.
+
+        """
+        reply = await self._do(_Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
+        return cast("Facts", reply)
+
+    async def write(self, group: Group, item: Item, descriptor: int, place: Place, arena_descriptor: int) -> None:
+        """Decode an item into its block. Raises as `plan`."""
+        future = asyncio.get_running_loop().create_future()
+        await self._do(_Job(group, item, descriptor, future, place, arena_descriptor))
+
+    def let_go(self, group: Group) -> None:
+        """Let other requests have the decoder that was kept for `group`, if there is one."""
+        for process in self._processes:
+            if process.kept_for is group:
+                process.kept_for = None
+                self._hand_out()
+
+    async def close(self) -> None:
+        """End all processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in list(self._processes):
+            await process.channel.close()
+        if self._nursery is not None:
+            await self._nursery.end()
+
+    async def _do(self, job: _Job) -> FromDecoder:
+        self._waiting.setdefault(job.group, deque()).append(job)
+        self._hand_out()
+        try:
+            reply = await job.reply
+        except asyncio.CancelledError:
+            await self._give_up(job)
+            raise
+        if isinstance(reply, Refused):
+            if reply.frames:
+                _log.error("%s\n%s", reply.error.message, reply.frames)
+            raise reply.error.exception()
+        return reply
+
+    async def _give_up(self, job: _Job) -> None:
+        """Drop a job, or kill the decoder that does it, and wait for its end: until then it may write to its block."""
+        jobs = self._waiting.get(job.group, deque())
+        if job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._waiting[job.group]
+        for process in self._processes:
+            if process.job is job:
+                process.killed = True
+                self._tell_nursery(Kill(process.pid))
+                while not process.status.done():
+                    with suppress(asyncio.CancelledError):  # a further cancellation must not cut this short
+                        await asyncio.wait([process.status])
+
+    def _hand_out(self) -> None:
+        for process in self._processes:
+            if process.job is None and not process.killed and (job := self._next_job(process)) is not None:
+                self._send(process, job)
+
+    def _next_job(self, process: _Process) -> _Job | None:
+        """Take the next item for `process` out of the queue. Groups take turns."""
+        for group in self._waiting:
+            if process.kept_for in (None, group):
+                jobs = self._waiting.pop(group)
+                job = jobs.popleft()
+                if jobs:
+                    self._waiting[group] = jobs  # at the end
+                return job
+        return None
+
+    def _send(self, process: _Process, job: _Job) -> None:
+        message: ToDecoder
+        descriptors = [job.descriptor]
+        if job.place is None:
+            message = PlanItem(job.item)
+        elif process.planned is job.item:
+            message, descriptors = WriteItem(job.place, None), [job.arena_descriptor]
+        else:
+            message = WriteItem(job.place, job.item)
+            descriptors.append(job.arena_descriptor)
+        process.job, process.planned, process.kept_for = job, None, None
+        process.channel.send_with(self._encoder.encode(message), descriptors)
+
+    async def _receive(self, process: _Process, starter: Starter) -> None:
+        """Pass replies to their callers until the process dies."""
+        while True:
+            try:
+                reply = self._decoder.decode(await process.channel.recv())
+            except EOFError:
+                return
+            starter.proved()
+            job, process.job = process.job, None
+            assert job is not None, "a decoder answers what it was asked"
+            if isinstance(reply, Facts):
+                process.planned = job.item
+                process.kept_for = job.group if job.group.keeps_decoder else None
+            if not job.reply.done():
+                job.reply.set_result(reply)
+            self._hand_out()
+
+    async def _keep(self, process: _Process) -> None:
+        """Serve `process` and its successors until cancelled."""
+        starter = Starter("a decoder")
+        while True:
+            with logged(f"decoder {process.pid} cannot be served"):
+                await self._receive(process, starter)
+            await self._bury(process)
+            if process.killed or process.job is not None:
+                starter.proved()  # the item was the cause, so the next decoder starts without a pause
+            process = await starter.again(self._fork)
+
+    async def _bury(self, process: _Process) -> None:
+        """Reap a dead process, and try its item again or fail it."""
+        self._processes.remove(process)
+        status = await process.status
+        await process.channel.close()
+        if process.killed:
+            return
+        _log.warning("decoder %d died with status %s", process.pid, status)
+        job = process.job
+        if job is None or job.reply.done():
+            return
+        if error := self._final_error(job, status):
+            job.reply.set_exception(error)
+            return
+        job.is_second_try = True
+        self._waiting.setdefault(job.group, deque()).appendleft(job)
+        self._waiting.move_to_end(job.group, last=False)
+        self._hand_out()
+
+    def _final_error(self, job: _Job, status: int | None) -> MindieMMError | None:
+        """Return the error of an item whose decoder died with `status`, or None if the item is tried again."""
+        if status == -signal.SIGXCPU:
+            return LimitExceeded(
+                f"decoding takes more than {self._max_decode_s:g} s of processor time, the limit (--max-decode-s)"
+            )
+        if not job.is_second_try:
+            return None
+        if status is not None and -status in _FAULTS_OF_THE_ITEM:
+            return MediaError(f"it has ended two decoders, the last with {signal.Signals(-status).name}")
+        return ProcessDied(f"two decoders died while they decoded it, the last with status {status}")
+
+    async def _fork(self) -> _Process:
+        """Have the nursery fork a decoder. Raise ProcessDied if it cannot."""
+        await self._up.wait()
+        ours, theirs = socket.socketpair()
+        forked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._forking.append(forked)
+        with theirs:
+            self._tell_nursery(Fork(), theirs.fileno())
+        channel = await SendingChannel.open(ours)
+        try:
+            pid = await forked
+        except BaseException:
+            await channel.close()
+            raise
+        process = _Process(pid, channel, asyncio.get_running_loop().create_future())
+        self._processes.append(process)
+        self._hand_out()
+        return process
+
+    def _tell_nursery(self, message: ToNursery, *descriptors: int) -> None:
+        assert self._nursery is not None
+        channel = cast("SendingChannel", self._nursery.channel)
+        channel.send_with(self._encoder.encode(message), descriptors)
+
+    async def _start_nursery(self) -> None:
+        with os_errors_as(ProcessDied, "the decoders' nursery cannot be started"):
+            process, sock = spawn("mindie_mm.decode.nursery", self._setup, environment=single_threaded())
+        try:
+            self._nursery = Child(process, await SendingChannel.open(sock))
+        except BaseException:
+            sock.close()
+            process.kill()
+            process.wait()
+            raise
+        await self._nursery.ready(Ready, "the decoders' nursery")
+        self._up.set()
+
+    async def _keep_nursery(self) -> None:
+        """Serve the nursery and its successors until cancelled."""
+        starter = Starter("the decoders' nursery")
+        while True:
+            with logged("the decoders' nursery cannot be served"):
+                await self._hear_nursery(starter)
+            self._up.clear()
+            assert self._nursery is not None
+            await self._nursery.end()
+            died = ProcessDied(f"the decoders' nursery died with status {self._nursery.status}")
+            while self._forking:
+                _fail(self._forking.popleft(), died)
+            for process in self._processes:  # the kernel kills them with their parent
+                if not process.status.done():
+                    process.status.set_result(None)
+            await starter.again(self._start_nursery)
+
+    async def _hear_nursery(self, starter: Starter) -> None:
+        decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
+        assert self._nursery is not None
+        while True:
+            try:
+                message = decoder.decode(await self._nursery.channel.recv())
+            except EOFError:
+                return
+            starter.proved()
+            if isinstance(message, Forked):
+                if not (forked := self._forking.popleft()).done():
+                    forked.set_result(message.pid)
+            else:
+                self._note_end(message)
+
+    def _note_end(self, message: Ended) -> None:
+        for process in self._processes:
+            if process.pid == message.pid and not process.status.done():
+                process.status.set_result(message.status)
+
+
+def _fail(future: asyncio.Future[int], error: MindieMMError) -> None:
+    if not future.done():
+        future.set_exception(error)

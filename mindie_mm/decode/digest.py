@@ -1,0 +1,83 @@
+"""Digests that name the content of an item's block: equal sources under equal settings make equal arrays."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from mindie_mm.decode.parcel import Parcel, Part
+from mindie_mm.errors import MediaError
+from mindie_mm.media.image import Data
+from mindie_mm.salt import salted
+
+DIGEST_BYTES = 32
+_PIECE_BYTES = 2**20
+
+
+def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
+    """Return the digest of a source that has been read.
+
+    Args:
+        settings: `Plan.settings`.
+        data: The source.
+        salt: Salt of the digest. Equal contents have other digests under another salt.
+
+    """
+    digest = salted(salt)
+    digest.update(settings.encode())
+    if isinstance(data, tuple):
+        digest.update(_list_head(len(data)))
+        for frame in data:
+            digest.update(content_digest("", frame))
+    elif isinstance(data, np.ndarray):
+        digest.update(_array_head(str(data.dtype), data.shape))
+        digest.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    else:
+        digest.update(_BYTES_HEAD)
+        digest.update(data)
+    return digest.digest(DIGEST_BYTES)
+
+
+def parcel_digest(settings: str, parcel: Parcel, salt: str = "") -> bytes:
+    """Return the digest of a source that is an open file, as `content_digest` would after reading it.
+
+    Raises:
+        MediaError: The file was truncated after it was packed.
+
+    """
+    if not parcel.is_list:
+        return _part_digest(settings, parcel.descriptor, parcel.parts[0], 0, salt)
+    digest = salted(salt)
+    digest.update(settings.encode())
+    digest.update(_list_head(len(parcel.parts)))
+    offset = 0
+    for part in parcel.parts:
+        digest.update(_part_digest("", parcel.descriptor, part, offset, ""))
+        offset += part.nbytes
+    return digest.digest(DIGEST_BYTES)
+
+
+def _part_digest(settings: str, descriptor: int, part: Part, offset: int, salt: str) -> bytes:
+    digest = salted(salt)
+    digest.update(settings.encode())
+    digest.update(_array_head(part.dtype, part.shape) if part.dtype else _BYTES_HEAD)
+    stop = offset + part.nbytes
+    while offset < stop:
+        piece = os.pread(descriptor, min(_PIECE_BYTES, stop - offset), offset)
+        if not piece:
+            raise MediaError("the file was truncated while it was read")
+        digest.update(piece)
+        offset += len(piece)
+    return digest.digest(DIGEST_BYTES)
+
+
+_BYTES_HEAD = b"\0bytes\0"
+
+
+def _list_head(number: int) -> bytes:
+    return f"\0frames {number}\0".encode()
+
+
+def _array_head(dtype: str, shape: tuple[int, ...]) -> bytes:
+    return f"\0array {dtype} {shape}\0".encode()

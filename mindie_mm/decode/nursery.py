@@ -1,0 +1,130 @@
+"""The process that forks decoders: it has loaded the libraries and the checkpoint's processor, and has one thread.
+
+A fork of it is ready within milliseconds, where an import of the libraries takes a second. It ends with its tokenizer,
+and its decoders end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from mindie_mm import faults
+from mindie_mm.decode.channels import ReceivingChannel
+from mindie_mm.decode.decoder import Decoder, serve
+from mindie_mm.decode.end_with_parent import end_with_parent
+from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
+from mindie_mm.environment import fault_folder
+from mindie_mm.errors import MindieMMError
+from mindie_mm.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.models import family_of, reading
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Processor
+
+_FIRST_DESCRIPTOR = 3
+"""Descriptor of a decoder's socket, behind the three standard streams."""
+
+
+class Nursery:
+    """Forks and kills decoders as the tokenizer asks, and tells it which have ended."""
+
+    def __init__(self, channel: ReceivingChannel, processor: Processor, setup: DecoderSetup) -> None:
+        self._channel = channel
+        self._processor = processor
+        self._setup = setup
+        self._pids: set[int] = set()
+
+    def serve(self) -> None:
+        """Answer messages until the tokenizer closes the channel, or dies."""
+        requests = msgspec.msgpack.Decoder[ToNursery](ToNursery)
+        wake_up, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the handler only makes Python write to `woken`
+        while True:
+            readable, _, _ = select.select([self._channel.socket.fileno(), wake_up], [], [])
+            if wake_up in readable:
+                os.read(wake_up, 4096)
+                self._reap()
+            if self._channel.socket.fileno() in readable:
+                message, descriptors = self._channel.receive()
+                request = requests.decode(message)
+                if isinstance(request, Fork):
+                    self._fork(descriptors[0])
+                elif request.pid in self._pids:
+                    os.kill(request.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill all decoders."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._pids:
+            os.waitpid(pid, 0)
+
+    def _fork(self, descriptor: int) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_decoder(descriptor, parent)
+        os.close(descriptor)
+        self._pids.add(pid)
+        self._send(Forked(pid))
+
+    def _become_decoder(self, descriptor: int, parent: int) -> NoReturn:
+        """Serve `descriptor` in the forked process until its tokenizer is gone."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            end_with_parent(parent)
+            os.dup2(descriptor, _FIRST_DESCRIPTOR)
+            os.closerange(_FIRST_DESCRIPTOR + 1, os.sysconf("SC_OPEN_MAX"))
+            with socket.socket(fileno=_FIRST_DESCRIPTOR) as sock:
+                faults.arm("decoder", fault_folder())
+                serve(ReceivingChannel(sock), Decoder(self._processor, self._setup.media))
+        finally:
+            os._exit(0)
+
+    def _reap(self) -> None:
+        for pid in list(self._pids):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self._pids.remove(pid)
+                self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
+
+    def _send(self, message: FromNursery) -> None:
+        self._channel.send(msgspec.msgpack.encode(message))
+
+
+def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
+    """Load the libraries and the checkpoint's processor, say so, and fork decoders."""
+    lifeline.leave()  # its thread must not exist in a process that forks
+    faults.arm("nursery", fault_folder())
+    faults.point("starting")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    setup = msgspec.json.decode(setup_json, type=DecoderSetup)
+    try:
+        processor = load_processor(setup)
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+        return
+    channel.send(msgspec.msgpack.encode(Ready()))
+    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+        nursery = Nursery(ReceivingChannel(sock), processor, setup)
+        try:
+            nursery.serve()
+        except (EOFError, ConnectionError):
+            nursery.end()
+
+
+def load_processor(setup: DecoderSetup) -> Processor:
+    """Return the processor of the checkpoint. Raise UnsupportedCheckpoint."""
+    checkpoint = Checkpoint.open(setup.model)
+    family = family_of(checkpoint, setup.family)
+    with reading(checkpoint, family):
+        return family.processor(family.translated(checkpoint))

@@ -1,0 +1,113 @@
+"""A media source as an open file, which is how it reaches another process."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from math import prod
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.config import MAX_SOURCE_BYTES
+from mindie_mm.inputs import Media
+from mindie_mm.media.image import Data
+from mindie_mm.media.source import read_source, source_path
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A range of the file: encoded bytes, or an array of pixels or samples."""
+
+    nbytes: int
+    dtype: str = ""
+    """numpy's name of the array's type. Empty for encoded bytes."""
+    shape: tuple[int, ...] = ()
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """An open file and what it holds."""
+
+    descriptor: int
+    """The open file. Whoever packed the parcel closes it."""
+    parts: tuple[Part, ...]
+    """The ranges of the file, one behind another."""
+    is_list: bool
+    """Whether the parts are the frames of a video, and not one source."""
+
+
+def pack_file(media: Media) -> Parcel | None:
+    """Open the file of `media`, or return None if it is not one plain, readable file within the limit."""
+    if not isinstance(media.source, str) or (path := source_path(media)) is None:
+        return None
+    try:
+        if not path.is_file():  # opening a pipe would tell its writer that somebody reads
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return None  # `pack_copy` says why
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= MAX_SOURCE_BYTES:
+        os.close(descriptor)
+        return None
+    return Parcel(descriptor, (Part(status.st_size),), is_list=False)
+
+
+def pack_copy(media: Media) -> Parcel:
+    """Read the source of `media` and copy it into a file in memory.
+
+    Raises:
+        InputError, MediaError, LimitExceeded: As `read_source`.
+
+    """
+    data = read_source(media)
+    pieces = data if isinstance(data, tuple) else (data,)
+    parts: list[Part] = []
+    buffers: list[memoryview] = []
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            parts.append(Part(len(piece)))
+            buffers.append(memoryview(piece))
+        else:
+            array = np.ascontiguousarray(piece)
+            parts.append(Part(array.nbytes, str(array.dtype), array.shape))
+            buffers.append(array.reshape(-1).view(np.uint8).data)
+    descriptor = os.memfd_create("media", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.writelines(buffers)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Parcel(descriptor, tuple(parts), isinstance(data, tuple))
+
+
+def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
+    """Return the source that a parcel holds, as `read_source` would.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is shorter than its parts.
+
+    """
+    offset = 0
+    found: list[bytes | NDArray[Any]] = []
+    for part in parts:
+        found.append(_read(descriptor, part, offset))
+        offset += part.nbytes
+    return cast("Data", tuple(found) if is_list else found[0])
+
+
+def _read(descriptor: int, part: Part, offset: int) -> bytes | NDArray[Any]:
+    data = os.pread(descriptor, part.nbytes, offset)
+    while len(data) < part.nbytes:  # one call reads at most 2 GiB
+        further = os.pread(descriptor, part.nbytes - len(data), offset + len(data))
+        if not further:
+            raise ValueError(f"the file ends at {offset + len(data)}, within a part of {part.nbytes} bytes")
+        data += further
+    if not part.dtype:
+        return data
+    array = np.frombuffer(data, part.dtype, prod(part.shape))
+    return array.reshape(part.shape)

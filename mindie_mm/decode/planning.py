@@ -1,0 +1,42 @@
+"""How one media item becomes arrays: the family's plan, under the limits on media."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.caps import under
+from mindie_mm.media.image import Data
+from mindie_mm.nn.family import Plan, Processor
+
+
+def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:
+    """Return the plan of the item `media` with the source `data`. The caller has entered `under(caps)`.
+
+    Raises:
+        InputError, MediaError, LimitExceeded: As `Processor.plan`.
+
+    """
+    return under_caps(processor.plan(media, data, counts), caps)
+
+
+def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
+    """Return `plan` with the caps applied to its preprocessing, which opens frames that are images again.
+
+    A background other than the default becomes part of the settings, because it changes the arrays of pictures.
+    """
+    counted = replace(caps, max_request_pixels=sys.maxsize)  # planning has counted all pixels
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        with under(counted):
+            plan.write(arrays)
+
+    background = tuple(caps.rgba_background_color)
+    is_usual = background == MediaCaps().rgba_background_color
+    return replace(plan, write=write, settings=plan.settings if is_usual else f"{plan.settings}, on {background}")

@@ -1,0 +1,116 @@
+"""An event loop on a thread, behind a synchronous interface."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from mindie_mm.errors import InputError, WorldError
+
+T = TypeVar("T")
+
+_THREADS = "mindie_mm"
+"""Prefix of the names of this package's threads."""
+
+
+class LoopThread:
+    """An event loop on its own thread, for callers without a loop or inside another one."""
+
+    def __init__(self, owner: str) -> None:
+        """Start the thread. `owner` is what errors call the object that uses it.
+
+        Raises:
+            WorldError: The interpreter is shutting down and starts no thread.
+
+        """
+        self._owner = owner
+        self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may call this on a thread that holds it
+        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name=_THREADS, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise WorldError(f"the {self._owner} cannot start a thread: {error}") from error
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. An interrupt cancels it, and is raised again when it has cleaned up.
+
+        Raises:
+            InputError: The loop is closed, or was closed meanwhile, or this is a forked process without the thread.
+
+        """
+        ended = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self._loop.create_task(work)
+            tasks.append(task)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: ended.set())
+
+        if self._forked:
+            work.close()
+            raise InputError(f"the {self._owner} belongs to process {self._pid}, from which this process was forked")
+        if not self._call(begin):
+            work.close()
+            raise self._closed_error()
+        try:
+            ended.wait()
+        except BaseException:
+            self._call(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task is born on that thread
+            ended.wait()
+            raise
+        if tasks[0].cancelled():
+            raise self._closed_error()
+        return tasks[0].result()
+
+    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel running work, run `last`, and end the thread, even if this call is interrupted.
+
+        In a forked process this does nothing. The garbage collector may call it on any thread. A thread of this
+        package does not wait for the end, because it might be the loop's own.
+        """
+        if self._forked:
+            return
+        with self._lock:  # earlier calls start before the end does
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        if not threading.current_thread().name.startswith(_THREADS):
+            self._thread.join()
+            ending.result()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _call(self, function: Callable[[], object]) -> bool:
+        """Schedule a call on the loop's thread. Return False if the loop is closed."""
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(function)
+            return not self._closed
+
+    async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if last is not None:
+            await last()
+
+    def _closed_error(self) -> InputError:
+        """Return the error for calls after the end. The interpreter ends the loop at its exit."""
+        ends = "" if threading.main_thread().is_alive() else ": the interpreter is shutting down"
+        return InputError(f"the {self._owner} is closed{ends}")

@@ -1,0 +1,168 @@
+"""Media that decoder processes write into an arena, the items of a prompt in parallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from mindie_mm import faults
+from mindie_mm.config import MediaCaps
+from mindie_mm.decode import Decoders, Group
+from mindie_mm.decode.digest import content_digest, parcel_digest
+from mindie_mm.decode.messages import Item, Place
+from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
+from mindie_mm.decode.planning import under_caps
+from mindie_mm.errors import InputError, naming
+from mindie_mm.inputs import Embeddings, Kind, Media
+from mindie_mm.media.caps import Work, decodes_to_count, under
+from mindie_mm.nn.splice import ITEM
+from mindie_mm.shm import Block
+from mindie_mm.tasks import gather, in_thread
+from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.planning import PlannedItem, Planner
+from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.room import Room
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 2**18
+"""Number of bytes up to which hashing and copying block the event loop. They take less than 0.1 ms."""
+
+
+class Decoded(MediaStage):
+    """Has decoders plan and write the items of many prompts at once."""
+
+    def __init__(
+        self, planner: Planner, decoders: Decoders, room: Room, caps: MediaCaps, preprocessed: Preprocessed
+    ) -> None:
+        self.planner = planner
+        self.decoders = decoders
+        self.room = room
+        self.caps = caps
+        self.preprocessed = preprocessed
+
+    @asynccontextmanager
+    async def prompt(self) -> AsyncIterator[PromptMedia]:
+        media = _PromptMedia(self)
+        try:
+            yield media
+        finally:
+            media.close()
+
+    def close(self) -> None:
+        self.room.close()
+
+
+class _PromptMedia(PromptMedia):
+    """The files of one prompt's media stay open until it is done, so that an item can be read again."""
+
+    def __init__(self, stage: Decoded) -> None:
+        self._stage = stage
+        self._group = Group()
+        self._files = ExitStack()
+        self._sources: dict[int, tuple[Item, Parcel] | Embeddings] = {}
+        """Sources by the index of the item. Embeddings need no decoder."""
+
+    async def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
+        counts = self._stage.planner.counts(media)
+        self._group.keeps_decoder = len(media) == 1
+        found = await gather([self._plan_item(item, index, counts) for index, item in enumerate(media)])
+        of_prompt = Work(self._stage.caps)
+        for item, pixels in found:
+            with naming(item.name):
+                of_prompt.add_picture(pixels.picture_pixels)
+                of_prompt.add_video(pixels.video_pixels)
+        return [item for item, _ in found]
+
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
+        if path_file is None:
+            raise InputError("media need a path file, to record what is to be freed")
+        room, all_specs = self._stage.room, [item.specs for item in items]
+        blocks = room.try_take(all_specs, path_file)
+        if blocks is None:
+            self._stage.decoders.let_go(self._group)
+            blocks = await room.take(all_specs, path_file)
+        try:
+            faults.point("allocated")
+            await gather([self._fill(*pair, salt) for pair in zip(items, blocks, strict=True)])
+        except BaseException:
+            for block in blocks:
+                room.arena.discard(block)
+            raise
+        faults.point("published")
+        return [block.ref.to_words() for block in blocks]
+
+    def close(self) -> None:
+        """Close the files, and let other prompts have the decoder."""
+        self._stage.decoders.let_go(self._group)
+        self._files.close()
+
+    async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> tuple[PlannedItem, Work]:
+        stage, planner = self._stage, self._stage.planner
+        pixels = Work(stage.caps)
+        with naming(f"media item {index} ({media.kind})"):
+            planner.check_options(media.options)
+            if isinstance(media.source, Embeddings):
+                plan = planner.embeddings(media.kind, media.source)
+                self._sources[index] = media.source
+                return planner.item(index, media.kind, under_caps(plan, stage.caps)), pixels
+            parcel = await self._packed(media)
+            item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, decodes_to_count())
+            self._sources[index] = item, parcel
+            facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
+            pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
+            return planner.item(index, media.kind, facts.plan()), pixels
+
+    async def _packed(self, media: Media) -> Parcel:
+        if (parcel := pack_file(media)) is not None:
+            self._files.callback(os.close, parcel.descriptor)
+            return parcel
+
+        def pack() -> Parcel:
+            with under(self._stage.caps):
+                copied = pack_copy(media)
+            self._files.callback(os.close, copied.descriptor)
+            return copied
+
+        return await in_thread(pack)  # fetching and reading may take long
+
+    async def _fill(self, item: PlannedItem, block: Block, salt: str) -> None:
+        """Write the arrays of an item, and publish its block."""
+        block[ITEM][...] = item.shape.to_array()
+        faults.point("mid-fill")
+        with naming(item.name):
+            digest = await self._write(item, block, salt)
+        faults.point("filled")
+        block.publish(digest)
+
+    async def _write(self, item: PlannedItem, block: Block, salt: str) -> bytes:
+        """Write the arrays of an item, and return the digest of its content."""
+        stage, source, settings = self._stage, self._sources[item.index], item.plan.settings
+        if isinstance(source, Embeddings):
+            item.plan.write(block)
+            return content_digest(settings, source.array, salt)
+        request, parcel = source
+        arrays = {name: block[name] for name in item.plan.specs}
+        source_bytes = sum(part.nbytes for part in parcel.parts)
+        digest = await _beside(source_bytes, lambda: parcel_digest(settings, parcel, salt))
+        if await _beside(block.nbytes, lambda: stage.preprocessed.copy(digest, arrays)):
+            return digest
+        arena_descriptor, pieces = stage.room.arena.place(block)
+        try:
+            laid_out = {
+                name: (block.plan.arrays[name].offset, spec.dtype, spec.shape) for name, spec in item.plan.specs.items()
+            }
+            place = Place(pieces, laid_out)
+            await stage.decoders.write(self._group, request, parcel.descriptor, place, arena_descriptor)
+        finally:
+            os.close(arena_descriptor)
+        await _beside(block.nbytes, lambda: stage.preprocessed.keep(digest, arrays))
+        return digest
+
+
+async def _beside(num_bytes: int, work: Callable[[], T]) -> T:
+    """Run `work` over `num_bytes`, in a thread if it would block the event loop for long."""
+    return work() if num_bytes <= _INLINE_BYTES else await in_thread(work)

@@ -1,0 +1,81 @@
+"""Media that are decoded in the caller's process, one item after another. No method suspends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.decode.digest import content_digest
+from mindie_mm.decode.planning import plan_item, under_caps
+from mindie_mm.errors import InputError, naming
+from mindie_mm.inputs import Embeddings, Kind, Media
+from mindie_mm.media.caps import under
+from mindie_mm.media.image import Data
+from mindie_mm.media.source import read_source
+from mindie_mm.nn.family import Processor
+from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.planning import PlannedItem, Planner
+from mindie_mm.tokenize.wires import Wire
+
+
+class InProcess(MediaStage):
+    """Decodes media itself, and stores them by a wire."""
+
+    def __init__(self, processor: Processor, planner: Planner, wire: Wire, caps: MediaCaps) -> None:
+        self._processor = processor
+        self._planner = planner
+        self._wire = wire
+        self._caps = caps
+
+    @asynccontextmanager
+    async def prompt(self) -> AsyncIterator[PromptMedia]:
+        yield _PromptMedia(self._processor, self._planner, self._wire, self._caps)
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class _PromptMedia(PromptMedia):
+    def __init__(self, processor: Processor, planner: Planner, wire: Wire, caps: MediaCaps) -> None:
+        self._processor = processor
+        self._planner = planner
+        self._wire = wire
+        self._caps = caps
+        self._data: list[Data] = []
+        """Sources of the items."""
+
+    async def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
+        counts = self._planner.counts(media)
+        with under(self._caps):
+            return [self._plan_item(item, index, counts) for index, item in enumerate(media)]
+
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
+        if path_file is None and self._wire.needs_path_file:
+            raise InputError("media need a path file, to record what is to be freed")
+        with ExitStack() as undo:
+            words = [self._store_item(item, path_file, salt, undo) for item in items]
+            undo.pop_all()
+        return words
+
+    def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
+        with naming(f"media item {index} ({media.kind})"):
+            self._planner.check_options(media.options)
+            if isinstance(media.source, Embeddings):
+                data: Data = np.ascontiguousarray(media.source.array)
+                plan = under_caps(self._planner.embeddings(media.kind, media.source), self._caps)
+            else:
+                data = read_source(media)
+                plan = plan_item(self._processor, media, data, counts, self._caps)
+            self._wire.check(plan, media.kind)
+        self._data.append(data)
+        return self._planner.item(index, media.kind, plan)
+
+    def _store_item(self, item: PlannedItem, path_file: Path | None, salt: str, undo: ExitStack) -> Sequence[int]:
+        digest = partial(content_digest, item.plan.settings, self._data[item.index], salt)
+        with naming(item.name):
+            return self._wire.store(item, digest, path_file, undo)

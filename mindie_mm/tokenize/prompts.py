@@ -1,0 +1,259 @@
+"""Prompts of one checkpoint: items or messages in, ids with words out."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import numpy as np
+
+from mindie_mm import faults
+from mindie_mm.config import ContentFormat
+from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError, TokenOutOfRange
+from mindie_mm.inputs import Item, Kind, Media, Message, Text, media_of, media_of_messages
+from mindie_mm.media.caps import decoding_to_count
+from mindie_mm.models import reading
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Family, Placeholder, Processor
+from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.placeholders import Expansion, expand, insert
+from mindie_mm.tokenize.planning import PlannedItem
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
+from mindie_mm.tokenize.spelling import Rendered
+from mindie_mm.tokenize.text import Encoded, TextEncoder
+from mindie_mm.tokenize.truncate import truncate
+
+_PLAIN = PromptOptions()
+_Args = ParamSpec("_Args")
+
+
+def _counting_anew(
+    make: Callable[_Args, Coroutine[Any, Any, Prompt]],
+) -> Callable[_Args, Coroutine[Any, Any, Prompt]]:
+    """Decorate a method to make its prompt a second time after FramesMiscounted.
+
+    The second time, videos are decoded to count their frames, so that the sampled frames depend on the true count.
+    """
+
+    @wraps(make)
+    async def made(*args: _Args.args, **kwargs: _Args.kwargs) -> Prompt:
+        try:
+            return await make(*args, **kwargs)
+        except FramesMiscounted:
+            with decoding_to_count():
+                return await make(*args, **kwargs)
+
+    return made
+
+
+class Prompts:
+    """Makes the prompts of one checkpoint. Media go through its stage; everything else happens here.
+
+    The methods suspend only while they wait for the stage.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        family: type[Family],
+        make_stage: Callable[[Processor], MediaStage],
+        content_format: ContentFormat = "auto",
+    ) -> None:
+        """Read the checkpoint.
+
+        Args:
+            checkpoint: Checkpoint of the prompts.
+            family: Its family.
+            make_stage: Function that makes the stage for its media.
+            content_format: Form in which the chat template gets the content of messages.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint cannot be served.
+
+        """
+        with reading(checkpoint, family):
+            checkpoint = family.translated(checkpoint)
+            self._processor = family.processor(checkpoint)
+            tokenizer = family.tokenizer(checkpoint)
+        placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
+        self._tokens = {placeholder.token for placeholder in placeholders}
+        media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
+        plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
+        stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
+        self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
+        """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
+        if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
+            media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
+        self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
+        spelled = [] if self._processor.inserted else placeholders
+        self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
+        self._markers = frozenset(self._marker_of.values())
+        self.stage = make_stage(self._processor)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return self._text.has_template
+
+    @_counting_anew
+    async def from_items(
+        self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
+    ) -> Prompt:
+        """Return the prompt of `items`, joined without a template."""
+        if options.max_prompt_tokens:
+            self._text.check_items(items, options.max_prompt_tokens)
+        async with self.stage.prompt() as media:
+            planned = await media.plan(media_of(items))
+            spelled = self._spell(planned)
+            pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
+            rendered = self._text.render_items(pieces)
+            if not (options.add_special_tokens or planned):
+                return self._bounded(Prompt(np.array(self._text.bare_ids(rendered), np.int64)), options)
+            return await self._prompt(self._encode(rendered, planned), planned, media, path_file, options)
+
+    @_counting_anew
+    async def from_messages(
+        self,
+        messages: Sequence[Message],
+        path_file: Path | None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        options: PromptOptions = _PLAIN,
+    ) -> Prompt:
+        """Return the prompt of chat messages, formatted with the chat template."""
+        template_kwargs = template_kwargs or {}
+        if options.max_prompt_tokens:
+            self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
+        async with self.stage.prompt() as media:
+            planned = await media.plan(media_of_messages(messages))
+            items = list(self._spell(planned))
+            rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs, items)
+            if options.max_prompt_tokens:
+                self._text.check_rendered(rendered, options.max_prompt_tokens)
+            return await self._prompt(self._encode(rendered, planned), planned, media, path_file, options)
+
+    async def from_turn(
+        self,
+        items: Sequence[Item],
+        path_file: Path | None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        options: PromptOptions = _PLAIN,
+        *,
+        chat: bool = True,
+    ) -> Prompt:
+        """Return the prompt of `items` as one user turn. Without `chat` or a chat template, join the items.
+
+        Raises InputError if there are variables for a template but no template is used.
+        """
+        if chat and self.has_template:
+            messages = [Message("user", tuple(items))]
+            return await self.from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
+        if template_kwargs or not add_generation_prompt:
+            raise InputError("there are variables of a chat template, and the prompt goes through none")
+        return await self.from_items(items, path_file, options)
+
+    @_counting_anew
+    async def from_ids(self, ids: Sequence[int], items: Sequence[Media], path_file: Path | None) -> Prompt:
+        """Return the prompt of ids with one placeholder per media item, or with none if the family inserts them.
+
+        Raises TokenOutOfRange for an id that is not a token id. The engine checks that ids are in the vocabulary.
+        """
+        ids = [_token_id(index) for index in ids]
+        async with self.stage.prompt() as media:
+            planned = await media.plan(items)
+            encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
+            return await self._prompt(encoded, planned, media, path_file)
+
+    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
+        rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
+        if self._markers:
+            rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
+        return self._text.encode(rendered)
+
+    async def _prompt(
+        self,
+        encoded: Encoded,
+        planned: Sequence[PlannedItem],
+        media: PromptMedia,
+        path_file: Path | None,
+        options: PromptOptions = _PLAIN,
+    ) -> Prompt:
+        faults.point("planned")
+        processor, tokens = self._processor, self._tokens
+        ids = processor.frame([*encoded.ids], len(planned))
+        opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
+        if processor.inserted:
+            items = [item.expansion for item in planned]
+            prompt = insert(ids, processor.insert_at(ids), items, tokens, opening)
+        else:
+            reaches = zip(planned, encoded.items, strict=True)
+            items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
+            prompt = expand(ids, items, tokens, opening)
+        prompt = self._bounded(prompt, options)
+        kept = planned[len(planned) - len(prompt.spans) :]
+        return put_words(prompt, await media.store(kept, path_file, options.cache_salt) if kept else [])
+
+    def _bounded(self, prompt: Prompt, options: PromptOptions) -> Prompt:
+        """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
+        if not 0 < options.max_prompt_tokens < len(prompt):
+            return prompt
+        if not options.truncate:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
+            )
+        return truncate(prompt, options.max_prompt_tokens)
+
+    def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
+        """Yield the spelling of each item in a prompt."""
+        numbers: Counter[Kind] = Counter()
+        for item in planned:
+            if self._processor.inserted:
+                yield ""
+                continue
+            numbers[item.shape.kind] += 1
+            head, tail = self._processor.caption(item.shape.kind, numbers[item.shape.kind])
+            placeholder = item.expansion.placeholder
+            before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
+            marker = self._marker_of[placeholder]
+            framed = marker if before and marker.startswith(before) else before + marker + after
+            yield head + framed + tail
+
+    def _spelled_marker(self, placeholder: Placeholder) -> str:
+        return placeholder.marker or self._text.spell((placeholder.token,))
+
+    def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
+        """The marker of each item that the prompt spells, and the text that takes its place."""
+        items = [] if self._processor.inserted else [item.expansion for item in planned]
+        markers = [self._marker_of[item.placeholder] for item in items]
+        texts = [item.spelling.text for item in items]
+        return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+
+
+def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:
+    """`item`, spelled in ids [start, stop)."""
+    own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
+    return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item
+
+
+def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common prefix of both."""
+    equal = (one == other for one, other in zip(ids, others, strict=False))
+    return sum(1 for _ in takewhile(bool, equal))
+
+
+def _token_id(index: Any) -> int:
+    """`index`, of any type of integers, as Python's. TokenOutOfRange."""
+    try:
+        token = operator.index(index)
+    except TypeError:
+        token = -1
+    if isinstance(index, bool) or not 0 <= token < 2**31:
+        raise TokenOutOfRange(f"{index!r} is no token id")
+    return token

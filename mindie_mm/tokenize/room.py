@@ -1,0 +1,159 @@
+"""Room in an arena for the media of whole requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindie_mm.errors import ArenaFull, MindieMMError
+from mindie_mm.shm import Arena, ArraySpec, Block
+
+WAIT_S = 60.0
+"""Default of the time in seconds that a request waits for room."""
+
+_POLL_S = 0.002
+"""Time in seconds between two looks while requests wait. Other processes free by a plain store, which wakes nobody."""
+
+_LOOK_S = 1.0
+"""Time in seconds after which a look is taken even if no block was freed, because a process may have died."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request that waits."""
+
+    all_specs: Sequence[Mapping[str, ArraySpec]]
+    path_file: Path
+    nbytes: int
+    blocks: asyncio.Future[list[Block]]
+    passed_bytes: int = 0
+    """Bytes of later requests that got room while this one was the first in line."""
+
+
+class Room:
+    """Gives each request room for all its items at once, or has it wait in order of arrival. It waits holding nothing.
+
+    Later requests may pass the first one in line if there is room for them and not for it. Together they may take as
+    many bytes as it asks for, so it is served after that.
+    """
+
+    def __init__(self, arena: Arena, wait_s: float = WAIT_S, *, is_own: bool = False) -> None:
+        """Manage the room of `arena`.
+
+        Args:
+            arena: Arena in which blocks are allocated.
+            wait_s: Maximum time in seconds that a request waits.
+            is_own: Whether `close` closes the arena.
+
+        """
+        self.arena = arena
+        self._wait_s = wait_s
+        self._is_own = is_own
+        self._line: deque[_Waiter] = deque()
+        self._serving: asyncio.Task[None] | None = None
+
+    def try_take(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: Path) -> list[Block] | None:
+        """Return a block for each of `all_specs`, or None if the request has to wait.
+
+        Raises:
+            LimitExceeded: The arena or the request's quota could never hold these blocks together.
+            SharedMemoryError: The arena is closed or lost.
+
+        """
+        nbytes = self.arena.require(all_specs, path_file)
+        if self._line and not self._may_pass(nbytes):
+            return None
+        blocks = self.arena.try_allocate(all_specs, path_file=path_file)
+        if blocks is not None and self._line:
+            self._line[0].passed_bytes += nbytes
+        return blocks
+
+    async def take(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: Path) -> list[Block]:
+        """Return a block for each of `all_specs`, as soon as there is room for all and it is the request's turn.
+
+        Raises:
+            ArenaFull: The time is over.
+            LimitExceeded, SharedMemoryError: As `try_take`.
+
+        """
+        nbytes = self.arena.require(all_specs, path_file)
+        began_s, in_vain = time.monotonic(), False
+        waiter = _Waiter(all_specs, path_file, nbytes, asyncio.get_running_loop().create_future())
+        self._line.append(waiter)
+        self._count()
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await waiter.blocks
+        except TimeoutError:
+            in_vain = True
+            why = self.arena.why_full()
+            raise ArenaFull(
+                f"no room for {nbytes} bytes of media within {self._wait_s:g} s: {why}. Try again, or start the "
+                "service with a larger --arena-bytes"
+            ) from None
+        except asyncio.CancelledError:
+            if waiter.blocks.done() and not waiter.blocks.cancelled() and waiter.blocks.exception() is None:
+                for block in waiter.blocks.result():
+                    self.arena.discard(block)
+            raise
+        finally:
+            if waiter in self._line:
+                self._line.remove(waiter)
+            self.arena.count_wait(time.monotonic() - began_s, in_vain=in_vain)
+            self._count()
+
+    def close(self) -> None:
+        """Stop serving the line, and close the arena if it is the room's own. Idempotent."""
+        if self._serving is not None:
+            self._serving.cancel()
+        if self._is_own:
+            self.arena.close()
+
+    def _may_pass(self, nbytes: int) -> bool:
+        first = self._line[0]
+        return first.passed_bytes + nbytes <= first.nbytes
+
+    def _count(self) -> None:
+        self.arena.count_waiting(sum(waiter.nbytes for waiter in self._line))
+
+    async def _serve(self) -> None:
+        """Serve the line until it is empty."""
+        used_bytes, looked_s = -1, 0.0
+        while self._line:
+            now_s, used = time.monotonic(), self.arena.used_bytes
+            if used < used_bytes or used_bytes < 0 or now_s - looked_s > _LOOK_S:
+                self._serve_all()
+                looked_s, used = now_s, self.arena.used_bytes
+            used_bytes = used
+            await asyncio.sleep(_POLL_S)
+
+    def _serve_all(self) -> None:
+        """Give room to the first in line, and to those that may pass it, until one of these finds none."""
+        while self._line and self._serve_one(self._line[0]):
+            self._line.popleft()
+        for waiter in [*self._line][1:]:
+            if self._may_pass(waiter.nbytes):
+                if not self._serve_one(waiter):
+                    return
+                self._line[0].passed_bytes += waiter.nbytes
+                self._line.remove(waiter)
+
+    def _serve_one(self, waiter: _Waiter) -> bool:
+        """Give room to `waiter`, or the error that it can never have any. Return False if there is no room."""
+        if waiter.blocks.done():
+            return True
+        try:
+            blocks = self.arena.try_allocate(waiter.all_specs, path_file=waiter.path_file)
+        except MindieMMError as error:
+            waiter.blocks.set_exception(error)
+            return True
+        if blocks is None:
+            return False
+        waiter.blocks.set_result(blocks)
+        return True
