@@ -159,7 +159,7 @@ class WorkerConfig:
     neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json."""
     decoders: CountOrNone = 0
     """Number of decoder processes, which decode media in parallel. 0: one for each CPU that the affinity mask and the
-    control group allow, but at most 8."""
+    control group allow, but at most 8. In a script (LLM), 0 decodes on a thread of the script."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
     """Shared memory in bytes for preprocessed media. A picture of 640x480 pixels takes about 1 MiB, until the engine
     has read it."""

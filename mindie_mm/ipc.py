@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from typing import Any, Self, TypeVar
@@ -141,20 +141,34 @@ async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | No
 async def open_channel(sock: socket.socket) -> Channel:
     """Return a channel over the parent's socket `sock`, which the channel then owns."""
     reader, writer = await asyncio.open_connection(sock=sock)
-    return Channel(reader, writer)
+    return Channel(reader, writer, sock)
 
 
 class Channel:
     """The parent's side of a channel. Only one task may receive. Any task may send."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sock: socket.socket) -> None:
+        """Hold a connection. Use `open_channel` to create one."""
         self._reader = reader
         self._writer = writer
+        self._sock = sock
 
     def send(self, message: bytes) -> None:
         """Queue `message`. A message to a dead peer is dropped, and `recv` raises EOFError."""
         assert len(message) <= MAX_MESSAGE_BYTES, len(message)
         self._writer.writelines((_LENGTH.pack(len(message)), message))
+
+    def send_with(self, message: bytes, descriptors: Sequence[int]) -> None:
+        """Send `message` with open files beside it, which the peer receives with the length.
+
+        The peer must be waiting for it, with room in the socket. A message to a dead peer is dropped.
+        """
+        assert self._writer.transport.get_write_buffer_size() == 0, "the peer has not read earlier messages"
+        try:
+            socket.send_fds(self._sock, [_LENGTH.pack(len(message))], descriptors)
+        except ConnectionError:
+            return
+        self._writer.write(message)
 
     async def recv(self) -> bytes:
         """Return the next message. Raise EOFError if the peer is gone."""
@@ -185,10 +199,10 @@ class Child:
         self.channel = channel
 
     @classmethod
-    async def start(cls, module: str, *arguments: str) -> Self:
+    async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Self:
         """Start `module` as `spawn` does. Raise ProcessDied if it cannot be started."""
         with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable, {sys.executable}"):
-            process, sock = spawn(module, *arguments)
+            process, sock = spawn(module, *arguments, environment=environment)
         try:
             return cls(process, await open_channel(sock))
         except BaseException:

@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -53,8 +54,8 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
     workers: asyncio.Queue[subprocess.Popen[bytes]] = asyncio.Queue()
     spawn = ipc.spawn
 
-    def stopped(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        process, ours = spawn(module, *arguments)
+    def stopped(module: str, *arguments: str, **options: Any) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        process, ours = spawn(module, *arguments, **options)
         process.send_signal(signal.SIGSTOP)
         workers.put_nowait(process)
         return process, ours

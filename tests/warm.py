@@ -36,6 +36,7 @@ from tools import serving
 _PRELOADED = (
     __name__,
     "mindie_mm.batch.process",
+    "mindie_mm.decode.nursery",
     "mindie_mm.engine.llm",
     "mindie_mm.engine.process",
     "mindie_mm.tokenize.process",
@@ -171,9 +172,12 @@ def _open_streams() -> None:
 class _Copy(subprocess.Popen[bytes]):
     """A copy of this process as `command`, one of a worker's; nothing is open in it but what a new one would have."""
 
-    def __init__(self, command: list[str], pass_fds: tuple[int], **nowhere: int) -> None:
+    def __init__(
+        self, command: list[str], pass_fds: tuple[int], env: Mapping[str, str] | None = None, **nowhere: int
+    ) -> None:
         """Start a copy. `nowhere` names the streams that are /dev/null, which the copy inherits from this process."""
         self._descriptor = pass_fds[0]
+        self._environment = env
         super().__init__(command)
 
     def __del__(self) -> None:
@@ -206,6 +210,10 @@ class _Copy(subprocess.Popen[bytes]):
         logging.root.handlers.clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
             del sys.modules[name]  # with what they know of this process: they are imported anew
+        if self._environment is not None:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        importlib.import_module("mindie_mm.ipc").subprocess = SUBPROCESS  # type: ignore[attr-defined]
         _show(command)
         sys.argv = command[command.index("-m") + 1 :]
         importlib.import_module(sys.argv[0]).main()

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from mindie_mm.config import MediaCaps
-from mindie_mm.decode.channels import ReceivingChannel
 from mindie_mm.decode.messages import Facts, FromDecoder, Item, Place, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import unpacked
 from mindie_mm.decode.planning import plan_item
+from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, WorldError
 from mindie_mm.ipc import Failure
 from mindie_mm.media.caps import decoding_to_count, under

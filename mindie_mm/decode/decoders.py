@@ -13,7 +13,6 @@ from typing import Self, cast
 
 import msgspec
 
-from mindie_mm.decode.channels import SendingChannel
 from mindie_mm.decode.messages import (
     DecoderSetup,
     Ended,
@@ -33,8 +32,8 @@ from mindie_mm.decode.messages import (
     WriteItem,
 )
 from mindie_mm.environment import single_threaded
-from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, ProcessDied, os_errors_as
-from mindie_mm.ipc import Child, spawn
+from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, ProcessDied
+from mindie_mm.ipc import Channel, Child, open_channel
 from mindie_mm.restarts import Starter, logged
 from mindie_mm.tasks import gather
 
@@ -79,7 +78,7 @@ class _Process:
     """A decoder process."""
 
     pid: int
-    channel: SendingChannel
+    channel: Channel
     status: asyncio.Future[int | None]
     """Exit status, once the process has ended. None if it is unknown."""
     job: _Job | None = None
@@ -300,7 +299,7 @@ class Decoders:
         self._forking.append(forked)
         with theirs:
             self._tell_nursery(Fork(), theirs.fileno())
-        channel = await SendingChannel.open(ours)
+        channel = await open_channel(ours)
         try:
             pid = await forked
         except BaseException:
@@ -313,19 +312,11 @@ class Decoders:
 
     def _tell_nursery(self, message: ToNursery, *descriptors: int) -> None:
         assert self._nursery is not None
-        channel = cast("SendingChannel", self._nursery.channel)
-        channel.send_with(self._encoder.encode(message), descriptors)
+        self._nursery.channel.send_with(self._encoder.encode(message), descriptors)
 
     async def _start_nursery(self) -> None:
-        with os_errors_as(ProcessDied, "the decoders' nursery cannot be started"):
-            process, sock = spawn("mindie_mm.decode.nursery", self._setup, environment=single_threaded())
-        try:
-            self._nursery = Child(process, await SendingChannel.open(sock))
-        except BaseException:
-            sock.close()
-            process.kill()
-            process.wait()
-            raise
+        environment = single_threaded()
+        self._nursery = await Child.start("mindie_mm.decode.nursery", self._setup, environment=environment)
         await self._nursery.ready(Ready, "the decoders' nursery")
         self._up.set()
 

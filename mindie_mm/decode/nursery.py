@@ -16,10 +16,10 @@ import msgspec
 import torch
 
 from mindie_mm import faults
-from mindie_mm.decode.channels import ReceivingChannel
 from mindie_mm.decode.decoder import Decoder, serve
 from mindie_mm.decode.end_with_parent import end_with_parent
 from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
+from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline

@@ -54,17 +54,30 @@ class LLM:
     """
 
     def __init__(
-        self, path: str | Path | None = None, config: WorkerConfig | None = None, *, family: str | None = None
+        self,
+        path: str | Path | None = None,
+        config: WorkerConfig | None = None,
+        *,
+        family: str | None = None,
+        decoders: int = 0,
     ) -> None:
-        """Serves the checkpoint directory `path`, or `config.model`, or the embedded one. Errors as Worker.start.
+        """Start a worker. Errors are those of `Worker.start`.
 
-        `family` names the family that serves it, as `config.family` does.
+        Args:
+            path: Checkpoint directory. None: `config.model`, or the embedded checkpoint.
+            config: Settings of the worker.
+            family: Family that serves the checkpoint, as `config.family`.
+            decoders: Number of processes that decode the items of a prompt in parallel, as `config.decoders`. 0:
+                decode on a thread of this process.
+
         """
         config = config or WorkerConfig()
         if path is not None:
             config = replace(config, model=Path(path))
         if family is not None:
             config = replace(config, family=family)
+        if decoders:
+            config = replace(config, decoders=decoders)
         self._loop = LoopThread("LLM")
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))

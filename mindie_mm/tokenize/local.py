@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.environment import default_spool
+from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tasks import WorkThread
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.tokenizer import Tokenizer
 from mindie_mm.tokenize.wires import NativeWire
 
@@ -33,26 +36,15 @@ class LocalTokenizer:
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
         """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError.
 
-        `max_decode_bytes` does not apply, because it would limit the caller's own memory.
+        Without `config.decoders`, items are decoded on the thread. Then `max_decode_bytes` and `max_decode_s` do not
+        apply, because they would limit the caller's own process.
         """
-        make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
-        wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
-        read = partial(
-            Tokenizer.from_pretrained,
-            model_path,
-            wire,
-            family=config.family,
-            caps=config.media,
-            content_format=config.chat_template_content_format,
-        )
         thread = WorkThread("mindie_mm-tokenizer")
         try:
             await thread.run(partial(collect, [default_spool()]))  # no service does this here
-            wire.open()
-            return cls(await thread.run(read), thread)
+            return cls(await thread.run(partial(_tokenizer, model_path, config)), thread)
         except BaseException:
             thread.stop()
-            wire.close()
             raise
 
     @property
@@ -76,3 +68,27 @@ class LocalTokenizer:
         """Wait for the request in progress, then remove the arena."""
         self._thread.close()
         self._tokenizer.close()
+
+
+def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
+    """Return a tokenizer with an arena, which decodes by itself unless `config.decoders` asks for processes."""
+    make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
+    preprocessed = Preprocessed(config.preprocessed_cache_bytes)
+    with ExitStack() as undo:
+        if config.decoders:
+            room = Room(make(), config.arena_wait_s, is_own=True)
+            undo.callback(room.close)
+            tokenizer = Tokenizer.with_decoders(Checkpoint.open(path), config, room, preprocessed)
+        else:
+            wire = NativeWire(preprocessed=preprocessed, make=make)
+            undo.callback(wire.close)
+            wire.open()
+            tokenizer = Tokenizer.from_pretrained(
+                path,
+                wire,
+                family=config.family,
+                caps=config.media,
+                content_format=config.chat_template_content_format,
+            )
+        undo.pop_all()
+    return tokenizer

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, get_args
 import torch
 from transformers.utils import get_json_schema
 
-from mindie_mm.config import ContentFormat, MediaCaps
+from mindie_mm.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.messages import DecoderSetup
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
@@ -97,20 +97,34 @@ class Tokenizer:
                 wire = NativeWire(arena)
             make = partial(_in_process, found, wire=wire, caps=caps)
             return cls(Prompts(checkpoint, found, make, content_format))
-        loop = LoopThread("tokenizer")
+        room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
         try:
-            setup = DecoderSetup(str(checkpoint.path), family, caps)
-            started = loop.run(Decoders.start(setup, decoders))
-            try:
-                room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
-                make_decoded = partial(_decoded, found, decoders=started, room=room, caps=caps)
-                return cls(Prompts(checkpoint, found, make_decoded, content_format), loop, started)
-            except BaseException:
-                loop.run(started.close())
-                raise
+            config = WorkerConfig(
+                family=family, decoders=decoders, media=caps, chat_template_content_format=content_format
+            )
+            return cls.with_decoders(checkpoint, config, room, Preprocessed())
         except BaseException:
-            loop.close()
+            room.close()
             raise
+
+    @classmethod
+    def with_decoders(
+        cls, checkpoint: Checkpoint, config: WorkerConfig, room: Room, preprocessed: Preprocessed
+    ) -> Self:
+        """Return a tokenizer with `config.decoders` decoders, which closes `room`. Errors as `from_pretrained`."""
+        family, loop = family_of(checkpoint, config.family), LoopThread("tokenizer")
+        decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media))
+
+        def make_stage(processor: Processor) -> MediaStage:
+            return Decoded(Planner(processor, family.__name__), decoders, room, config.media, preprocessed)
+
+        try:
+            loop.run(decoders.open(config.decoders))
+            prompts = Prompts(checkpoint, family, make_stage, config.chat_template_content_format)
+        except BaseException:
+            loop.close(decoders.close)
+            raise
+        return cls(prompts, loop, decoders)
 
     @property
     def has_template(self) -> bool:
@@ -246,12 +260,6 @@ def _in_process(family: type[Family], processor: Processor, *, wire: WireName | 
     elif not isinstance(wire, Wire):
         wire = NativeWire()
     return InProcess(processor, Planner(processor, family.__name__), wire, caps)
-
-
-def _decoded(
-    family: type[Family], processor: Processor, *, decoders: Decoders, room: Room, caps: MediaCaps
-) -> MediaStage:
-    return Decoded(Planner(processor, family.__name__), decoders, room, caps, Preprocessed())
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

@@ -12,7 +12,6 @@ import pytest
 import mindie_mm
 from mindie_mm.inputs import ROLES
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from tests.attacks.conftest import CHAT, Attacked
 from tests.watching import metric

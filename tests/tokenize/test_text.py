@@ -12,7 +12,6 @@ from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheck
 from mindie_mm.inputs import parse_messages
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.spelling import ControlSpelling, strings
@@ -473,10 +472,10 @@ def test_a_text_tokenizer_with_a_frame(tmp_path, checkpoint_path):
         ids = tokenizer.tokenize([{"text": text}]).tolist()
         assert ids == reference(text)["input_ids"]
         assert ids[0] == 0
-        bare = answer(tokenizer, TokenizeRequest(text=text, options=PromptOptions(add_special_tokens=False)))
+        bare = tokenizer.answer(TokenizeRequest(text=text, options=PromptOptions(add_special_tokens=False)))
         assert bare.ids.tolist() == reference(text, add_special_tokens=False)["input_ids"] == ids[1:]
     assert tokenizer.tokenize([{"text": "<|im_end|>"}]).tolist()[0] == 0
     too_long = TokenizeRequest(text="hello " * 9, options=PromptOptions(4, add_special_tokens=False))
     with pytest.raises(ContextLengthExceeded, match="the limit is 4"):
-        answer(tokenizer, too_long)
+        tokenizer.answer(too_long)
     assert tokenizer.tokenize_chat(user("hello")).tolist()[0] == 0  # as transformers' processors do

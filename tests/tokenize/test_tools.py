@@ -9,7 +9,6 @@ import pytest
 import mindie_mm
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.messages import TokenizeRequest
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
@@ -33,8 +32,8 @@ def test_a_template_with_tools(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     with Tokenizer.from_pretrained(folder) as tokenizer:
-        bare = answer(tokenizer, request()).ids.tolist()
-        given = answer(tokenizer, request(tools=TOOLS)).ids.tolist()
+        bare = tokenizer.answer(request()).ids.tolist()
+        given = tokenizer.answer(request(tools=TOOLS)).ids.tolist()
     assert given[-len(bare) :] == bare
     assert len(given) > len(bare)
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]
@@ -45,9 +44,9 @@ def test_a_template_without() -> None:
     with Tokenizer.from_pretrained() as tokenizer:
         for given in ({"tools": TOOLS}, {"reasoning_effort": "low"}):
             with pytest.raises(InputError, match=f"not served: .* has no place for {min(given)}"):
-                answer(tokenizer, request(**given))
-        none = answer(tokenizer, request(reasoning_effort="none"))
-        assert none.ids.tolist() == answer(tokenizer, request()).ids.tolist()
+                tokenizer.answer(request(**given))
+        none = tokenizer.answer(request(reasoning_effort="none"))
+        assert none.ids.tolist() == tokenizer.answer(request()).ids.tolist()
         called = TokenizeRequest(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL]}])
         with pytest.raises(InputError, match=r"not served: .* has no place for tool_calls"):
-            answer(tokenizer, called)
+            tokenizer.answer(called)

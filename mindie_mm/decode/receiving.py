@@ -1,0 +1,45 @@
+"""The decoder's end of a channel that carries open files (`mindie_mm.ipc.Channel.send_with`)."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_LENGTH = struct.Struct("!i")
+_MAX_DESCRIPTORS = 2
+
+
+class ReceivingChannel:
+    """A blocking end that receives descriptors and sends none."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        """Return the next message and the descriptors beside it, which the caller closes.
+
+        Raises:
+            EOFError: The peer is gone.
+
+        """
+        descriptors: list[int] = []
+        header = b""
+        while len(header) < _LENGTH.size:
+            piece, found, _, _ = socket.recv_fds(self.socket, _LENGTH.size - len(header), _MAX_DESCRIPTORS)
+            descriptors += found
+            if not piece:
+                raise EOFError("the peer is gone")
+            header += piece
+        (length,) = _LENGTH.unpack(header)
+        message = bytearray(length)
+        view = memoryview(message)
+        while view:
+            num_bytes = self.socket.recv_into(view)
+            if not num_bytes:
+                raise EOFError("the peer is gone")
+            view = view[num_bytes:]
+        return bytes(message), descriptors
+
+    def send(self, message: bytes) -> None:
+        """Send `message`. Raise BrokenPipeError if the peer is gone."""
+        self.socket.sendall(_LENGTH.pack(len(message)) + message)

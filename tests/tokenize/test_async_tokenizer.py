@@ -1,0 +1,244 @@
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm.config import WorkerConfig
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    InputError,
+    MediaError,
+    NoProcess,
+    ProcessDied,
+    SharedMemoryError,
+    UnsupportedCheckpoint,
+)
+from mindie_mm.inputs import parse_inputs
+from mindie_mm.restarts import RESTART_WAIT_S
+from mindie_mm.shm import Ref, attach, release, survey
+from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
+from mindie_mm.tokenize.prompt import PromptOptions
+from tests.media_samples import encode_video, encoded, moving_frames, photograph
+
+ARENA_BYTES = 16 * 2**20
+
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
+
+@pytest.fixture(scope="module")
+async def tokenizer(checkpoint_path):
+    tokenizer = await AsyncTokenizer.start(checkpoint_path, WorkerConfig(decoders=2, arena_bytes=ARENA_BYTES))
+    yield tokenizer
+    await tokenizer.close()
+    assert tokenizer.pids == []
+
+
+@pytest.fixture
+def request_path(tmp_path) -> Path:
+    """A request's directory with a picture and a video in it."""
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "0.jpg").write_bytes(encoded(photograph("chelsea.png", (150, 120))))
+    (tmp_path / "image" / "0.mp4").write_bytes(encode_video(moving_frames(8)))
+    yield tmp_path
+    release(tmp_path / "shm_name.txt")
+
+
+def blocks(tokenizer: AsyncTokenizer, state: str | None = None) -> int:
+    """Return the number of blocks in the process's arena, in any state or in one."""
+    arenas = [arena for arena in survey() if arena.owner and arena.owner.pid in tokenizer.pids]
+    return sum(state in (None, block.state) for arena in arenas for block in arena.blocks)
+
+
+def items_of(path: Path) -> list[dict]:
+    return [{"text": "what is it?"}, {"image": str(path / "image" / "0.jpg")}, {"video": str(path / "image" / "0.mp4")}]
+
+
+async def test_prompts_are_those_of_the_library(tokenizer, request_path, checkpoint_path, arena):
+    path_file = request_path / "shm_name.txt"
+    items = items_of(request_path)
+    raw = await tokenizer.tokenize(TokenizeRequest(items=items, chat=False, path_file=str(path_file)))
+    chat = await tokenizer.tokenize(TokenizeRequest(items=items, path_file=str(path_file)))
+    messages = [{"role": "user", "content": items}]
+    same = await tokenizer.tokenize(TokenizeRequest(messages=messages, path_file=str(path_file)))
+    assert np.array_equal(chat.plain_ids, same.plain_ids)
+    text = await tokenizer.tokenize(TokenizeRequest(text="what is it?"))
+    with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as library:
+        expected = library.prompt_from_items(parse_inputs(items), path_file)
+        assert np.array_equal(raw.plain_ids, expected.plain_ids)
+        assert raw.spans == expected.spans
+        assert text.ids.tolist() == library.tokenize([{"text": "what is it?"}]).tolist()
+    assert raw.ids.dtype == np.int64
+    span = raw.spans[0]
+    with attach(Ref.from_words(*raw.ids[span.start : span.start + 2].tolist())) as view:
+        assert view["pixel_values"].shape == (4 * (span.stop - span.start), 588)
+
+
+async def test_sources_can_be_bytes(tokenizer, request_path):
+    data = (request_path / "image" / "0.jpg").read_bytes()
+    request = TokenizeRequest(items=[{"image": data}], path_file=str(request_path / "shm_name.txt"))
+    assert len((await tokenizer.tokenize(request)).spans) == 1
+
+
+async def test_requests_are_spread_and_answered_each_with_its_own(tokenizer):
+    texts = [f"text {i}" * (i + 1) for i in range(40)]
+    prompts = await asyncio.gather(*(tokenizer.tokenize(TokenizeRequest(text=text)) for text in texts))
+    again = [await tokenizer.tokenize(TokenizeRequest(text=text)) for text in texts]
+    assert [p.ids.tolist() for p in prompts] == [p.ids.tolist() for p in again]
+    assert len({p.ids.tobytes() for p in prompts}) == 40
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "error", "message"),
+    [
+        ({}, InputError, "exactly one of messages, items and text"),
+        ({"text": "a", "items": []}, InputError, "exactly one of messages, items and text"),
+        ({"items": []}, InputError, "inputs is an empty list"),
+        ({"messages": [{"role": "user"}]}, InputError, r"messages\[0\] has no content"),
+        ({"items": [{"image": "/no/such.jpg"}], "path_file": "x"}, MediaError, "there is no file /no/such.jpg"),
+        ({"text": "what is it?" * 9, "options": PromptOptions(5)}, ContextLengthExceeded, "the limit is 5"),
+        ({"text": "a", "add_generation_prompt": False}, InputError, "variables of a chat template"),
+        ({"items": [{"text": "a"}], "chat": False, "chat_template_kwargs": {"b": 1}}, InputError, "goes through none"),
+        ({"items": [{"image": "http://127.0.0.1:9/a.jpg"}], "path_file": "x"}, MediaError, "public"),
+    ],
+)
+async def test_errors_cross_as_they_are(tokenizer, request_fields, error, message):
+    with pytest.raises(error, match=message) as caught:
+        await tokenizer.tokenize(TokenizeRequest(**request_fields))
+    assert type(caught.value) is error
+
+
+async def test_truncation(tokenizer):
+    prompt = await tokenizer.tokenize(TokenizeRequest(text="what is it? " * 9, options=PromptOptions(5, truncate=True)))
+    assert len(prompt) == 5
+
+
+async def test_a_dead_process_fails_its_requests_and_comes_back(tokenizer, request_path):
+    before = tokenizer.pids
+    big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
+    requests = [TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt")) for _ in range(2)]
+    tasks = [asyncio.create_task(tokenizer.tokenize(request)) for request in requests]
+    await asyncio.sleep(0)
+    for pid in before:
+        psutil.Process(pid).send_signal(signal.SIGKILL)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [ProcessDied] * 2
+    assert "died with status -9" in str(results[0])
+    prompt = await tokenizer.tokenize(TokenizeRequest(text="hello"))
+    assert len(prompt) > 0
+    assert not set(before) & set(tokenizer.pids)
+
+
+async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp_path, monkeypatch):
+    """While the checkpoint is missing, waiting and new requests fail at once."""
+    await up(tokenizer)
+    gone = msgspec.json.decode(tokenizer._setup) | {"model": str(tmp_path / "gone")}
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "_setup", msgspec.json.encode(gone).decode())
+        for pid in tokenizer.pids:
+            os.kill(pid, signal.SIGKILL)
+        while tokenizer.pids:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0)
+        async with asyncio.timeout(0.9 * RESTART_WAIT_S):
+            for text in ("waits", "comes later"):
+                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                    await tokenizer.tokenize(TokenizeRequest(text=text))
+    await up(tokenizer)
+    assert len(await tokenizer.tokenize(TokenizeRequest(text="once it is back"))) > 0
+
+
+async def up(tokenizer: AsyncTokenizer) -> None:
+    async with asyncio.timeout(RESTART_WAIT_S):
+        while not tokenizer.pids:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file, socket or process can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_that_cannot_be_started_again_is_once_it_can(tokenizer, request_path, caplog):
+    big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
+    request = TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt"))
+    task = asyncio.create_task(tokenizer.tokenize(request))
+    await asyncio.sleep(0)
+    with no_descriptors():
+        for pid in tokenizer.pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ProcessDied):
+            await task
+        async with asyncio.timeout(120):
+            while "the tokenizer process is started again in 0.5 s" not in caplog.text:  # noqa: ASYNC110 - as below
+                await asyncio.sleep(0.01)
+        assert "OSError: [Errno 24] Too many open files" in caplog.text
+    async with asyncio.timeout(300):
+        assert len(await tokenizer.tokenize(TokenizeRequest(text="hello"))) > 0
+
+
+async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_freed(tokenizer, request_path):
+    """The answer lies in the socket, and the client has not read it yet."""
+    image = {"image": str(request_path / "image" / "0.jpg")}
+    request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
+    cancelled = asyncio.create_task(tokenizer.tokenize(request))
+    await asyncio.sleep(0)
+    while blocks(tokenizer, "published") != 1:  # blocks this process's event loop on purpose
+        pass
+    cancelled.cancel()
+    assert len(await tokenizer.tokenize(TokenizeRequest(text="hello"))) > 0
+    assert blocks(tokenizer) == 0
+
+
+async def test_a_stuck_process_is_killed_soon(checkpoint_path):
+    tokenizer = await AsyncTokenizer.start(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
+    (pid,) = tokenizer.pids
+    os.kill(pid, signal.SIGSTOP)
+    more_than_a_socket_holds = "x" * 2**23
+    task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(text=more_than_a_socket_holds)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(120):
+        await tokenizer.close()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(ProcessDied, match="status -9"):
+        await task
+
+
+async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
+    before = blocks(tokenizer)
+    big = {"image": encoded(photograph("coffee.png", (900, 800)), "PNG")}
+    task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(items=[big], path_file=str(request_path / "x.txt"))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(await tokenizer.tokenize(TokenizeRequest(text="a"))) > 0, "others need not wait for it"
+    async with asyncio.timeout(300):
+        while blocks(tokenizer) != before:  # noqa: ASYNC110 - a process has it still, and tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_a_closed_tokenizer_says_so(checkpoint_path):
+    tokenizer = AsyncTokenizer(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
+    await tokenizer.close()
+    with pytest.raises(ProcessDied, match="closed"):
+        await tokenizer.tokenize(TokenizeRequest(text="hello"))
+
+
+async def test_what_keeps_a_process_from_starting_is_raised(checkpoint_path, tmp_path):
+    with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
+        await AsyncTokenizer.start(tmp_path, WorkerConfig(arena_bytes=ARENA_BYTES))
+    with pytest.raises((SharedMemoryError, InputError)):
+        await AsyncTokenizer.start(checkpoint_path, WorkerConfig(arena_bytes=2**50))
