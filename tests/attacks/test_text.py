@@ -122,7 +122,7 @@ def test_no_word_completes_what_a_template_begins(hostile: Tokenizer, text: str,
             kwargs["tools"] = [{"type": "function", "function": {"name": "a_name", "parameters": parameters}}]
         case "kwarg":
             kwargs["style"] = [text, {text: text}]
-    ids = answer(hostile, TokenizeRequest(messages=[message], chat_template_kwargs=kwargs)).ids.tolist()
+    ids = hostile.answer(TokenizeRequest(messages=[message], chat_template_kwargs=kwargs)).ids.tolist()
     assert not [index for index in ids if index in SPECIAL]
 
 
