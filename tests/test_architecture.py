@@ -13,7 +13,7 @@ LAYERS = [
     {"limits", "loop_thread"},
     {"inputs", "config", "logs", "salt"},
     {"ipc", "restarts", "sources"},
-    {"device", "shm", "child", "media"},
+    {"device", "shm", "child", "media", "lockdown"},
     {"nn"},
     {"models"},
     {"decode"},
