@@ -77,10 +77,10 @@ class _Job:
 class _Process:
     """A decoder process."""
 
-    pid: int
     channel: Channel
     status: asyncio.Future[int | None]
     """Exit status, once the process has ended. None if it is unknown."""
+    pid: int = 0
     job: _Job | None = None
     """What it does now."""
     planned: Item | None = None
@@ -104,8 +104,8 @@ class Decoders:
         self._nursery: Child | None = None
         self._processes: list[_Process] = []
         self._waiting: OrderedDict[Group, deque[_Job]] = OrderedDict()
-        self._forking: deque[asyncio.Future[int]] = deque()
-        """Callers that wait for a `Forked`, in order."""
+        self._forking: deque[tuple[_Process, asyncio.Future[None]]] = deque()
+        """Decoders that are being forked, in order, with futures that are set when they run."""
         self._tasks: list[asyncio.Task[None]] = []
         self._up = asyncio.Event()
         """Set while the nursery can fork."""
@@ -295,18 +295,16 @@ class Decoders:
         """Have the nursery fork a decoder. Raise ProcessDied if it cannot."""
         await self._up.wait()
         ours, theirs = socket.socketpair()
-        forked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._forking.append(forked)
         with theirs:
+            process = _Process(await open_channel(ours), asyncio.get_running_loop().create_future())
+            forked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._forking.append((process, forked))
             self._tell_nursery(Fork(), theirs.fileno())
-        channel = await open_channel(ours)
         try:
-            pid = await forked
+            await forked
         except BaseException:
-            await channel.close()
+            await process.channel.close()
             raise
-        process = _Process(pid, channel, asyncio.get_running_loop().create_future())
-        self._processes.append(process)
         self._hand_out()
         return process
 
@@ -331,7 +329,9 @@ class Decoders:
             await self._nursery.end()
             died = ProcessDied(f"the decoders' nursery died with status {self._nursery.status}")
             while self._forking:
-                _fail(self._forking.popleft(), died)
+                _, forked = self._forking.popleft()
+                if not forked.done():
+                    forked.set_exception(died)
             for process in self._processes:  # the kernel kills them with their parent
                 if not process.status.done():
                     process.status.set_result(None)
@@ -347,8 +347,11 @@ class Decoders:
                 return
             starter.proved()
             if isinstance(message, Forked):
-                if not (forked := self._forking.popleft()).done():
-                    forked.set_result(message.pid)
+                process, forked = self._forking.popleft()
+                process.pid = message.pid
+                self._processes.append(process)
+                if not forked.done():
+                    forked.set_result(None)
             else:
                 self._note_end(message)
 
@@ -357,7 +360,3 @@ class Decoders:
             if process.pid == message.pid and not process.status.done():
                 process.status.set_result(message.status)
 
-
-def _fail(future: asyncio.Future[int], error: MindieMMError) -> None:
-    if not future.done():
-        future.set_exception(error)
