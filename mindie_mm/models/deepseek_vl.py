@@ -19,6 +19,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
 from mindie_mm.media.preprocess import Size, background_of, check_settings, pad, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint, with_special_tokens
+from mindie_mm.nn.end_tokens import tokenizers_eos
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
@@ -381,9 +382,7 @@ def translate(
         {"add_special_token": False, "sft_format": "deepseek", "image_tag": _IMAGE_TAG},
         f"{where} (processor_config.json)",
     )
-    if not (described := checkpoint.json("tokenizer.json")):
-        raise UnsupportedCheckpoint(f"{where} has no tokenizer.json")
-    described = _framed(with_special_tokens(described, [_IMAGE_TAG]), checkpoint)
+    described = _framed(with_special_tokens(checkpoint.tokenizer_json(), [_IMAGE_TAG]), checkpoint)
     ids = {token["content"]: token["id"] for token in described["added_tokens"]}
     language = config["language_config"]
     translated = {
@@ -397,8 +396,11 @@ def translate(
     }
     generation = dict(checkpoint.json("generation_config.json"))
     # The original stops at the tokenizer's end token: its language_config leaves Llama's, which is another one.
-    if generation.get("eos_token_id") is None and (eos := checkpoint.special_token("eos_token")) in ids:
-        generation["eos_token_id"] = ids[eos]
+    if generation.get("eos_token_id") is None:
+        eos = tokenizers_eos(checkpoint)
+        generation["eos_token_id"] = (
+            checkpoint.token_id(checkpoint.require_special_token("eos_token")) if eos is None else eos
+        )
     files = {
         "processor_config.json": {"num_image_tokens": said.get("num_image_tokens", 576)},
         "preprocessor_config.json": dict(pixels),

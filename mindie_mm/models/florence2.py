@@ -184,7 +184,9 @@ class Florence2Processor(OneSizeProcessor):
         self.num_features = _num_features(config.vision_config, self.size, where)
         check_settings(settings, {"image_seq_length": self.num_features}, where)
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
-        self._around = [_named_token(checkpoint, name) for name in ("bos_token", "eos_token")]
+        self._around = [
+            checkpoint.token_id(checkpoint.require_special_token(name)) for name in ("bos_token", "eos_token")
+        ]
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
@@ -290,12 +292,6 @@ def _num_features(vision: Any, made: tuple[int, int], where: str) -> int:
     return height * width + 1
 
 
-def _named_token(checkpoint: Checkpoint, name: str) -> int:
-    if (token := checkpoint.special_token(name)) is None:
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: tokenizer_config.json has no {name}")
-    return checkpoint.token_id(token)
-
-
 def _translated(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
     vision = checkpoint.config.get("vision_config") or {}
@@ -312,9 +308,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
             f"{where}: vision_config.projection_dim is {tower['projection_dim']}, it must be text_config.d_model, "
             f"{width}"
         )
-    if not (described := checkpoint.json("tokenizer.json")):
-        raise UnsupportedCheckpoint(f"{where} has no tokenizer.json; copy it from the model that this one was made of")
-    described = with_special_tokens(described, _ADDED_TOKENS)
+    described = with_special_tokens(checkpoint.tokenizer_json(), _ADDED_TOKENS)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}
     config = {
         **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},

@@ -202,8 +202,7 @@ class MolmoProcessor(Processor):
         self.max_crops: int = config["max_crops"]
         self.mean: tuple[float, ...] = tuple(config["image_mean"])
         self.std: tuple[float, ...] = tuple(config["image_std"])
-        special = checkpoint.json("tokenizer_config.json")
-        self._bos = checkpoint.token_id(_content(special.get("bos_token") or special.get("eos_token")))
+        self._bos = checkpoint.token_id(checkpoint.require_special_token("bos_token", "eos_token"))
         names = ("<im_start>", "<im_patch>", "<im_col>", "<im_end>")
         self._start, patch, self._column, self._end = (checkpoint.token_id(name) for name in names)
         self.placeholders = {"image": Placeholder((), patch, ())}
@@ -568,9 +567,7 @@ class Molmo(Family):
         from transformers import PreTrainedTokenizerFast  # late: it takes a second
 
         # Not by the class that it names: transformers would look for that by a model_type that it does not know.
-        file = checkpoint.path / "tokenizer.json"
-        if not file.is_file():
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        checkpoint.tokenizer_json()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint.path, local_files_only=True)
         # What checkpoints have is the template of the language model that they were made from.
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -617,8 +614,3 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
             f"image_num_heads, {tower['image_num_heads']}, is served"
         )
     return config
-
-
-def _content(token: Any) -> str:
-    """A token of tokenizer_config.json, as text or as an object."""
-    return str(token["content"] if isinstance(token, dict) else token)

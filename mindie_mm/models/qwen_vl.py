@@ -423,7 +423,10 @@ class QwenVL(Family):
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         if not (file := checkpoint.path / "qwen.tiktoken").is_file():
             if not checkpoint.has("tokenizer.json"):
-                raise UnsupportedCheckpoint(f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json")
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; take qwen.tiktoken from the "
+                    f"repository that the checkpoint was made of, such as {cls.published}"
+                )
             return super().tokenizer(checkpoint)
         check_pointer(file)
         return fast_tokenizer(_read_ranks(file.read_bytes(), checkpoint), checkpoint)

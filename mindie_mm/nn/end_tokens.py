@@ -25,7 +25,7 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
 
     """
     ids = list(_stated(checkpoint))
-    if (token_id := _tokenizers(checkpoint)) is not None and token_id not in ids:
+    if (token_id := tokenizers_eos(checkpoint)) is not None and token_id not in ids:
         ids.append(token_id)
     ids = ids or list(default)
     if not ids:
@@ -52,7 +52,7 @@ def _stated(checkpoint: Checkpoint) -> Iterator[int]:
             return
 
 
-def _tokenizers(checkpoint: Checkpoint) -> int | None:
+def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
     """Return the id of the tokenizer's end-of-sequence token, or None if it has none.
 
     Beside a tokenizer_config.json of an older release, special_tokens_map.json comes first, as in transformers. If

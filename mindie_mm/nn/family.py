@@ -231,7 +231,11 @@ class Family(ABC):
             checkpoint.json("tokenizer.json")  # which names the file if it is cut
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
         if not tokenizer.is_fast:
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+            checkpoint.tokenizer_json()  # which says what to do if it is missing
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
+                "tokenizer_class in tokenizer_config.json"
+            )
         return tokenizer
 
 

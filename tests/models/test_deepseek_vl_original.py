@@ -23,8 +23,11 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from mindie_mm.models import family_named
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.end_tokens import eos_token_ids
 from tests.models import test_deepseek_vl as plain
-from tests.models.contract import FamilyContract, picture, without_settings
+from tests.models.contract import FamilyContract, picture, without_settings, without_weights
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 
@@ -308,6 +311,22 @@ class TestDeepseekVLOriginal(OriginalContract):
 
     def test_the_end_token_is_the_tokenizers(self, model):
         assert model.spec.eos_token_ids == (1,)
+
+    @pytest.mark.parametrize("settings", [None, {}, {"eos_token": None}, {"eos_token": "<gone>"}], ids=str)
+    def test_a_checkpoint_that_names_no_end_token_is_refused(self, settings, path, tmp_path):
+        out = without_weights(path, tmp_path / "other")
+        for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+            (out / file).unlink(missing_ok=True)
+        if settings is not None:
+            save_json(out, tokenizer_config=settings)
+        self.assert_refused(out, "<gone>" if settings and settings["eos_token"] else r"tokenizer_config\.json")
+
+    def test_an_end_token_of_special_tokens_map_is_taken(self, path, tmp_path):
+        out = without_weights(path, tmp_path / "other")
+        (out / "tokenizer_config.json").unlink()
+        save_json(out, special_tokens_map={"eos_token": {"content": EOS}})
+        checkpoint = family_named(self.name).translated(Checkpoint.open(out))
+        assert eos_token_ids(checkpoint) == (1,)
 
 
 ALIGNER_NAMES = (
