@@ -233,6 +233,7 @@ class DeepseekVL(PretrainedFamily):
     module_name = "DeepseekVLForConditionalGeneration"
     model_class = DeepseekVLModel
     unused_weights = UNUSED_WEIGHTS
+    other_keys: ClassVar[tuple[str, ...]] = ("vision_config.params.ckpt_path", "vision_config.params.output_dim")
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -292,12 +293,19 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
             raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}, it must be {needed}")
 
 
+def check_features(params: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedCheckpoint if a tower with the original's parameters leaves out its first patch."""
+    if (found := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
+        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}, only same and cls_patch are served")
+
+
 def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return transformers' configuration of a SigLIP tower with the original's parameters. UnsupportedCheckpoint."""
     name = params.get("model_name", "siglip_large_patch16_384")
     if name not in _SIGLIPS:
         raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}, only {', '.join(_SIGLIPS)} are served")
     check_settings(params, {"ignore_head": True}, f"{where} (vision_config.params)")
+    check_features(params, f"{where} (vision_config.params)")
     sizes = {key: params.get(key, size) for key, size in _SIGLIPS[name].items()}
     layers, last = sizes["layers"], params.get("select_layer", -2)
     return {

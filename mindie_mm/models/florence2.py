@@ -113,6 +113,16 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "num_beams": None,
 }
 """Keys of the original's text_config that are settings of generation."""
+_OTHER_KEYS = (
+    # Of the original's training.
+    *(f"text_config.{key}dropout" for key in ("", "activation_", "attention_", "classif_", "classifier_")),
+    *(f"text_config.{key}" for key in ("decoder_layerdrop", "encoder_layerdrop", "init_std")),
+    *("vision_config.drop_path_rate", "vision_config.enable_checkpoint"),
+    # The original's code reads none of these, and sets the number of layers by encoder_layers.
+    *(f"text_config.{key}" for key in ("add_bias_logits", "add_final_layer_norm", "normalize_before")),
+    *("text_config.num_hidden_layers", "vision_config.tie_word_embeddings"),
+)
+"""Keys of the original's sections that change no answer."""
 _NAMED_TOKENS: Mapping[str, Any] = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -245,6 +255,7 @@ class Florence2(PretrainedFamily):
     kinds = ("image",)
     processor = Florence2Processor
     module_name = "Florence2ForConditionalGeneration"
+    other_keys = _OTHER_KEYS
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:

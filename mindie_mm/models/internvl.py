@@ -326,6 +326,10 @@ class InternVL(PretrainedFamily):
     module_name = "InternVLForConditionalGeneration"
     model_class = InternVLModel
     unused_weights = ("language_model.model.layers.*.rotary_emb.inv_freq",)
+    # Of the original's training, and how it computes attention.
+    other_keys = tuple(
+        f"vision_config.{key}" for key in ("attention_dropout", "drop_path_rate", "dropout", "use_flash_attn")
+    )
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:

@@ -88,6 +88,15 @@ class Checkpoint:
         """
         return replace(self, config=config, _files={**self._files, **files}, renamings=renamings)
 
+    @property
+    def contents(self) -> tuple[Mapping[str, Any], Mapping[str, dict[str, Any]]]:
+        """config.json and the other files that were read or made, to compare translations by."""
+        return self.config, self._files
+
+    def with_files(self, files: Mapping[str, dict[str, Any]]) -> Checkpoint:
+        """Return this checkpoint with other contents of JSON files. Nothing is written."""
+        return replace(self, _files={**self._files, **files})
+
     def json(self, name: str) -> dict[str, Any]:
         """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
         if name not in self._files:

@@ -7,7 +7,7 @@ device, cheap to import); its `Model` runs next to the accelerator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.unused_keys import unused_keys
+from mindie_mm.nn.unused_keys import untranslated_keys, unused_keys
 from mindie_mm.nn.weights import renamed_weights
 from mindie_mm.shm import ArraySpec
 
@@ -280,14 +280,17 @@ class PretrainedFamily(Family):
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        checkpoint = cls.translated(checkpoint)
+        translated = cls.translated(checkpoint)
 
         def resolve(stated: dict[str, Any]) -> Any:
             config = cls.config_class().from_dict(dict(stated))
-            settle(replace(checkpoint, config=stated), config, cls.default_theta)
+            settle(replace(translated, config=stated), config, cls.default_theta)
             return config
 
-        found = unused_keys(checkpoint.config, resolve)
+        found = unused_keys(translated.config, resolve)
+        if translated.renamings is not None:
+            found = [_published(name, checkpoint, translated) for name in found]
+            found = [*_untranslated(cls, checkpoint, translated), *found]
         return [name for name in found if name not in cls.other_keys]
 
     @classmethod
@@ -305,6 +308,26 @@ class PretrainedFamily(Family):
         )
         model: Model = cls.model_class(module, spec, processor)
         return model
+
+
+def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Checkpoint) -> Iterator[str]:
+    """Yield the keys of the original config.json of `translated` that change nothing in it."""
+    files = {"tokenizer.json": translated.json("tokenizer.json")}  # made once: that may take a second
+
+    def translate(stated: dict[str, Any]) -> Any:
+        return family.translated(replace(checkpoint.with_files(files), config=stated)).contents
+
+    yield from untranslated_keys(checkpoint.config, translate)
+
+
+def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str:
+    """Return a key of a translated config.json as the original calls it, whose sections may have other names."""
+    section, _, key = name.partition(".")
+    if not key or section in checkpoint.config:
+        return name
+    keys = translated.config[section].keys()
+    sections = {own: value.keys() for own, value in checkpoint.config.items() if isinstance(value, Mapping)}
+    return f"{max(sections, key=lambda own: len(keys & sections[own]))}.{key}"
 
 
 def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:

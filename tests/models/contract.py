@@ -302,6 +302,15 @@ class FamilyContract:
     def test_keys_of_its_configuration_are_known(self, path: Path) -> None:
         assert family_named(self.name).unknown_keys(Checkpoint.open(path)) == []
 
+    def test_unknown_keys_in_any_section_are_named(self, path: Path) -> None:
+        family, own = family_named(self.name), Checkpoint.open(path)
+        config = deepcopy(dict(own.config))
+        found = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+        for section in found:
+            config[section]["widht"] = 1
+        named = family.unknown_keys(replace(own, config=config))
+        assert sorted(named) == sorted(f"{section}.widht" for section in found)
+
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
         """Ids, arrays and logits of a checkpoint of other settings, `path`, are what `reference` makes of it."""
         model = load_model(path, device="cpu", dtype="float32")

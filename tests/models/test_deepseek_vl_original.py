@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -362,6 +363,21 @@ SAM_NAMES = (
 
 class TestDeepseekVLHybridOriginal(OriginalContract):
     name = "deepseek_vl_hybrid"
+
+    @pytest.mark.parametrize("tower", ["high_res_cfg", "low_res_cfg"])
+    def test_a_tower_without_its_first_patch_is_refused(self, tower, path, tmp_path):
+        vision = json.loads((path / "config.json").read_text())["vision_config"]
+        vision["params"][tower]["select_feature"] = "patch"
+        other = changed(path, tmp_path / "other", "config", {"vision_config": vision})
+        self.assert_refused(other, "select_feature is 'patch'")
+
+    def test_unknown_keys_of_its_towers_are_named(self, path):
+        own = Checkpoint.open(path)
+        config = json.loads((path / "config.json").read_text())
+        config["vision_config"]["params"]["low_res_cfg"]["widht"] = 1
+        config["aligner_config"]["params"]["deptj"] = 2
+        named = family_named(self.name).unknown_keys(replace(own, config=config))
+        assert named == ["aligner_config.params.deptj", "vision_config.params.low_res_cfg.widht"]
 
     @classmethod
     def write_checkpoint(cls, out):
