@@ -28,7 +28,7 @@ from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.unused_keys import untranslated_keys, unused_keys
-from mindie_mm.nn.weights import renamed_weights
+from mindie_mm.nn.weights import check_weight_files, renamed_weights
 from mindie_mm.shm import ArraySpec
 
 
@@ -220,6 +220,11 @@ class Family(ABC):
         """
 
     @classmethod
+    def check_weight_files(cls, checkpoint: Checkpoint) -> None:
+        """Raise UnsupportedCheckpoint if `model` refuses the way that the weights are stored, whatever the device."""
+        check_weight_files(checkpoint, own_layers=True)
+
+    @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         """transformers' fast tokenizer of the checkpoint; UnsupportedCheckpoint where it has none."""
         from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
@@ -292,6 +297,10 @@ class PretrainedFamily(Family):
             found = [_published(name, checkpoint, translated) for name in found]
             found = [*_untranslated(cls, checkpoint, translated), *found]
         return [name for name in found if name not in cls.other_keys]
+
+    @classmethod
+    def check_weight_files(cls, checkpoint: Checkpoint) -> None:
+        check_weight_files(cls.translated(checkpoint), own_layers=False)
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
