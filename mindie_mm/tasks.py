@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -32,13 +32,17 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def beside(work: Callable[[], T]) -> T:
+def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) -> T:
     """Run `work` in a new thread and return its result. The caller may be inside an event loop, and `work` may run one.
+
+    `check` is called every `period_s` seconds meanwhile. If it raises an error, the thread is left to end by itself.
 
     Raises RuntimeError if no thread can be started, for example while the interpreter shuts down.
     """
     done: Future[T] = Future()
     threading.Thread(target=_do, args=(work, done), daemon=True).start()
+    while not wait([done], period_s).done:
+        check()
     return done.result()
 
 
