@@ -58,8 +58,7 @@ def command(
         from rich.console import Console
 
         from mindie_mm import logs
-        from mindie_mm.engine.default_sampling import default_sampling
-        from mindie_mm.nn.checkpoint import Checkpoint
+        from mindie_mm.engine.default_sampling import defaults_of
 
     flags = {
         "device": device,
@@ -68,7 +67,7 @@ def command(
         "generation_config": generation_config,
     }
     found = configured(model, flags)
-    default = default_sampling(Checkpoint.open(found.worker.model), found.worker.generation_config)
+    default = defaults_of(found.worker)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
     logs.configure(logs.LogSettings(found.service.log_format, level), "ask")
