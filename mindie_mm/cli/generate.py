@@ -29,7 +29,7 @@ from mindie_mm.interrupts import importing
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
               help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
-              "or a folder with such a file.  [default: auto]")  # fmt: skip
+              "or a folder with such a file. OUTPUT.origin.json shows what applied.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),

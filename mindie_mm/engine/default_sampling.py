@@ -92,9 +92,14 @@ def _file_in(source: str) -> dict[str, Any]:
     return Checkpoint(folder, {}).json(FILE)
 
 
+def effective(params: SamplingParams) -> dict[str, float]:
+    """Return those of the settings that a generation_config.json may set which are not neutral."""
+    return {name: value for name in _FIELDS.values() if (value := getattr(params, name)) != _NEUTRAL[name]}
+
+
 def log_default_sampling(params: SamplingParams, source: str) -> None:
     """Log the settings of requests that state none, in one line."""
-    stated = [f"{name} {getattr(params, name)}" for name in _FIELDS.values() if getattr(params, name) != _NEUTRAL[name]]
+    stated = [f"{name} {value}" for name, value in effective(params).items()]
     _log.info("default sampling parameters: %s (--generation-config %s)", ", ".join(stated) or "neutral", source)
 
 
