@@ -150,7 +150,8 @@ class WorkerConfig:
     """Model family to use, whatever config.json says. Default: the family that config.json names."""
     generation_config: str = "auto"
     """Source of the sampling parameters that a request leaves out. auto: the checkpoint's generation_config.json. vllm:
-    neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json."""
+    neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json, whose end-of-sequence
+    tokens count, too."""
     num_tokenizers: Count = 1
     """Number of tokenizer processes, which decode media in parallel. Each one reserves an arena."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
