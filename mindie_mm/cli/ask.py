@@ -60,6 +60,7 @@ def command(
 
         from mindie_mm import logs
         from mindie_mm.engine.default_sampling import defaults_of, effective
+        from mindie_mm.engine.sampling_params import SamplingParams
 
     flags = {
         "device": device,
@@ -68,6 +69,7 @@ def command(
         "generation_config": generation_config,
     }
     found = configured(model, flags)
+    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # first, as it needs no checkpoint
     default = defaults_of(found.worker)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
