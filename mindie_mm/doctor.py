@@ -21,7 +21,6 @@ from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.quantized import refuse_mindie
-from mindie_mm.nn.shards import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.space import ShmSpace
@@ -42,7 +41,7 @@ def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Fi
         yield Finding("settings", "warning", said, "unset it; `mindie-mm serve --help` lists all settings")
     yield _libraries()
     yield from _devices(config.engine, root)
-    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
+    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (checkpoint_finding, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
     yield _spool(service)
@@ -111,14 +110,15 @@ def _dtype(device: str, name: str) -> Iterator[Finding]:
         yield Finding("dtype", "warning", said, "--dtype float32")
 
 
-def _checkpoint(config: WorkerConfig) -> Finding:
+def checkpoint_finding(config: WorkerConfig) -> Finding:
+    """Check the checkpoint's files, but for the numbers in its weights. Load no weights."""
     try:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
         Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
         refuse_mindie(checkpoint)
-        weight_files(checkpoint)
         with reading(checkpoint, family):
+            family.check_weight_files(checkpoint)
             said = unknown_keys(checkpoint, family)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))

@@ -359,4 +359,3 @@ class Decoders:
         for process in self._processes:
             if process.pid == message.pid and not process.status.done():
                 process.status.set_result(message.status)
-

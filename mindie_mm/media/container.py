@@ -16,6 +16,7 @@ from av.stream import Discard
 from av.video.stream import VideoStream
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media import cancellation
 from mindie_mm.media.matroska import without_compression
 from mindie_mm.media.metadata import MAX_ATTACHED, check_metadata
 from mindie_mm.media.sample_tables import check_tables
@@ -171,7 +172,7 @@ def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> A
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
     """Packets of `stream`, in the order of decoding, without the empty ones; other streams are passed over unread.
 
-    LimitExceeded where they are much more than the `num_bytes` of the container.
+    LimitExceeded where they are much more than the `num_bytes` of the container, RequestAborted.
     """
     for other in container.streams:
         if other.index != stream.index:
@@ -179,6 +180,7 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
     read, limit = 0, MAX_READ * num_bytes + SPARE_BYTES
     with _adding_streams(), suppress(IndexError):  # PyAV's, at the end, where some were first met on the way
         for packet in container.demux(stream):
+            cancellation.check()
             read += packet.size
             if read > limit:
                 raise LimitExceeded(f"the container's {num_bytes} bytes make packets of more than {limit}, the limit")

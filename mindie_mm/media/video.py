@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
-from mindie_mm.media import seek
+from mindie_mm.media import cancellation, seek
 from mindie_mm.media.caps import Work, decodes_to_count, work
 from mindie_mm.media.container import (
     best_stream,
@@ -265,6 +265,7 @@ class SampledVideo:
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield RGB pixels, uint8 [height, width, 3], for each index. Raise MediaError if an image is broken."""
         for index in indices:
+            cancellation.check()
             with naming(f"frame {index}"):
                 pixels = open_image(self.frames[index]).decode()  # opened again, because an index may occur twice
             yield pixels

@@ -54,6 +54,20 @@ def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
     assert list(tmp_path.iterdir()) == [picture]
 
 
+def test_ask_shows_the_sampling_parameters_of_the_checkpoint_and_no_warning_about_them(random_checkpoint, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(random_checkpoint, folder)
+    stated = {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    command = [BIN, "ask", "What?", "--model", folder, "--max-tokens", 3, "--json"]
+    ended = warm.run(command, timeout=TIMEOUT_S, env=dict(os.environ))
+    assert "generation flags" not in ended.stderr
+    answer = json.loads(ended.stdout)
+    assert answer["sampling"] == {
+        "temperature": 0.0, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3, "max_tokens": 3
+    }  # fmt: skip
+
+
 def test_mistakes_are_one_line(random_checkpoint):
     said = run_warm("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
     assert "/no/such.png" in said

@@ -1,0 +1,43 @@
+"""Decoding that nobody waits for any more."""
+
+import threading
+
+import pytest
+
+from mindie_mm.errors import RequestAborted
+from mindie_mm.media import cancellation
+from mindie_mm.media.audio import open_audio
+from mindie_mm.media.video import open_video
+from tests.media_samples import encode_video, moving_frames
+from tests.sound_samples import encode_sound, tone
+
+
+@pytest.mark.parametrize("form", ["encoded", "handed in"])
+def test_decoding_a_video_ends_between_two_frames(form: str) -> None:
+    frames, given_up = moving_frames(30), threading.Event()
+    video = open_video(encode_video(frames) if form == "encoded" else frames, None)
+    with cancellation.until(given_up):
+        decoded = video.decode(range(30))
+        next(decoded)
+        given_up.set()
+        with pytest.raises(RequestAborted, match="given up"):
+            list(decoded)
+    assert len(list(video.decode(range(30)))) == 30
+
+
+def test_decoding_a_sound_ends() -> None:
+    clip, given_up = open_audio(encode_sound(tone(1.0), 16_000)), threading.Event()
+    given_up.set()
+    with cancellation.until(given_up), pytest.raises(RequestAborted, match="given up"):
+        clip.decode(16_000, 16_000)
+
+
+def test_another_thread_goes_on() -> None:
+    given_up = threading.Event()
+    given_up.set()
+    with cancellation.until(given_up):
+        other = threading.Thread(target=cancellation.check)
+        other.start()
+        other.join()
+        with pytest.raises(RequestAborted):
+            cancellation.check()
