@@ -1,29 +1,27 @@
 """Decoding in a locked-in process: `python -m tests.lockdown.decoding < SAMPLES > RESULTS`, both pickled.
 
-The process warms up and forks a child, which is locked in and decodes.
+The process warms up, and a locked-in child decodes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.errors import MindieMMError
-from mindie_mm.lockdown import lock_in
 from mindie_mm.media.audio import open_audio
 from mindie_mm.media.caps import under
 from mindie_mm.media.image import RESAMPLES, open_image, resize
 from mindie_mm.media.mel import MelSettings, write_log_mel
 from mindie_mm.media.video import open_video
 from mindie_mm.media.warm import warm_up
+from tests.lockdown.children import in_locked_child
 
 MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480_000)
 
@@ -60,20 +58,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="PIL")
     samples = pickle.load(sys.stdin.buffer)
     warm_up()
-    num_threads, modules = len([*Path("/proc/self/task").iterdir()]), {*sys.modules}
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        locks = lock_in([writing])
-        digests = [digest_of(kind, data) for kind, _, data in samples]
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(pickle.dumps((num_threads, str(locks), digests, {*sys.modules} - modules)))
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        sys.stdout.buffer.write(pipe.read())
-    _, status = os.waitpid(pid, 0)
-    sys.exit(os.waitstatus_to_exitcode(status))
+    result = in_locked_child(lambda: [digest_of(kind, data) for kind, _, data in samples])
+    sys.stdout.buffer.write(pickle.dumps(result))
 
 
 if __name__ == "__main__":

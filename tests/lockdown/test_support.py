@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,24 @@ def test_without_seccomp_the_others_stay(number):
 
 def test_limits_alone_are_said_to_be_alone():
     assert str(Locks(("resource limits",), ("a", "b"))) == "decoders are locked in by resource limits alone; a; b"
+
+
+def test_the_kernel_confirms_the_locks():
+    script = "from mindie_mm.lockdown import lock_in; print(lock_in([0, 1], 2**30), flush=True); input()"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().strip() == str(ALL)
+        folder = Path(f"/proc/{process.pid}")
+        status = dict(line.split(":\t", 1) for line in folder.joinpath("status").read_text("utf-8").splitlines())
+        limits = folder.joinpath("limits").read_text("utf-8")
+        process.communicate("\n")
+    assert {status[name] for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {"0" * 16}
+    assert status["NoNewPrivs"] == "1"
+    assert status["Seccomp"] == ("0" if any("seccomp" in one for one in ALL.missing) else "2")
+    assert re.search(r"Max core file size +0 +0 ", limits)
+    assert re.search(r"Max file size +0 +0 ", limits)
+    data = int(re.search(r"Max data size +(\d+) +\1 ", limits)[1])
+    assert 2**30 < data < 2**30 + 2**28
 
 
 def test_asking_locks_nothing():
