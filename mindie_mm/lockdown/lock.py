@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import active_count
 
 from mindie_mm.lockdown import landlock, seccomp
 from mindie_mm.lockdown.resource_limits import limit_resources
-from mindie_mm.lockdown.system_calls import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, prctl
+from mindie_mm.lockdown.system_calls import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, call, prctl
 
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTORS, _THREADS = Path("/proc/self/fd"), Path("/proc/self/task")
+_CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 _REASONS = {
     errno.ENOSYS: "this kernel does not have it",
     errno.EINVAL: "this kernel does not have it",
@@ -52,19 +53,20 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     after all that needs a file, a signal handler apart. A mechanism that the kernel lacks is left out.
 
     Args:
-        keep: Descriptors that stay open, and may be written to. All others are closed. Standard streams that are not
-            among them lead to /dev/null, so that no later descriptor gets their numbers. Objects that own a closed
-            descriptor must live as long as the process. A file cannot be written to even if it is kept, so a log needs
-            a pipe.
+        keep: Descriptors that stay open, and may be written to. Sockets among them must be connected streams or
+            sequenced packets, because a datagram socket sends to any address. Files cannot be written to even so, so a
+            log needs a pipe. All other descriptors are closed, and objects that own one must live as long as the
+            process. Standard streams lead to /dev/null then, so that no later descriptor gets their numbers.
         memory_bytes: Private memory that the process may take beyond what it has, in bytes. 0 for no limit.
 
     Returns:
         The mechanisms that hold.
 
     """
-    assert active_count() == 1, "the filters hold for this thread and those that it starts"
+    assert len([*_THREADS.iterdir()]) == 1, "another thread would not be locked in"
     _close_others(keep)
     limit_resources(memory_bytes)
+    _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # Nobody without privileges may read this process's memory. Core dumps to a program ignore RLIMIT_CORE.
     prctl(PR_SET_DUMPABLE, 0)
@@ -94,6 +96,14 @@ def _noting(name: str, missing: list[str]) -> Iterator[None]:
         if reason is None:
             raise
         missing.append(f"{name} is missing: {reason}")
+
+
+def _drop_capabilities() -> None:
+    """Give up what root may do beyond other users."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    with suppress(OSError):  # refused on other architectures, and where there is nothing to give up
+        call("capset", ctypes.byref(header), ctypes.byref(nothing))
 
 
 def _close_others(keep: Collection[int]) -> None:

@@ -42,5 +42,5 @@ def _lower(limit: int, hard: int) -> int:
 
 def _data_bytes() -> int:
     """Return the private memory that RLIMIT_DATA counts, in bytes."""
-    line = next(line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmData:"))
+    line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmData:"))
     return 1024 * int(line.split()[1])

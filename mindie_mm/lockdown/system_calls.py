@@ -15,6 +15,7 @@ from typing import Any
 
 NUMBERS: Mapping[str, tuple[int, int | None]] = {
     "brk": (12, 214),
+    "capset": (126, 91),
     "clock_getres": (229, 114),
     "clock_gettime": (228, 113),
     "clock_nanosleep": (230, 115),
