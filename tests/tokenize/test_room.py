@@ -246,16 +246,24 @@ async def test_a_deadline_disturbs_nobody(arena: Arena, tmp_path: Path) -> None:
     impatient.room.close()
 
 
-async def test_blocks_that_come_at_the_moment_of_the_deadline_are_not_lost(arena: Arena, tmp_path: Path) -> None:
+async def test_blocks_that_come_at_the_moment_of_the_deadline_are_not_lost(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The deadline passes after the blocks were given, and before the request runs again."""
-    asking = Asking(arena, tmp_path, 0.05)
+    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 0.1)
+    asking = Asking(arena, tmp_path, 0.5)
     held = asking.at_once(60)
     task = asking.waiting(30)
     await turn()
     asking.free(held)
-    deadline_s = time.monotonic() + 0.2
-    while time.monotonic() < deadline_s:  # blocks the loop on purpose, until the next look and the deadline are due
-        pass
+
+    def block(until_s: float) -> None:
+        while time.monotonic() < until_s:
+            pass
+
+    started_s, loop = time.monotonic(), asyncio.get_running_loop()
+    loop.call_later(0.1, block, started_s + 1.0)  # behind the end of the line's pause, in the same turn of the loop
+    block(started_s + 0.2)
     asking.free(await soon(task))
     asking.room.close()
 
