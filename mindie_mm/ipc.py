@@ -159,6 +159,8 @@ class Channel:
 
         The peer must be waiting for it, with room in the socket. A message to a dead peer is dropped.
         """
+        if self._writer.is_closing():
+            return
         assert self._writer.transport.get_write_buffer_size() == 0, "the peer has not read earlier messages"
         try:
             socket.send_fds(self._sock, [_LENGTH.pack(len(message))], descriptors)

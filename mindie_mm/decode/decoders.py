@@ -9,7 +9,7 @@ import socket
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -18,7 +18,6 @@ from mindie_mm.decode.messages import (
     Ended,
     Facts,
     Fork,
-    Forked,
     FromDecoder,
     FromNursery,
     Item,
@@ -32,7 +31,7 @@ from mindie_mm.decode.messages import (
     WriteItem,
 )
 from mindie_mm.environment import single_threaded
-from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, ProcessDied
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
 from mindie_mm.ipc import Channel, Child, open_channel
 from mindie_mm.restarts import Starter, logged
 from mindie_mm.tasks import gather
@@ -79,8 +78,14 @@ class _Process:
 
     channel: Channel
     status: asyncio.Future[int | None]
+<<<<<<< HEAD
     """Exit status, once the process has ended. None if it is unknown."""
     pid: int = 0
+=======
+    """Exit status, once the nursery has told it. None if it is unknown."""
+    ended: asyncio.Event
+    """Set once the process has ended and can no longer write to a block."""
+>>>>>>> tstage
     job: _Job | None = None
     """What it does now."""
     planned: Item | None = None
@@ -104,11 +109,20 @@ class Decoders:
         self._nursery: Child | None = None
         self._processes: list[_Process] = []
         self._waiting: OrderedDict[Group, deque[_Job]] = OrderedDict()
+<<<<<<< HEAD
         self._forking: deque[tuple[_Process, asyncio.Future[None]]] = deque()
         """Decoders that are being forked, in order, with futures that are set when they run."""
+=======
+        self._forking: deque[asyncio.Future[_Born]] = deque()
+        """Callers that wait for a `Forked`, in order."""
+        self._statuses: dict[int, asyncio.Future[int | None]] = {}
+        """Exit statuses that the nursery has not told yet, by pid."""
+>>>>>>> tstage
         self._tasks: list[asyncio.Task[None]] = []
         self._up = asyncio.Event()
         """Set while the nursery can fork."""
+        self._why_down = ""
+        """Message of the error of all items while no decoder can be started."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
 
@@ -169,12 +183,20 @@ class Decoders:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in list(self._processes):
+        for process in self._processes:
             await process.channel.close()
         if self._nursery is not None:
             await self._nursery.end()
+        self._fail_all("the decoders are closed")
+        for process in self._processes:
+            process.ended.set()
+            if process.job is not None:
+                _fail(process.job.reply, NoProcess(self._why_down))
+        self._processes.clear()
 
     async def _do(self, job: _Job) -> FromDecoder:
+        if self._why_down:
+            raise NoProcess(self._why_down)
         self._waiting.setdefault(job.group, deque()).append(job)
         self._hand_out()
         try:
@@ -195,16 +217,16 @@ class Decoders:
             jobs.remove(job)
             if not jobs:
                 del self._waiting[job.group]
-        for process in self._processes:
+        for process in [*self._processes]:
             if process.job is job:
                 process.killed = True
                 self._tell_nursery(Kill(process.pid))
-                while not process.status.done():
+                while not process.ended.is_set():
                     with suppress(asyncio.CancelledError):  # a further cancellation must not cut this short
-                        await asyncio.wait([process.status])
+                        await process.ended.wait()
 
     def _hand_out(self) -> None:
-        for process in self._processes:
+        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # the kept ones first
             if process.job is None and not process.killed and (job := self._next_job(process)) is not None:
                 self._send(process, job)
 
@@ -261,9 +283,12 @@ class Decoders:
             process = await starter.again(self._fork)
 
     async def _bury(self, process: _Process) -> None:
-        """Reap a dead process, and try its item again or fail it."""
+        """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
         self._processes.remove(process)
-        status = await process.status
+        try:
+            status = await process.status
+        finally:
+            process.ended.set()
         await process.channel.close()
         if process.killed:
             return
@@ -295,16 +320,32 @@ class Decoders:
         """Have the nursery fork a decoder. Raise ProcessDied if it cannot."""
         await self._up.wait()
         ours, theirs = socket.socketpair()
+<<<<<<< HEAD
+=======
+        forked: asyncio.Future[_Born] = asyncio.get_running_loop().create_future()
+>>>>>>> tstage
         with theirs:
             process = _Process(await open_channel(ours), asyncio.get_running_loop().create_future())
             forked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._forking.append((process, forked))
             self._tell_nursery(Fork(), theirs.fileno())
+<<<<<<< HEAD
         try:
             await forked
+=======
+        self._forking.append(forked)
+        channel = await open_channel(ours)
+        try:
+            pid, status = await forked
+>>>>>>> tstage
         except BaseException:
             await process.channel.close()
             raise
+<<<<<<< HEAD
+=======
+        process = _Process(pid, channel, status, asyncio.Event())
+        self._processes.append(process)
+>>>>>>> tstage
         self._hand_out()
         return process
 
@@ -315,8 +356,21 @@ class Decoders:
     async def _start_nursery(self) -> None:
         environment = single_threaded()
         self._nursery = await Child.start("mindie_mm.decode.nursery", self._setup, environment=environment)
-        await self._nursery.ready(Ready, "the decoders' nursery")
+        try:
+            await self._nursery.ready(Ready, "the decoders' nursery")
+        except BaseException:
+            await self._nursery.end()
+            raise
         self._up.set()
+
+    async def _restart_nursery(self) -> None:
+        """Start another nursery. While there is no hope of one, all items fail at once."""
+        try:
+            await self._start_nursery()
+        except InputError as error:
+            self._fail_all(f"no decoder is alive; the last one did not start: {error}")
+            raise
+        self._why_down = ""
 
     async def _keep_nursery(self) -> None:
         """Serve the nursery and its successors until cancelled."""
@@ -329,6 +383,7 @@ class Decoders:
             await self._nursery.end()
             died = ProcessDied(f"the decoders' nursery died with status {self._nursery.status}")
             while self._forking:
+<<<<<<< HEAD
                 _, forked = self._forking.popleft()
                 if not forked.done():
                     forked.set_exception(died)
@@ -336,6 +391,12 @@ class Decoders:
                 if not process.status.done():
                     process.status.set_result(None)
             await starter.again(self._start_nursery)
+=======
+                _fail(self._forking.popleft(), died)
+            while self._statuses:  # the kernel kills them with their parent
+                self._statuses.popitem()[1].set_result(None)
+            await starter.again(self._restart_nursery)
+>>>>>>> tstage
 
     async def _hear_nursery(self, starter: Starter) -> None:
         decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
@@ -346,6 +407,7 @@ class Decoders:
             except EOFError:
                 return
             starter.proved()
+<<<<<<< HEAD
             if isinstance(message, Forked):
                 process, forked = self._forking.popleft()
                 process.pid = message.pid
@@ -359,3 +421,28 @@ class Decoders:
         for process in self._processes:
             if process.pid == message.pid and not process.status.done():
                 process.status.set_result(message.status)
+=======
+            if isinstance(message, Ended):
+                self._statuses.pop(message.pid).set_result(message.status)
+                continue
+            status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+            self._statuses[message.pid] = status
+            if not (forked := self._forking.popleft()).done():
+                forked.set_result((message.pid, status))
+
+    def _fail_all(self, why: str) -> None:
+        """Fail the items that no decoder has, and all that come."""
+        self._why_down = why
+        while self._waiting:
+            for job in self._waiting.popitem()[1]:
+                _fail(job.reply, NoProcess(why))
+
+
+_Born = tuple[int, asyncio.Future[int | None]]
+"""Pid and exit status of a new decoder."""
+
+
+def _fail(future: asyncio.Future[Any], error: MindieMMError) -> None:
+    if not future.done():
+        future.set_exception(error)
+>>>>>>> tstage

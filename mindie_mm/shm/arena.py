@@ -17,6 +17,7 @@ from mindie_mm.shm.arena_file import ArenaFile
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
 from mindie_mm.shm.extent import Pieces
+from mindie_mm.shm.heap import size_class
 from mindie_mm.shm.inventory import Inventory
 from mindie_mm.shm.layout import PAGE, round_up
 from mindie_mm.shm.mapped import drop_removed
@@ -246,7 +247,10 @@ class Arena:
         self._line = WaitingLine(self._mutex)
 
     def _require(self, plans: Sequence[BlockPlan], request: bytes) -> int:
-        total = sum(round_up(plan.size, PAGE) for plan in plans)
+        sizes = [plan.size for plan in plans]
+        # The last block may get less than its size class, where there is no more.
+        others = sum(map(size_class, sizes[:-1]))
+        total = others + sum(round_up(size, PAGE) for size in sizes[-1:])
         if total > self.capacity_bytes:
             raise LimitExceeded(
                 f"the request's media take {total} bytes of shared memory; the arena has {self.capacity_bytes} "
@@ -255,7 +259,7 @@ class Arena:
         if len(plans) > (num_entries := self._file.header.num_entries):
             raise LimitExceeded(f"the request has {len(plans)} media items; the arena has {num_entries} entries")
         with self._mutex:
-            self._inventory.require_quota(request, total)
+            self._inventory.require_quota(request, others + sum(sizes[-1:]))
         return total
 
     def _record(self, blocks: Sequence[Block], request: bytes) -> None:

@@ -33,6 +33,11 @@ class _Waiter:
     passed_bytes: int = 0
     """Bytes of later requests that got room while this one was the first in line."""
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the request got its blocks, which nobody may have taken yet."""
+        return self.blocks.done() and not self.blocks.cancelled() and self.blocks.exception() is None
+
 
 class Room:
     """Gives each request room for all its items at once, or has it wait in order of arrival. It waits holding nothing.
@@ -91,6 +96,8 @@ class Room:
             async with asyncio.timeout(self._wait_s):
                 return await waiter.blocks
         except TimeoutError:
+            if waiter.has_blocks:  # they came at the last moment
+                return waiter.blocks.result()
             in_vain = True
             why = self.arena.why_full()
             raise ArenaFull(
@@ -98,13 +105,14 @@ class Room:
                 "service with a larger --arena-bytes"
             ) from None
         except asyncio.CancelledError:
-            if waiter.blocks.done() and not waiter.blocks.cancelled() and waiter.blocks.exception() is None:
+            if waiter.has_blocks:
                 for block in waiter.blocks.result():
                     self.arena.discard(block)
             raise
         finally:
             if waiter in self._line:
                 self._line.remove(waiter)
+                self._serve_all()  # the next in line may find room
             self.arena.count_wait(time.monotonic() - began_s, in_vain=in_vain)
             self._count()
 

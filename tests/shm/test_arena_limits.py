@@ -100,6 +100,8 @@ def test_the_owner_counts_where_everybody_can_read(arena: Arena) -> None:
         waits=1,
         full=1,
         taken_back=9,
+        waiting_bytes=0,
+        waited_ns=0,
     )
 
 

@@ -1,0 +1,150 @@
+"""Decoder processes over a small checkpoint, an arena, and what the caller's own process would make of an item."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.decode import Decoders, Group
+from mindie_mm.decode.messages import DecoderSetup, Facts, Item, Place
+from mindie_mm.decode.nursery import load_processor
+from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
+from mindie_mm.decode.planning import plan_item
+from mindie_mm.inputs import Media
+from mindie_mm.media.caps import under
+from mindie_mm.media.source import read_source
+from mindie_mm.nn.family import Processor
+from mindie_mm.shm import Arena, Block, release
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Bench:
+    """Two decoders, and what they are asked in a test."""
+
+    def __init__(self, decoders: Decoders, arena: Arena, processor: Processor, path_file: Path) -> None:
+        self.decoders = decoders
+        self.arena = arena
+        self.path_file = path_file
+        self._processor = processor
+
+    def arrays_in_process(self, media: Media) -> Arrays:
+        """Return the arrays of an item as this process makes them."""
+        with under(MediaCaps()):
+            plan = plan_item(self._processor, media, read_source(media), {media.kind: 1}, MediaCaps())
+        arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
+        plan.write(arrays)
+        return arrays
+
+    async def plan(self, media: Media, group: Group | None = None) -> Facts:
+        with packed(media) as parcel:
+            return await self.decoders.plan(group or Group(), item_of(media, parcel), parcel.descriptor)
+
+    async def arrays(self, media: Media, before_write: Callable[[], object] = lambda: None) -> Arrays:
+        """Return the arrays of an item as the decoders make them. `before_write` is called once it is planned."""
+        with packed(media) as parcel:
+            item = item_of(media, parcel)
+            facts = await self.decoders.plan(Group(), item, parcel.descriptor)
+            with self.block(facts) as block:
+                before_write()
+                await self.write(item, parcel, facts, block)
+                return {name: np.array(array) for name, array in block.items()}
+
+    @contextmanager
+    def block(self, facts: Facts) -> Iterator[Block]:
+        """A block for an item, freed at the end."""
+        blocks = self.arena.try_allocate([facts.plan().specs], path_file=self.path_file)
+        assert blocks is not None
+        (block,) = blocks
+        with block:
+            yield block
+
+    async def write(self, item: Item, parcel: Parcel, facts: Facts, block: Block, group: Group | None = None) -> None:
+        descriptor, pieces = self.arena.place(block)
+        try:
+            laid_out = {name: (block.plan.arrays[name].offset, *spec) for name, spec in facts.specs.items()}
+            place = Place(pieces, laid_out)
+            await self.decoders.write(group or Group(), item, parcel.descriptor, place, descriptor)
+        finally:
+            os.close(descriptor)
+
+    async def whole(self) -> list[int]:
+        """Return the pids of the decoders once all are there."""
+        await until(lambda: len(self.decoders.pids) == 2)
+        return self.decoders.pids
+
+    @property
+    def nursery(self) -> psutil.Process:
+        return psutil.Process(psutil.Process(self.decoders.pids[0]).ppid())
+
+
+@contextmanager
+def packed(media: Media) -> Iterator[Parcel]:
+    parcel = pack_file(media) or pack_copy(media)
+    try:
+        yield parcel
+    finally:
+        os.close(parcel.descriptor)
+
+
+def item_of(media: Media, parcel: Parcel) -> Item:
+    return Item(media.kind, media.options, {media.kind: 1}, parcel.parts, parcel.is_list, decodes_to_count=False)
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Stop processes, as if they hung. Those that still live at the end go on."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something in another process, which no event tells of."""
+    async with asyncio.timeout(300):
+        while not condition():  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.002)
+
+
+def busy(decoders: Decoders) -> list[int]:
+    """Return the pids of the decoders that have an item."""
+    return [process.pid for process in decoders._processes if process.job is not None]
+
+
+def same(arrays: Arrays, others: Arrays) -> bool:
+    return arrays.keys() == others.keys() and all(np.array_equal(arrays[name], others[name]) for name in arrays)
+
+
+@pytest.fixture(scope="module")
+async def running(random_checkpoint: Path) -> AsyncIterator[Decoders]:
+    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2)
+    yield decoders
+    pids = decoders.pids
+    await decoders.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.fixture
+async def bench(running: Decoders, random_checkpoint: Path, tmp_path: Path) -> AsyncIterator[Bench]:
+    setup = DecoderSetup(str(random_checkpoint), None, MediaCaps())
+    with Arena.create(64 * 2**20) as arena:
+        bench = Bench(running, arena, load_processor(setup), tmp_path / "shm_name.txt")
+        await bench.whole()
+        yield bench
+        assert arena.num_blocks == 0
+        release(bench.path_file)

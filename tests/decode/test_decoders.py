@@ -1,0 +1,256 @@
+"""What becomes of items whose decoder dies, hangs, or is needed by others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.decode import Decoders, Group
+from mindie_mm.decode.messages import DecoderSetup
+from mindie_mm.errors import MediaError, NoProcess, ProcessDied
+from mindie_mm.inputs import Media
+from tests.decode.conftest import Bench, busy, item_of, packed, same, stopped, until
+from tests.media_samples import encoded, photograph
+
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
+SMALL = Media("image", encoded(photograph("chelsea.png", (150, 120))))
+
+
+async def died(bench: Bench, number: int, *pids: int) -> None:
+    """Kill decoders, and wait until they are replaced."""
+    for pid in pids:
+        os.kill(pid, number)
+    await until(lambda: not set(pids) & set(bench.decoders.pids))
+    await bench.whole()
+
+
+async def test_an_item_whose_decoder_is_killed_while_it_plans_is_planned_again(bench: Bench) -> None:
+    before = await bench.whole()
+    with stopped(*before):
+        task = asyncio.create_task(bench.arrays(SMALL))
+        await until(lambda: busy(bench.decoders))
+        (pid,) = busy(bench.decoders)
+        os.kill(pid, signal.SIGKILL)
+    assert same(await task, bench.arrays_in_process(SMALL))
+    assert pid not in await bench.whole()
+
+
+async def test_an_item_whose_decoder_is_killed_while_it_writes_is_written_again(bench: Bench) -> None:
+    before = await bench.whole()
+    with packed(SMALL) as parcel:
+        item = item_of(SMALL, parcel)
+        facts = await bench.decoders.plan(Group(), item, parcel.descriptor)
+        with bench.block(facts) as block, stopped(*before):
+            task = asyncio.create_task(bench.write(item, parcel, facts, block))
+            await until(lambda: busy(bench.decoders))
+            (pid,) = busy(bench.decoders)
+            os.kill(pid, signal.SIGKILL)
+            (other,) = set(before) - {pid}
+            os.kill(other, signal.SIGCONT)
+            await task
+            assert same(dict(block), bench.arrays_in_process(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (signal.SIGKILL, ProcessDied, "two decoders died while they decoded it, the last with status -9"),
+        (signal.SIGSEGV, MediaError, "it has ended two decoders, the last with SIGSEGV"),
+        (signal.SIGABRT, MediaError, "it has ended two decoders, the last with SIGABRT"),
+    ],
+)
+async def test_an_item_that_ends_two_decoders_fails_alone(
+    bench: Bench, number: int, error: type[Exception], message: str
+) -> None:
+    before = await bench.whole()
+    with stopped(*before):
+        task = asyncio.create_task(bench.plan(SMALL))
+        for _ in range(2):
+            await until(lambda: set(busy(bench.decoders)) & set(before))
+            (pid,) = set(busy(bench.decoders)) & set(before)
+            os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
+            await until(lambda pid=pid: pid not in bench.decoders.pids)
+        other = asyncio.create_task(bench.arrays(SMALL))
+        with pytest.raises(error, match=message):
+            await task
+    assert same(await other, bench.arrays_in_process(SMALL))
+
+
+async def test_a_decoder_that_dies_of_itself_mends_and_says_nothing_to_others(bench: Bench) -> None:
+    for _ in range(2):
+        await died(bench, signal.SIGKILL, *await bench.whole())
+        assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+async def test_a_decoder_that_hangs_over_a_cancelled_item_is_killed_before_the_cancellation_ends(bench: Bench) -> None:
+    """Until it is dead it may write to its block, so whoever frees the block must wait for its end."""
+    before = await bench.whole()
+    with packed(SMALL) as parcel:
+        item = item_of(SMALL, parcel)
+        facts = await bench.decoders.plan(Group(), item, parcel.descriptor)
+        with bench.block(facts) as block, stopped(*before):
+            task = asyncio.create_task(bench.write(item, parcel, facts, block))
+            await until(lambda: busy(bench.decoders))
+            (pid,) = busy(bench.decoders)
+            (other,) = set(before) - {pid}
+            os.kill(other, signal.SIGCONT)
+            task.cancel()
+            answered = asyncio.create_task(bench.arrays(SMALL))
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not psutil.pid_exists(pid)
+            assert same(await answered, bench.arrays_in_process(SMALL))
+
+
+async def test_a_cancelled_item_that_waits_for_a_decoder_ends_none(bench: Bench) -> None:
+    before = await bench.whole()
+    with stopped(*before):
+        items = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
+        await until(lambda: len(busy(bench.decoders)) == 2)
+        items[2].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await items[2]
+    await asyncio.gather(*items[:2])
+    assert await bench.whole() == before
+
+
+async def test_all_decoders_work_at_once(bench: Bench) -> None:
+    with stopped(*await bench.whole()):
+        items = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
+        await until(lambda: len(busy(bench.decoders)) == 2)
+    await asyncio.gather(*items)
+
+
+async def test_a_request_of_many_items_delays_a_request_of_one_by_the_items_in_work(bench: Bench) -> None:
+    many, done = Group(), list[str]()
+
+    async def plan(name: str, group: Group) -> None:
+        await bench.plan(SMALL, group)
+        done.append(name)
+
+    with stopped(*await bench.whole()):
+        items = [asyncio.create_task(plan(f"item {index}", many)) for index in range(40)]
+        await until(lambda: len(busy(bench.decoders)) == 2)
+        alone = asyncio.create_task(plan("alone", Group()))
+        await asyncio.sleep(0)
+    await asyncio.gather(alone, *items)
+    assert done.index("alone") <= 4, done
+
+
+async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
+    """The other one would have to read and plan the item again."""
+    group = Group(keeps_decoder=True)
+    before = await bench.whole()
+    for pid in before:  # each of them once
+        (other,) = set(before) - {pid}
+        with packed(SMALL) as parcel:
+            item = item_of(SMALL, parcel)
+            with stopped(other):
+                occupied = asyncio.create_task(bench.plan(SMALL)) if other == before[0] else None
+                if occupied:
+                    await until(lambda: busy(bench.decoders))
+                facts = await bench.decoders.plan(group, item, parcel.descriptor)
+            if occupied:
+                await occupied
+            with bench.block(facts) as block, stopped(*before):
+                task = asyncio.create_task(bench.write(item, parcel, facts, block, group))
+                await until(lambda: busy(bench.decoders))
+                assert busy(bench.decoders) == [pid]
+                for one in before:
+                    os.kill(one, signal.SIGCONT)
+                await task
+                assert same(dict(block), bench.arrays_in_process(SMALL))
+        bench.decoders.let_go(group)
+
+
+async def test_a_kept_decoder_serves_others_once_it_is_let_go(bench: Bench) -> None:
+    kept = [Group(keeps_decoder=True) for _ in range(2)]
+    await asyncio.gather(*(bench.plan(SMALL, group) for group in kept))
+    waiting = asyncio.create_task(bench.plan(SMALL))
+    await asyncio.sleep(0.05)
+    assert not busy(bench.decoders)
+    bench.decoders.let_go(kept[0])
+    await waiting
+    bench.decoders.let_go(kept[1])
+
+
+async def test_decoders_die_with_their_nursery_and_all_come_back(bench: Bench) -> None:
+    before, nursery = await bench.whole(), bench.nursery
+    with stopped(*before):
+        items = [asyncio.create_task(bench.arrays(SMALL)) for _ in range(3)]
+        await until(lambda: len(busy(bench.decoders)) == 2)
+        nursery.kill()
+        await until(lambda: not any(psutil.pid_exists(pid) for pid in before))
+    right = bench.arrays_in_process(SMALL)
+    assert all(same(arrays, right) for arrays in await asyncio.gather(*items))
+    assert not set(before) & set(await bench.whole())
+
+
+async def test_an_item_that_is_cancelled_while_there_is_no_nursery_is_given_up(bench: Bench) -> None:
+    before, nursery = await bench.whole(), bench.nursery
+    with stopped(*before):
+        items = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
+        await until(lambda: len(busy(bench.decoders)) == 2)
+        nursery.kill()
+        await until(lambda: not bench.decoders._up.is_set())
+        for item in items:
+            item.cancel()
+        results = await asyncio.gather(*items, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 3
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+async def test_a_decoder_that_dies_at_once_is_replaced(bench: Bench) -> None:
+    """Its death may be told in one breath with its birth."""
+    for _ in range(3):
+        before = await bench.whole()
+        with stopped(bench.nursery.pid):
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+        await until(lambda before=before: not set(before) & set(bench.decoders.pids))
+        await bench.whole()
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+async def test_no_item_waits_for_decoders_that_cannot_be_started(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the checkpoint is missing, waiting items and new ones fail at once."""
+    gone = DecoderSetup(str(tmp_path / "gone"), None, MediaCaps())
+    with stopped(*await bench.whole()):
+        waiting = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
+        await until(lambda: len(busy(bench.decoders)) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.decoders, "_setup", msgspec.json.encode(gone).decode())
+            bench.nursery.kill()
+            for item in waiting:
+                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                    await item
+            with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                await bench.plan(SMALL)
+    await bench.whole()
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+async def test_closing_ends_all_processes_in_the_midst_of_items(random_checkpoint: Path) -> None:
+    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2)
+    pids = [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
+    with stopped(*decoders.pids), packed(SMALL) as parcel:
+        items = [
+            asyncio.create_task(decoders.plan(Group(), item_of(SMALL, parcel), parcel.descriptor)) for _ in range(3)
+        ]
+        await until(lambda: len(busy(decoders)) == 2)
+        await decoders.close()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*items, return_exceptions=True)
+    assert [type(result) for result in results] == [NoProcess] * 3

@@ -1,0 +1,111 @@
+"""Sources as open files."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindie_mm.decode.digest import content_digest, parcel_digest
+from mindie_mm.decode.parcel import pack_copy, pack_file, unpacked
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.inputs import Media
+from mindie_mm.media.source import read_source
+from tests.decode.conftest import packed
+from tests.media_samples import encoded, moving_frames, photograph
+from tests.sound_samples import tone
+
+CAT = photograph("chelsea.png", (150, 120))
+DATA = encoded(CAT)
+SOURCES: dict[str, tuple[str, Any]] = {
+    "path": ("image", "file"),
+    "bytes": ("image", DATA),
+    "data URL": ("image", f"data:image/jpeg;base64,{base64.b64encode(DATA).decode()}"),
+    "PIL": ("image", CAT),
+    "array": ("image", np.asarray(CAT)),
+    "view of an array": ("image", np.asarray(CAT)[::-1, :, ::-1]),
+    "video": ("video", moving_frames(3)),
+    "frames": ("video", ("file", DATA, np.asarray(CAT), CAT)),
+    "one frame": ("video", (DATA,)),
+    "samples": ("audio", tone(0.2)),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def media(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Media:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes(DATA)
+    return Media(*SOURCES[request.param])
+
+
+@pytest.mark.parametrize("salt", ["", "a tenant"])
+def test_a_parcel_holds_what_reading_gives_under_the_same_digest(media: Media, salt: str) -> None:
+    data = read_source(media)
+    with packed(media) as parcel:
+        found = unpacked(parcel.descriptor, parcel.parts, is_list=parcel.is_list)
+        assert type(found) is type(data)
+        pieces = zip(found, data, strict=True) if isinstance(data, tuple) else [(found, data)]
+        assert all(np.array_equal(one, other) for one, other in pieces)
+        digest = content_digest("settings", data, salt)
+        assert parcel_digest("settings", parcel, salt) == digest
+        assert parcel_digest("other settings", parcel, salt) != digest
+        assert parcel_digest("settings", parcel, f"{salt}x") != digest
+
+
+def test_frames_that_join_to_equal_bytes_have_other_digests() -> None:
+    digests = []
+    for frames in ((DATA, DATA), (DATA + DATA,), (DATA[:100], DATA[100:] + DATA)):
+        with packed(Media("video", frames)) as parcel:
+            digests.append(parcel_digest("", parcel))
+    assert len(set(digests)) == 3
+
+
+def test_a_file_is_handed_on_open_and_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    with packed(Media("image", str(path))) as parcel:
+        assert os.fstat(parcel.descriptor).st_ino == path.stat().st_ino
+        path.unlink()
+        assert unpacked(parcel.descriptor, parcel.parts, is_list=False) == DATA
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "missing", "empty", "too large", "bytes"])
+def test_other_sources_are_read_by_the_tokenizer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in ("empty", "too large"):
+        path.write_bytes(b"" if kind == "empty" else DATA)
+    monkeypatch.setattr("mindie_mm.decode.parcel.MAX_SOURCE_BYTES", 100)
+    source = {"device": "/dev/zero", "bytes": DATA}.get(kind, str(path))
+    assert pack_file(Media("image", source)) is None
+
+
+def test_a_source_that_cannot_be_read_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for source, error in (
+        (str(tmp_path / "missing"), MediaError),
+        (np.zeros((3, 4), np.uint8), InputError),
+        ("/dev/zero", LimitExceeded),
+    ):
+        with pytest.raises(error):
+            pack_copy(Media("image", source))
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize("length", [0, 1, len(DATA) - 1])
+def test_a_file_that_was_truncated_meanwhile_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    with packed(Media("image", str(path))) as parcel:
+        os.truncate(path, length)
+        with pytest.raises(ValueError, match=f"ends at {length}"):
+            unpacked(parcel.descriptor, parcel.parts, is_list=False)
+        with pytest.raises(MediaError, match="truncated"):
+            parcel_digest("", parcel)
