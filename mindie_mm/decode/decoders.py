@@ -76,16 +76,12 @@ class _Job:
 class _Process:
     """A decoder process."""
 
+    pid: int
     channel: Channel
     status: asyncio.Future[int | None]
-<<<<<<< HEAD
-    """Exit status, once the process has ended. None if it is unknown."""
-    pid: int = 0
-=======
     """Exit status, once the nursery has told it. None if it is unknown."""
     ended: asyncio.Event
     """Set once the process has ended and can no longer write to a block."""
->>>>>>> tstage
     job: _Job | None = None
     """What it does now."""
     planned: Item | None = None
@@ -109,15 +105,10 @@ class Decoders:
         self._nursery: Child | None = None
         self._processes: list[_Process] = []
         self._waiting: OrderedDict[Group, deque[_Job]] = OrderedDict()
-<<<<<<< HEAD
-        self._forking: deque[tuple[_Process, asyncio.Future[None]]] = deque()
-        """Decoders that are being forked, in order, with futures that are set when they run."""
-=======
         self._forking: deque[asyncio.Future[_Born]] = deque()
         """Callers that wait for a `Forked`, in order."""
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         """Exit statuses that the nursery has not told yet, by pid."""
->>>>>>> tstage
         self._tasks: list[asyncio.Task[None]] = []
         self._up = asyncio.Event()
         """Set while the nursery can fork."""
@@ -320,32 +311,18 @@ class Decoders:
         """Have the nursery fork a decoder. Raise ProcessDied if it cannot."""
         await self._up.wait()
         ours, theirs = socket.socketpair()
-<<<<<<< HEAD
-=======
         forked: asyncio.Future[_Born] = asyncio.get_running_loop().create_future()
->>>>>>> tstage
         with theirs:
-            process = _Process(await open_channel(ours), asyncio.get_running_loop().create_future())
-            forked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._forking.append((process, forked))
             self._tell_nursery(Fork(), theirs.fileno())
-<<<<<<< HEAD
-        try:
-            await forked
-=======
         self._forking.append(forked)
         channel = await open_channel(ours)
         try:
             pid, status = await forked
->>>>>>> tstage
         except BaseException:
-            await process.channel.close()
+            await channel.close()
             raise
-<<<<<<< HEAD
-=======
         process = _Process(pid, channel, status, asyncio.Event())
         self._processes.append(process)
->>>>>>> tstage
         self._hand_out()
         return process
 
@@ -383,20 +360,10 @@ class Decoders:
             await self._nursery.end()
             died = ProcessDied(f"the decoders' nursery died with status {self._nursery.status}")
             while self._forking:
-<<<<<<< HEAD
-                _, forked = self._forking.popleft()
-                if not forked.done():
-                    forked.set_exception(died)
-            for process in self._processes:  # the kernel kills them with their parent
-                if not process.status.done():
-                    process.status.set_result(None)
-            await starter.again(self._start_nursery)
-=======
                 _fail(self._forking.popleft(), died)
             while self._statuses:  # the kernel kills them with their parent
                 self._statuses.popitem()[1].set_result(None)
             await starter.again(self._restart_nursery)
->>>>>>> tstage
 
     async def _hear_nursery(self, starter: Starter) -> None:
         decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
@@ -407,21 +374,6 @@ class Decoders:
             except EOFError:
                 return
             starter.proved()
-<<<<<<< HEAD
-            if isinstance(message, Forked):
-                process, forked = self._forking.popleft()
-                process.pid = message.pid
-                self._processes.append(process)
-                if not forked.done():
-                    forked.set_result(None)
-            else:
-                self._note_end(message)
-
-    def _note_end(self, message: Ended) -> None:
-        for process in self._processes:
-            if process.pid == message.pid and not process.status.done():
-                process.status.set_result(message.status)
-=======
             if isinstance(message, Ended):
                 self._statuses.pop(message.pid).set_result(message.status)
                 continue
@@ -445,4 +397,3 @@ _Born = tuple[int, asyncio.Future[int | None]]
 def _fail(future: asyncio.Future[Any], error: MindieMMError) -> None:
     if not future.done():
         future.set_exception(error)
->>>>>>> tstage
