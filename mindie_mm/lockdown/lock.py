@@ -49,8 +49,8 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     """Take from this process all that a decoder does not need, for good.
 
     The process can then decode, receive and send on its descriptors, and end. It opens no file, makes no process or
-    thread, and reaches no network. Call this function in a process with one thread, after `media.warm.warm_up`, and
-    after all that needs a file, a signal handler apart. A mechanism that the kernel lacks is left out.
+    thread, and reaches no network. Call this function in a process with one thread, after `media.warm.warm_up` and
+    after everything else that needs a file. A mechanism that the kernel lacks is left out.
 
     Args:
         keep: Descriptors that stay open, and may be written to. Sockets among them must be connected streams or
