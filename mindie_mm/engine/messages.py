@@ -42,6 +42,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Refill(msgspec.Struct, frozen=True, tag="refill"):
+    """Media of a request that asked for them (`Progress.needs_media`); ignored if the request has ended."""
+
+    request_id: str
+    input_ids: bytes
+    """As `Add.input_ids`: the same prompt, with words of new blocks."""
+
+
 class Mount(msgspec.Struct, frozen=True, tag="mount"):
     """Read the blocks of a file on disk where words name arena `number`; requests behind it may have such words."""
 
@@ -95,6 +103,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """None while it runs."""
     stop_token_id: int | None = None
     """The id of `stop_token_ids` that ended it."""
+    media_consumed: bool = False
+    """Whether the engine needs the blocks of the request's media no longer. It is told once for each Add and Refill."""
+    needs_media: bool = False
+    """Whether the request was preempted and needs its media again: it waits for a Refill, and nothing waits for it."""
     error: Failure | None = None
     """Error that ended the request. No progress follows."""
     timings: Timings | None = None
@@ -141,4 +153,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Mount | Unmount
+ToEngine = Add | Abort | Refill | Mount | Unmount
