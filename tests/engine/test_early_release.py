@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 from contextlib import aclosing
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from mindie_mm.config import EngineConfig
+from mindie_mm.config import EngineConfig, WorkerConfig
 from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.messages import Abort, Add, Refill
 from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.models import load_model
-from mindie_mm.shm.path_file import release
+from mindie_mm.shm import Ref, arenas_of, attach, release
+from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.messages import TokenizeRequest
 from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.models.contract import picture
 from tests.removed_arenas import removed_arenas
@@ -266,3 +273,38 @@ async def test_a_running_answer_keeps_no_page_of_an_arena_that_it_has_consumed(r
         await stream.aclose()
     finally:
         await engine.close()
+
+
+async def test_the_library_frees_blocks_early_too(random_checkpoint, device, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_SPOOL", str(tmp_path / "spool"))
+    engine = EngineConfig(device=device, max_model_len=300)
+    config = WorkerConfig(model=random_checkpoint, arena_bytes=2**20, engine=engine)
+    request = TokenizeRequest(items=[{"image": Image.fromarray(picture(60, 90))}, QUESTION])
+    async with await Worker.start(config, in_process=True) as worker:
+        async with aclosing(worker.answer(request, SamplingParams(ignore_eos=True, max_tokens=200), "a")) as deltas:
+            assert (await anext(deltas)).finish_reason is None
+            (arena,) = arenas_of([os.getpid()])
+            assert arena.stats.allocations == 1
+            assert arena.used_bytes == 0
+            assert [delta.finish_reason async for delta in deltas][-1] == "length"
+        assert worker.media_remade == 0
+
+
+def test_a_loose_view_keeps_no_arena_mapped_and_reads_no_other_arena(tokenizer, tmp_path):
+    ids = tokenizer.tokenize(PROMPTS[0], tmp_path / "path").numpy()
+    words = ids[ids < 0][:2].tolist()
+    view = attach(Ref.from_words(*words))
+    loose, expected = view.loose(), view["pixel_values"].copy()
+    assert (loose.ref, loose.digest, loose.nbytes, [*loose]) == (view.ref, view.digest, view.nbytes, [*view])
+    assert np.array_equal(loose["pixel_values"], expected)
+    loose.verify()
+    del view
+    release(tmp_path / "path")
+    for use in (loose.verify, lambda: loose["pixel_values"], lambda: len(loose)):
+        with pytest.raises(StaleReference):
+            use()
+    tokenizer.close()
+    drop_removed(cleanups=True)
+    gc.collect()
+    with pytest.raises(SegmentMissing, match="its arena is gone"):
+        loose.verify()
