@@ -218,15 +218,17 @@ def test_a_text_consumes_no_media(model):
         assert not any(progress.media_consumed for progress in engine.step().progress)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 async def test_an_engine_that_waits_for_media_alone_does_not_count_as_hung(
-    random_checkpoint, model, desk, device, alone, periods
+    random_checkpoint, model, desk, device, alone, periods, ranks
 ):
     tokens = BLOCKS * 4
     config = EngineConfig(
         device=device,
         kv_block_size=4,
-        kv_cache_bytes=tokens * model.spec.kv_token_bytes,
+        kv_cache_bytes=tokens * model.spec.kv_token_bytes // ranks,
         encoder_cache_bytes=0,
+        tensor_parallel=ranks,
         step_timeout_s=STEP_TIMEOUT_S,
     )
     engine = await AsyncEngine.start(random_checkpoint, config)
