@@ -246,8 +246,11 @@ class BaseEngine(ABC):
                 refused = sequence.constraint.refused(logits.shape[1])
                 logits[row].masked_fill_(upload(refused, logits.device), -torch.inf)
 
-    def _advance(self, sequence: Sequence, draw: Draw | None) -> Progress:
-        """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails."""
+    def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
+        """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails.
+
+        `media_consumed` is told along with it.
+        """
         if draw is None:
             for item in sequence.items:  # their features may be why: they are nobody else's
                 self._encoder_cache.drop(item)
@@ -275,6 +278,7 @@ class BaseEngine(ABC):
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
+            media_consumed=media_consumed,
             timings=sequence.timings(),
         )
 
@@ -287,19 +291,19 @@ class BaseEngine(ABC):
                 return "stop", None
         return ("length" if sequence.num_output >= sequence.max_tokens else None), None
 
-    def _tell_consumed(self, step: abc.Sequence[Scheduled]) -> list[Progress]:
-        """Tell of each sequence whose last media item a step has consumed."""
-        told = []
+    def _consume_media(self, step: abc.Sequence[Scheduled]) -> set[Sequence]:
+        """Let go of the media whose last slot a step has computed, and return the sequences to tell of."""
+        consumed = set()
         for scheduled in step:
             sequence = scheduled.sequence
             if sequence.media_consumed or not sequence.items or scheduled.stop < sequence.media_stop:
                 continue
             self._drop_nameless(sequence)
             sequence.consume_media()
-            told.append(Progress(request_id=sequence.request_id, media_consumed=True))
-        if told:
+            consumed.add(sequence)
+        if consumed:
             faults.point("consumed")
-        return told
+        return consumed
 
     def _drop_nameless(self, sequence: Sequence) -> None:
         """Drop the features of items without a digest, whose key is a block that may come to hold something else."""

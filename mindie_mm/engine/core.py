@@ -105,9 +105,12 @@ class Engine(BaseEngine):
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
         for sequence in senseless:  # an earlier step may have let others find its first blocks
             self._blocks.forget(sequence.blocks)
-        progress += self._tell_consumed(step)
+        consumed = self._consume_media(step)
+        for sequence in consumed.difference(sampling):
+            progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
-            progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
+            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(told)  # one by one: should a later one fail, none is lost
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:

@@ -92,7 +92,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int] = []
-    """Output tokens of this step. Empty if the request only scores its prompt, or if this tells of its media."""
+    """Output tokens of this step. Empty if the request only scores its prompt, and where only its media are told of."""
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None

@@ -163,9 +163,10 @@ class Seq2SeqEngine(BaseEngine):
             return
         self._towers.fetch(self._scheduler.coming())
         draws = self._draw(torch.cat([*rows.values()]), [*rows])
-        progress += self._tell_consumed([scheduled for scheduled in step if scheduled.sequence in rows])
+        consumed = self._consume_media([scheduled for scheduled in step if scheduled.sequence in rows])
         for sequence, draw in zip(rows, draws, strict=True):
-            progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
+            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(told)  # one by one: should a later one fail, none is lost
 
     def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
         """float32 [1, vocabulary]."""

@@ -236,15 +236,14 @@ class Worker:
         detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:
-                if step.media_consumed:
-                    if use is not None:
-                        use.release()
-                    continue
+                if step.media_consumed and use is not None:
+                    use.release()
                 if step.needs_media:
                     if use is None:
                         raise SegmentMissing("the engine needs the request's media again, which were freed")
                     renewed = await use.renew()
                     self.engine.refill(request_id, renewed.ids)
+                if not step.token_ids and step.finish_reason is None:
                     continue
                 text = detokenizer.push(step.token_ids)
                 stopped = detokenizer.stopped_by is not None
