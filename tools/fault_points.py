@@ -14,8 +14,9 @@ class Point:
     name: str
     """A point of `mindie_mm.faults`; or `at rest` and `everything`, which are signals from outside."""
     cause: str = "ask"
-    """`ask`: requests alone; `leave`: a client goes; `stop`: SIGTERM to the service; `start`: the service is started;
-    `lose engine`, `lose tokenizer`: that process is killed; `kill`: it is itself."""
+    """`ask`: requests alone; `preempt`: answers that preempt each other, too; `leave`: a client goes; `stop`: SIGTERM
+    to the service; `start`: the service is started; `lose engine`, `lose tokenizer`: that process
+    is killed; `kill`: it is itself."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.name}"
@@ -37,8 +38,10 @@ POINTS = (
     *_points(
         "engine",
         "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "
-        "before-reply after-reply forgetting",
+        "consumed before-reply after-reply forgetting",
     ),
+    Point("engine", "parked", "preempt"),
+    Point("engine", "refilled", "preempt"),
     Point("engine", "aborting", "leave"),
     Point("engine", "starting", "lose engine"),
     Point("engine", "loaded", "lose engine"),
@@ -46,9 +49,10 @@ POINTS = (
     Point("engine", "at rest", "kill"),
     *_points(
         "api",
-        "making-directory spooled tokenized sent first-delta next-delta answered before-remove hidden mid-free "
-        "released removed",
+        "making-directory spooled tokenized sent freed-early first-delta next-delta answered before-remove hidden "
+        "mid-free released removed",
     ),
+    Point("api", "remade", "preempt"),
     Point("api", "reclaiming", "lose tokenizer"),
     Point("api", "spawned", "start"),
     Point("api", "starting", "start"),

@@ -20,7 +20,10 @@ SLICE = (
     "tokenizer.mid-fill",  # died over the request
     "tokenizer.after-reply",  # its blocks may go before the engine has attached them
     "engine.attached",  # no output yet: sent again
+    "engine.consumed",  # its blocks are about to be freed
     "engine.mid-decode",  # output: fails
+    "engine.parked",  # the media of a preempted answer are asked for
+    "api.remade",  # they are in the arena twice as far as the path file says
     "api.mid-free",  # the others notice, and end
     "api.everything",  # nobody is left to clean up but the next service
 )
