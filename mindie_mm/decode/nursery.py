@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
@@ -108,12 +109,15 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     setup = msgspec.json.decode(setup_json, type=DecoderSetup)
+    ready: Ready | Failure = Ready()
     try:
         processor = load_processor(setup)
     except MindieMMError as error:
-        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+        ready = Failure.of(error)
+    with suppress(ConnectionError):  # the tokenizer is gone, which the nursery will see at once
+        channel.send(msgspec.msgpack.encode(ready))
+    if isinstance(ready, Failure):
         return
-    channel.send(msgspec.msgpack.encode(Ready()))
     with socket.socket(fileno=os.dup(channel.fileno())) as sock:
         nursery = Nursery(ReceivingChannel(sock), processor, setup)
         try:
