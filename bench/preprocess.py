@@ -22,12 +22,12 @@ import torch
 from PIL import Image
 
 from bench.report import median, plot, write
+from mindie_mm.decode.digest import content_digest
 from mindie_mm.inputs import Media
 from mindie_mm.media.image import resize
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.shm import Arena, release
-from mindie_mm.tokenize.planning import content_digest
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
@@ -55,7 +55,9 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
         plan = processor.plan(Media("image", data), data, {"image": 1})
         digest = content_digest(plan.settings, data)
         with arena.allocate(plan.specs, path_file=path_file) as block:
-            preprocessed.write(plan, digest, block)
+            if not preprocessed.copy(digest, block):
+                plan.write(block)
+                preprocessed.keep(digest, block)
             return block.publish(digest)
 
     def decode_and_resize() -> object:

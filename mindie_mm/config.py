@@ -156,7 +156,8 @@ class WorkerConfig:
     """Model family to use, whatever config.json says. Default: the family that config.json names."""
     generation_config: str = "auto"
     """Source of the sampling parameters that a request leaves out. auto: the checkpoint's generation_config.json. vllm:
-    neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json."""
+    neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json, whose end-of-sequence
+    tokens count, too."""
     decoders: CountOrNone = 0
     """Number of decoder processes, which decode media in parallel. 0: one for each CPU that the affinity mask and the
     control group allow, but at most 8. In a script (LLM), 0 decodes on a thread of the script."""

@@ -18,10 +18,10 @@ from mindie_mm.device import KINDS, SLOW_DTYPE, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
 from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
+from mindie_mm.lockdown import support
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.quantized import refuse_mindie
-from mindie_mm.nn.shards import weight_files
 from mindie_mm.shm import require_spool
 from mindie_mm.shm.layout import SHM_DIRECTORY
 from mindie_mm.shm.space import ShmSpace
@@ -42,9 +42,10 @@ def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Fi
         yield Finding("settings", "warning", said, "unset it; `mindie-mm serve --help` lists all settings")
     yield _libraries()
     yield from _devices(config.engine, root)
-    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (_checkpoint, _shared_memory, _memory, _open_files)
+    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (checkpoint_finding, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
+    yield _decoders()
     yield _spool(service)
     if service.allowed_media_dir is not None:
         yield _media_folder(service)
@@ -111,14 +112,15 @@ def _dtype(device: str, name: str) -> Iterator[Finding]:
         yield Finding("dtype", "warning", said, "--dtype float32")
 
 
-def _checkpoint(config: WorkerConfig) -> Finding:
+def checkpoint_finding(config: WorkerConfig) -> Finding:
+    """Check the checkpoint's files, but for the numbers in its weights. Load no weights."""
     try:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
         Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
         refuse_mindie(checkpoint)
-        weight_files(checkpoint)
         with reading(checkpoint, family):
+            family.check_weight_files(checkpoint)
             said = unknown_keys(checkpoint, family)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))
@@ -164,6 +166,17 @@ def _open_files(_: WorkerConfig) -> Finding:
     if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard one
         return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
     return Finding("open files", "ok", f"{soft} of at most {hard}")
+
+
+def _decoders() -> Finding:
+    locks = support()
+    if locks.missing:
+        advice = (
+            "run Linux 5.13 or later with lsm=landlock; the seccomp profile of a container has to allow "
+            "landlock_create_ruleset, landlock_restrict_self and seccomp"
+        )
+        return Finding("decoders", "warning", str(locks), advice)
+    return Finding("decoders", "ok", str(locks))
 
 
 def _spool(config: ServiceConfig) -> Finding:

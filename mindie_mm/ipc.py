@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -36,9 +35,6 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 
 CLOSE_TIMEOUT_S = 2.0
 """Maximum time in seconds that a peer may take to read sent messages before the channel is aborted."""
-
-CANCEL = signal.SIGUSR1
-"""Signal that tells a worker to cancel its work. It kills a worker that does not handle it."""
 
 PATIENCE_S = 2.0
 """Time in seconds that a worker has to exit, and then again after SIGTERM, before it is killed."""
@@ -237,10 +233,6 @@ class Child:
         if isinstance(reply, Failure):
             raise reply.exception()
         return reply
-
-    def cancel(self) -> None:
-        """Tell a worker that handles CANCEL to cancel its work."""
-        self._process.send_signal(CANCEL)
 
     def kill(self) -> None:
         """Kills the worker, in the midst of whatever it does: `recv` says so with EOFError. Reap it with `end`."""

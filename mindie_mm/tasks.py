@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -32,13 +32,17 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def beside(work: Callable[[], T]) -> T:
+def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) -> T:
     """Run `work` in a new thread and return its result. The caller may be inside an event loop, and `work` may run one.
+
+    `check` is called every `period_s` seconds meanwhile. If it raises an error, the thread is left to end by itself.
 
     Raises RuntimeError if no thread can be started, for example while the interpreter shuts down.
     """
     done: Future[T] = Future()
     threading.Thread(target=_do, args=(work, done), daemon=True).start()
+    while not wait([done], period_s).done:
+        check()
     return done.result()
 
 
@@ -87,11 +91,11 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
         done.set_exception(error)
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None = None) -> T:
     """Run `work` in a thread and return its result.
 
     When cancelled, wait for work that has begun, so that it does not write into a directory that is being removed. Work
-    that has not begun is not run.
+    that has not begun is not run. `give_up` is called before that wait, to shorten it.
     """
     is_wanted = True
 
@@ -103,6 +107,8 @@ async def in_thread(work: Callable[[], T]) -> T:
         return cast("T", await asyncio.shield(running))
     except asyncio.CancelledError:
         is_wanted = False
+        if give_up is not None:
+            give_up()
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])

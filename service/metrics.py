@@ -277,11 +277,13 @@ _ARENA_GAUGES: _ArenaValues = (
     ("used_bytes", "Bytes in blocks that nobody freed.", lambda arena, _: arena.used_bytes),
     ("peak_bytes", "The most bytes that were ever in blocks.", lambda _, stats: stats.peak_bytes),
     ("populated_ratio", "Faulted-in share, 1 is all of it.", lambda arena, _: arena.populated_fraction),
+    ("waiting_bytes", "Bytes that requests wait for.", lambda _, stats: stats.waiting_bytes),
     ("oldest_block_age_seconds", "Age of the oldest block, 0 without one.", lambda arena, _: _oldest(arena)),
 )
 _ARENA_COUNTERS: _ArenaValues = (
     ("allocations", "Blocks allocated.", lambda _, stats: stats.allocations),
-    ("waits", "Allocations that had to wait for room.", lambda _, stats: stats.waits),
-    ("full", "Allocations that waited in vain: ArenaFull.", lambda _, stats: stats.full),
+    ("waits", "Requests that had to wait for room.", lambda _, stats: stats.waits),
+    ("waited_seconds", "Time that requests have waited for room.", lambda _, stats: stats.waited_ns / 1e9),
+    ("full", "Requests that waited in vain: ArenaFull.", lambda _, stats: stats.full),
     ("taken_back", "Published blocks freed and taken back.", lambda _, stats: stats.taken_back),
 )

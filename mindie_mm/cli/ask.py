@@ -26,11 +26,12 @@ from mindie_mm.interrupts import importing
               help="Randomness of the answer. 0 always gives the same answer.")  # fmt: skip
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
               help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
-              "or a folder with such a file.  [default: auto]")  # fmt: skip
+              "or a folder with such a file. --json shows what applied.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason and timings as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and the sampling "
+              "parameters that applied as JSON.")  # fmt: skip
 def command(
     question: str,
     images: tuple[Path, ...],
@@ -58,8 +59,8 @@ def command(
         from rich.console import Console
 
         from mindie_mm import logs
-        from mindie_mm.engine.default_sampling import default_sampling
-        from mindie_mm.nn.checkpoint import Checkpoint
+        from mindie_mm.engine.default_sampling import defaults_of, effective
+        from mindie_mm.engine.sampling_params import SamplingParams
 
     flags = {
         "device": device,
@@ -68,7 +69,8 @@ def command(
         "generation_config": generation_config,
     }
     found = configured(model, flags)
-    default = default_sampling(Checkpoint.open(found.worker.model), found.worker.generation_config)
+    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # first, as it needs no checkpoint
+    default = defaults_of(found.worker)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
     logs.configure(logs.LogSettings(found.service.log_format, level), "ask")
@@ -84,7 +86,7 @@ def command(
         (output,) = llm.generate([[*items, {"text": question}]], params)
     if as_json:
         answer = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "timings")}
-        click.echo(msgspec.json.encode(answer).decode())
+        click.echo(msgspec.json.encode(answer | {"sampling": effective(params)}).decode())
     else:
         click.echo(output.text)
 

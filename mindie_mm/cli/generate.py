@@ -29,7 +29,7 @@ from mindie_mm.interrupts import importing
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
               help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
-              "or a folder with such a file.  [default: auto]")  # fmt: skip
+              "or a folder with such a file. OUTPUT.origin.json shows what applied.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
@@ -63,8 +63,7 @@ def command(
 
         from mindie_mm.batch import Dataset
         from mindie_mm.cli.offline import generate
-        from mindie_mm.engine.default_sampling import default_sampling
-        from mindie_mm.nn.checkpoint import Checkpoint
+        from mindie_mm.engine.default_sampling import defaults_of
 
     if output.name == "-":
         raise click.BadParameter("answers go to a file, so that a second call can continue it", param_hint="--output")
@@ -80,7 +79,7 @@ def command(
     # The environment may name the checkpoint and family of a service. The rows have their own.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
-    default = default_sampling(Checkpoint.open(config.model), config.generation_config)
+    default = defaults_of(config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")

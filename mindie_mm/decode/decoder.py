@@ -17,6 +17,7 @@ from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, WorldError
 from mindie_mm.ipc import Failure
+from mindie_mm.lockdown import limit_processor_time
 from mindie_mm.media.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.shm.extent import Extent
@@ -28,7 +29,7 @@ class Decoder:
 
     def __init__(self, processor: Processor, caps: MediaCaps) -> None:
         self._processor = processor
-        self._caps = caps
+        self.caps = caps
         self._plan: Plan | None = None
 
     def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
@@ -60,10 +61,10 @@ class Decoder:
             raise MediaError(f"the file cannot be read, or has changed: {error}") from error
         stack.close()
         with ExitStack() as caps:
-            of_item = caps.enter_context(under(self._caps))
+            of_item = caps.enter_context(under(self.caps))
             if item.decodes_to_count:
                 caps.enter_context(decoding_to_count())
-            self._plan = plan_item(self._processor, item.media, data, item.counts, self._caps)
+            self._plan = plan_item(self._processor, item.media, data, item.counts, self.caps)
         return Facts.of(self._plan, of_item.picture_pixels, of_item.video_pixels)
 
 
@@ -73,6 +74,7 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
     while True:
         try:
             message, descriptors = channel.receive()
+            limit_processor_time(decoder.caps.max_decode_s)
             channel.send(replies.encode(decoder.answer(requests.decode(message), descriptors)))
         except (EOFError, ConnectionError):
             return

@@ -6,6 +6,8 @@ and its decoders end with it.
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import select
 import signal
@@ -24,9 +26,13 @@ from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.lockdown import lock_in, support
+from mindie_mm.media.warm import warm_up
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.family import Processor
+
+_log = logging.getLogger(__name__)
 
 _FIRST_DESCRIPTOR = 3
 """Descriptor of a decoder's socket, behind the three standard streams."""
@@ -83,12 +89,14 @@ class Nursery:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             end_with_parent(parent)
             os.dup2(descriptor, _FIRST_DESCRIPTOR)
-            os.closerange(_FIRST_DESCRIPTOR + 1, os.sysconf("SC_OPEN_MAX"))
+            gc.freeze()  # objects of the nursery own descriptors that are closed here
             with socket.socket(fileno=_FIRST_DESCRIPTOR) as sock:
-                faults.arm("decoder", fault_folder())
+                lock_in([_FIRST_DESCRIPTOR], self._setup.media.max_decode_bytes)
                 serve(ReceivingChannel(sock), Decoder(self._processor, self._setup.media))
-        finally:
-            os._exit(0)
+        except BaseException:  # noqa: BLE001 - it ends in any case
+            _log.exception("a decoder cannot start")
+            os._exit(1)
+        os._exit(0)
 
     def _reap(self) -> None:
         for pid in list(self._pids):
@@ -112,8 +120,11 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     ready: Ready | Failure = Ready()
     try:
         processor = load_processor(setup)
+        warm_up()
     except MindieMMError as error:
         ready = Failure.of(error)
+    locks = support()
+    _log.log(logging.WARNING if locks.missing else logging.INFO, "%s", locks)
     with suppress(ConnectionError):  # the tokenizer is gone, which the nursery will see at once
         channel.send(msgspec.msgpack.encode(ready))
     if isinstance(ready, Failure):

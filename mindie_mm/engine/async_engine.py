@@ -40,9 +40,11 @@ _log = logging.getLogger(__name__)
 class AsyncEngine:
     """An engine process and its client. If the process dies, its requests fail and another process is started."""
 
-    def __init__(self, model: Path | None, config: EngineConfig, family: str | None) -> None:
+    def __init__(
+        self, model: Path | None, config: EngineConfig, family: str | None, end_token_ids: tuple[int, ...] | None
+    ) -> None:
         """Prepare an engine. Use `start` to create one."""
-        self._start = Start(None if model is None else str(model), config, family)
+        self._start = Start(None if model is None else str(model), config, family, end_token_ids)
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Requests that the engine has not finished. Their callers may not have read all of the progress yet."""
@@ -61,12 +63,18 @@ class AsyncEngine:
         self.stats = Stats()
 
     @classmethod
-    async def start(cls, model: Path | None, config: EngineConfig, family: str | None = None) -> Self:
+    async def start(
+        cls,
+        model: Path | None,
+        config: EngineConfig,
+        family: str | None = None,
+        end_token_ids: tuple[int, ...] | None = None,
+    ) -> Self:
         """Start the process and wait until it accepts requests.
 
         Raises the error of the process: UnsupportedCheckpoint, DeviceError, InputError or ProcessDied.
         """
-        engine = cls(model, config, family)
+        engine = cls(model, config, family, end_token_ids)
         await engine._launch()
         engine._keeper = asyncio.create_task(engine._keep())
         return engine

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.end_tokens import ids_of
 
 _log = logging.getLogger(__name__)
 
@@ -52,18 +55,51 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
             raise UnsupportedCheckpoint(
                 f"{error}. Correct the file, or choose other defaults by --generation-config vllm"
             ) from error
+    return _params(_file_in(source), Path(source))
+
+
+def defaults_of(config: WorkerConfig) -> SamplingParams:
+    """Return the settings of requests that state none. Errors are those of `default_sampling` and `family_of`."""
+    checkpoint, source = Checkpoint.open(config.model), config.generation_config
+    if source == "auto":
+        family = family_of(checkpoint, config.family)
+        with reading(checkpoint, family):
+            checkpoint = family.translated(checkpoint)
+    return default_sampling(checkpoint, source)
+
+
+def stated_end_tokens(source: str) -> tuple[int, ...] | None:
+    """Return the end-of-sequence ids in a folder's generation_config.json, as vLLM takes them from there.
+
+    None if the checkpoint's own files count: `source` is "auto" or "vllm", or the folder's file states none.
+
+    Raises:
+        InputError: The folder has no generation_config.json, or an id is not an integer.
+
+    """
+    if source in ("auto", "vllm") or (value := _file_in(source).get("eos_token_id")) is None:
+        return None
+    return ids_of(value, Path(source) / FILE)
+
+
+def _file_in(source: str) -> dict[str, Any]:
     folder = Path(source)
     if not (folder / FILE).is_file():
         raise InputError(
             f"generation_config is {source!r}, it must be auto, vllm or a folder with a {FILE}",
             param="generation_config",
         )
-    return _params(Checkpoint(folder, {}).json(FILE), folder)
+    return Checkpoint(folder, {}).json(FILE)
+
+
+def effective(params: SamplingParams) -> dict[str, float]:
+    """Return those of the settings that a generation_config.json may set which are not neutral."""
+    return {name: value for name in _FIELDS.values() if (value := getattr(params, name)) != _NEUTRAL[name]}
 
 
 def log_default_sampling(params: SamplingParams, source: str) -> None:
     """Log the settings of requests that state none, in one line."""
-    stated = [f"{name} {getattr(params, name)}" for name in _FIELDS.values() if getattr(params, name) != _NEUTRAL[name]]
+    stated = [f"{name} {value}" for name, value in effective(params).items()]
     _log.info("default sampling parameters: %s (--generation-config %s)", ", ".join(stated) or "neutral", source)
 
 

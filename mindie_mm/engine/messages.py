@@ -23,6 +23,8 @@ class Start(msgspec.Struct, frozen=True):
     config: EngineConfig
     family: str | None = None
     """As `WorkerConfig.family`."""
+    end_token_ids: tuple[int, ...] | None = None
+    """As `load_model` takes them."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

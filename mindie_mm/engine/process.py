@@ -133,6 +133,7 @@ def _load(start: Start, ranks: Ranks) -> BaseEngine:
             start.family,
             vision=Placement(config.vision_device, config.vision_bits),
             projector=Placement(config.projector_device, config.projector_bits),
+            end_token_ids=start.end_token_ids,
         ),
         LOADING_PATIENCE,
     )

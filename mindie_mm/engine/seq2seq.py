@@ -132,7 +132,7 @@ class Seq2SeqEngine(BaseEngine):
                 f"{len(ids)} this encoder-decoder generates at most {max(most, 0)}",
             )
         items = self._read(self._model, ids)
-        return Sequence(
+        sequence = Sequence(
             request_id=message.request_id,
             params=params,
             token_ids=plain_ids(ids, items).tolist(),
@@ -145,6 +145,9 @@ class Seq2SeqEngine(BaseEngine):
             asked_s=message.asked_s,
             num_cached=0,
         )
+        if params.repetition_penalty != 1:  # as in transformers: of what the decoder was given, not of the prompt
+            sequence.unique_prompt_ids = np.array([self._model.rules.start_token_id], np.int64)
+        return sequence
 
     def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)

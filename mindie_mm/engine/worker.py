@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.default_sampling import default_sampling, log_default_sampling
+from mindie_mm.engine.default_sampling import defaults_of, log_default_sampling, stated_end_tokens
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, generated, tokenized
@@ -138,7 +138,8 @@ class Worker:
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
         # Before the processes start, because a wrong value ends the start.
-        default_params = default_sampling(checkpoint, config.generation_config)
+        default_params = defaults_of(config)
+        end_token_ids = stated_end_tokens(config.generation_config)
         log_default_sampling(default_params, config.generation_config)
 
         async def started(start: Coroutine[Any, Any, Part]) -> Part:
@@ -149,7 +150,9 @@ class Worker:
         async with AsyncExitStack() as parts:
             async with task_group() as group:
                 stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
-                engine = group.create_task(started(AsyncEngine.start(path, config.engine, config.family)))
+                engine = group.create_task(
+                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids))
+                )
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
             worker = cls(config, stage.result(), engine.result(), tokenizer, default_params)
             parts.pop_all()

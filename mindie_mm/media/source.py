@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message
+from mindie_mm.media import cancellation
 from mindie_mm.media.audio import Samples
 from mindie_mm.media.caps import caps
 from mindie_mm.media.colours import pil_to_rgb
@@ -145,7 +146,11 @@ def _fetch(url: str) -> bytes:
     from mindie_mm.media.fetch import fetch  # late, because an HTTP client imports slowly and most callers have files
 
     # The caller may be inside an event loop, for example in a notebook.
-    return beside(lambda: asyncio.run(fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)))
+    return beside(
+        lambda: asyncio.run(fetch(url, max_bytes=MAX_SOURCE_BYTES, timeout_s=FETCH_TIMEOUT_S)),
+        cancellation.check,
+        cancellation.CHECK_S,
+    )
 
 
 def _read_file(path: Path) -> bytes:
@@ -166,15 +171,27 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_pipe(path: Path) -> bytes:
-    """Read a pipe or a device up to its end, or to one byte above the limit. Raise MediaError if it does not end."""
+    """Read a pipe or a device up to its end, or to one byte above the limit.
+
+    Raises:
+        MediaError: It does not end.
+        RequestAborted: Nobody waits for it any more.
+
+    """
     deadline, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
     # Without O_NONBLOCK, opening a pipe waits for its other end.
     with FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         waiting = select.poll()
         waiting.register(file, select.POLLIN)
         while len(data) <= MAX_SOURCE_BYTES:
-            if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise MediaError(f"{_shortened(str(path))} is no file, and did not end within {FETCH_TIMEOUT_S:g} s")
+            cancellation.check()
+            left_s = max(0.0, deadline - time.monotonic())
+            if not waiting.poll(min(left_s, cancellation.CHECK_S) * 1000):
+                if not left_s:
+                    raise MediaError(
+                        f"{_shortened(str(path))} is no file, and did not end within {FETCH_TIMEOUT_S:g} s"
+                    )
+                continue
             piece = file.read(_PIECE_BYTES)
             if piece == b"":
                 break

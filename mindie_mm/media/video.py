@@ -213,7 +213,7 @@ class EncodedVideo:
     def _upright(self, frame: av.VideoFrame, scaler: VideoReformatter) -> Pixels:
         _check_size(frame.height, frame.width, self.max_pixels)
         height, width = (self.width, self.height) if self.orientation.transposed else (self.height, self.width)
-        pixels = scaler.reformat(frame, width, height, "rgb24").to_ndarray()
+        pixels = scaler.reformat(frame, width, height, "rgb24", threads=torch.get_num_threads()).to_ndarray()
         return self.orientation.apply(pixels.astype(np.uint8, copy=False))
 
 

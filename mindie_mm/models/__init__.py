@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -154,13 +154,18 @@ def load_model(
     *,
     vision: Placement = TOGETHER,
     projector: Placement = TOGETHER,
+    end_token_ids: Sequence[int] | None = None,
 ) -> Model | Seq2SeqModel:
     """The model of a checkpoint directory (None: the embedded one), its weights on the device.
 
     `dtype` is auto, the name of a torch dtype, or one; `family` as in `family_of`; `vision` and `projector` say where
-    these parts run, unless with the rest. UnsupportedCheckpoint, DeviceError, InputError.
+    these parts run, unless with the rest. `end_token_ids` take the place of those in generation_config.json.
+    UnsupportedCheckpoint, DeviceError, InputError.
     """
     checkpoint = Checkpoint.open(path)
+    if end_token_ids is not None:
+        stated = checkpoint.json("generation_config.json")
+        checkpoint = checkpoint.with_files({"generation_config.json": {**stated, "eos_token_id": [*end_token_ids]}})
     opened = open_device(device)
     chosen = family_of(checkpoint, family)
     try:

@@ -80,9 +80,7 @@ class ChameleonProcessor(OneSizeProcessor):
             raise UnsupportedCheckpoint(f"{where}: <image> is {token} to its tokenizer, {known} to its vocabulary_map")
         self.placeholders = {"image": Placeholder((), token, ())}
         self._run = (start, *[token] * self.num_features, end)
-        if (separator := checkpoint.special_token("sep_token")) is None:
-            raise UnsupportedCheckpoint(f"{where}: the tokenizer has no sep_token")
-        self._separator = checkpoint.token_id(separator)
+        self._separator = checkpoint.token_id(checkpoint.require_special_token("sep_token"))
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
         return Spelling(runs=[self._run])

@@ -19,6 +19,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
 from mindie_mm.media.preprocess import Size, background_of, check_settings, pad, resample_of
 from mindie_mm.nn.checkpoint import Checkpoint, with_special_tokens
+from mindie_mm.nn.end_tokens import tokenizers_eos
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
@@ -232,6 +233,7 @@ class DeepseekVL(PretrainedFamily):
     module_name = "DeepseekVLForConditionalGeneration"
     model_class = DeepseekVLModel
     unused_weights = UNUSED_WEIGHTS
+    other_keys: ClassVar[tuple[str, ...]] = ("vision_config.params.ckpt_path", "vision_config.params.output_dim")
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -291,12 +293,19 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
             raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}, it must be {needed}")
 
 
+def check_features(params: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedCheckpoint if a tower with the original's parameters leaves out its first patch."""
+    if (found := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
+        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}, only same and cls_patch are served")
+
+
 def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return transformers' configuration of a SigLIP tower with the original's parameters. UnsupportedCheckpoint."""
     name = params.get("model_name", "siglip_large_patch16_384")
     if name not in _SIGLIPS:
         raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}, only {', '.join(_SIGLIPS)} are served")
     check_settings(params, {"ignore_head": True}, f"{where} (vision_config.params)")
+    check_features(params, f"{where} (vision_config.params)")
     sizes = {key: params.get(key, size) for key, size in _SIGLIPS[name].items()}
     layers, last = sizes["layers"], params.get("select_layer", -2)
     return {
@@ -381,9 +390,7 @@ def translate(
         {"add_special_token": False, "sft_format": "deepseek", "image_tag": _IMAGE_TAG},
         f"{where} (processor_config.json)",
     )
-    if not (described := checkpoint.json("tokenizer.json")):
-        raise UnsupportedCheckpoint(f"{where} has no tokenizer.json")
-    described = _framed(with_special_tokens(described, [_IMAGE_TAG]), checkpoint)
+    described = _framed(with_special_tokens(checkpoint.tokenizer_json(), [_IMAGE_TAG]), checkpoint)
     ids = {token["content"]: token["id"] for token in described["added_tokens"]}
     language = config["language_config"]
     translated = {
@@ -397,8 +404,11 @@ def translate(
     }
     generation = dict(checkpoint.json("generation_config.json"))
     # The original stops at the tokenizer's end token: its language_config leaves Llama's, which is another one.
-    if generation.get("eos_token_id") is None and (eos := checkpoint.special_token("eos_token")) in ids:
-        generation["eos_token_id"] = ids[eos]
+    if generation.get("eos_token_id") is None:
+        eos = tokenizers_eos(checkpoint)
+        generation["eos_token_id"] = (
+            checkpoint.token_id(checkpoint.require_special_token("eos_token")) if eos is None else eos
+        )
     files = {
         "processor_config.json": {"num_image_tokens": said.get("num_image_tokens", 576)},
         "preprocessor_config.json": dict(pixels),

@@ -22,7 +22,7 @@ from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.tiles import CanvasSize, best_canvas
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import Keys, words
+from mindie_mm.nn.config_keys import Keys, Nullable, words
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.experts import MLP, Experts, join_experts
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
@@ -44,12 +44,12 @@ _LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the othe
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 # The defaults are those of the original's configuration classes.
 _KEYS = Keys(
-    read={"candidate_resolutions": [[384, 384]]},
+    read={"candidate_resolutions": [(384, 384)]},
     only={"tile_tag": ("2D",), "global_view_pos": ("head",)},
     unused=words("tie_word_embeddings"),  # the language model's counts
     sections={
         "vision_config": Keys(
-            read={"width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4, "patch_size": 16},
+            read={"width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4.0, "patch_size": 16},
             only={
                 "image_size": (384,),
                 "global_pool": ("map",),
@@ -81,24 +81,25 @@ _KEYS = Keys(
                 "num_hidden_layers": 30,
                 "num_attention_heads": 32,
                 "num_key_value_heads": 32,
-                "n_shared_experts": None,
-                "n_routed_experts": None,
-                "num_experts_per_tok": None,
-                "n_group": None,
-                "topk_group": None,
+                "n_shared_experts": Nullable(int),
+                "n_routed_experts": Nullable(int),
+                "num_experts_per_tok": Nullable(int),
+                "n_group": Nullable(int),
+                "topk_group": Nullable(int),
                 "routed_scaling_factor": 1.0,
                 "norm_topk_prob": False,
                 "moe_layer_freq": 1,
                 "first_k_dense_replace": 0,
                 "use_mla": True,
-                "kv_lora_rank": 512,
-                "q_lora_rank": 1536,
+                "kv_lora_rank": Nullable(int, 512),
+                "q_lora_rank": Nullable(int, 1536),
                 "qk_rope_head_dim": 64,
                 "qk_nope_head_dim": 128,
                 "v_head_dim": 128,
                 "max_position_embeddings": 2048,
                 "rms_norm_eps": 1e-6,
                 "rope_theta": 10000.0,
+                "bos_token_id": Nullable(int, 0),
             },
             only={
                 "hidden_act": ("silu", "swish"),
@@ -113,7 +114,13 @@ _KEYS = Keys(
     },
 )
 _PROCESSOR_KEYS = Keys(
-    read={"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5), "image_token": "<image>", "patch_size": 14},
+    read={
+        "candidate_resolutions": [(384, 384)],
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+        "image_token": "<image>",
+        "patch_size": 14,
+    },
     only={"downsample_ratio": (2,), "normalize": (True,), "sft_format": ("deepseek",)},
     unused=words("add_special_token ignore_id mask_prompt pad_token"),
 )
@@ -182,7 +189,7 @@ class DeepseekVL2Processor(Processor):
         token = checkpoint.token_id(settings["image_token"])
         bos = checkpoint.special_token("bos_token")
         # The original takes the tokenizer's, too.
-        self._bos = config["language_config"].get("bos_token_id", 0) if bos is None else checkpoint.token_id(bos)
+        self._bos = config["language_config"]["bos_token_id"] if bos is None else checkpoint.token_id(bos)
         self.placeholders = {"image": Placeholder((), token, ())}
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
@@ -543,6 +550,10 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     where = f"{checkpoint.path}/config.json"
     config = _KEYS.complete(checkpoint.config, where)
     vision, projector, language = (config[name] for name in ("vision_config", "projector_config", "language_config"))
+    if language["use_mla"] and language["kv_lora_rank"] is None:
+        raise UnsupportedCheckpoint(
+            f"{where}: language_config.kv_lora_rank is None, with use_mla it must be an integer"
+        )
     for name, found, needed in (
         ("projector_config.input_dim", projector["input_dim"], vision["width"]),
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),

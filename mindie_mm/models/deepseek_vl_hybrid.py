@@ -22,6 +22,7 @@ from mindie_mm.models.deepseek_vl import (
     DeepseekVLModel,
     DeepseekVLProcessor,
     check_aligner,
+    check_features,
     check_original,
     is_hybrid,
     normalization,
@@ -100,6 +101,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
         params = config["vision_config"]["params"]
         check_settings(params, {"concat_type": "tuple"}, f"{where} (vision_config.params)")
         high, low = params["high_res_cfg"], params["low_res_cfg"]
+        check_features(high, f"{where} (vision_config.params.high_res_cfg)")
         towers = {"vision_config": siglip_config(low, where), "high_res_vision_config": _sam_config(high, where)}
         check_aligner(config, towers["vision_config"], where)
         pixels = original_pixels(checkpoint)
@@ -154,6 +156,15 @@ class DeepseekVLHybrid(DeepseekVL):
     processor = DeepseekVLHybridProcessor
     module_name = "DeepseekVLHybridForConditionalGeneration"
     model_class = DeepseekVLHybridModel
+    other_keys = (
+        *(f"vision_config.params.freeze_{part}" for part in ("high", "low")),
+        *(
+            f"vision_config.params.{part}_res_cfg.{key}"
+            for part in ("high", "low")
+            for key in ("ckpt_path", "output_dim")
+        ),
+        "vision_config.params.high_res_cfg.select_layer",  # the original gives it to SigLIP alone
+    )
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:

@@ -113,6 +113,16 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "num_beams": None,
 }
 """Keys of the original's text_config that are settings of generation."""
+_OTHER_KEYS = (
+    # Of the original's training.
+    *(f"text_config.{key}dropout" for key in ("", "activation_", "attention_", "classif_", "classifier_")),
+    *(f"text_config.{key}" for key in ("decoder_layerdrop", "encoder_layerdrop", "init_std")),
+    *("vision_config.drop_path_rate", "vision_config.enable_checkpoint"),
+    # The original's code reads none of these, and sets the number of layers by encoder_layers.
+    *(f"text_config.{key}" for key in ("add_bias_logits", "add_final_layer_norm", "normalize_before")),
+    *("text_config.num_hidden_layers", "vision_config.tie_word_embeddings"),
+)
+"""Keys of the original's sections that change no answer."""
 _NAMED_TOKENS: Mapping[str, Any] = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -184,7 +194,9 @@ class Florence2Processor(OneSizeProcessor):
         self.num_features = _num_features(config.vision_config, self.size, where)
         check_settings(settings, {"image_seq_length": self.num_features}, where)
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
-        self._around = [_named_token(checkpoint, name) for name in ("bos_token", "eos_token")]
+        self._around = [
+            checkpoint.token_id(checkpoint.require_special_token(name)) for name in ("bos_token", "eos_token")
+        ]
 
     def limits(self) -> Mapping[Kind, int]:
         return {"image": 1}
@@ -243,6 +255,7 @@ class Florence2(PretrainedFamily):
     kinds = ("image",)
     processor = Florence2Processor
     module_name = "Florence2ForConditionalGeneration"
+    other_keys = _OTHER_KEYS
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
@@ -290,12 +303,6 @@ def _num_features(vision: Any, made: tuple[int, int], where: str) -> int:
     return height * width + 1
 
 
-def _named_token(checkpoint: Checkpoint, name: str) -> int:
-    if (token := checkpoint.special_token(name)) is None:
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: tokenizer_config.json has no {name}")
-    return checkpoint.token_id(token)
-
-
 def _translated(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
     vision = checkpoint.config.get("vision_config") or {}
@@ -312,9 +319,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
             f"{where}: vision_config.projection_dim is {tower['projection_dim']}, it must be text_config.d_model, "
             f"{width}"
         )
-    if not (described := checkpoint.json("tokenizer.json")):
-        raise UnsupportedCheckpoint(f"{where} has no tokenizer.json; copy it from the model that this one was made of")
-    described = with_special_tokens(described, _ADDED_TOKENS)
+    described = with_special_tokens(checkpoint.tokenizer_json(), _ADDED_TOKENS)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}
     config = {
         **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},

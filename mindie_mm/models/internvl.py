@@ -177,7 +177,7 @@ class InternVLProcessor(Processor):
         self.feature_width = config.get_text_config().hidden_size
         self._side, self._tile_features = _tile(config, where)
         check_settings(checkpoint.json("processor_config.json"), {"image_seq_length": self._tile_features}, where)
-        spelled = {name: _spelled(checkpoint, name) for name in _TOKENS}
+        spelled = {name: checkpoint.require_special_token(name) for name in _TOKENS}
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
             raise UnsupportedCheckpoint(
@@ -283,12 +283,6 @@ def _with_thumbnail(tiles: int) -> int:
     return tiles + 1 if tiles > 1 else tiles
 
 
-def _spelled(checkpoint: Checkpoint, name: str) -> str:
-    if (token := checkpoint.special_token(name)) is None:
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no {name}")
-    return token
-
-
 def _tile(config: Any, where: str) -> tuple[int, int]:
     """Pixels along one side of a tile, and its features. UnsupportedCheckpoint."""
     vision, ratio, layer = config.vision_config, config.downsample_ratio, config.vision_feature_layer
@@ -332,6 +326,10 @@ class InternVL(PretrainedFamily):
     module_name = "InternVLForConditionalGeneration"
     model_class = InternVLModel
     unused_weights = ("language_model.model.layers.*.rotary_emb.inv_freq",)
+    # Of the original's training, and how it computes attention.
+    other_keys = tuple(
+        f"vision_config.{key}" for key in ("attention_dropout", "drop_path_rate", "dropout", "use_flash_attn")
+    )
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
@@ -484,8 +482,16 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
     name = checkpoint.json("tokenizer_config.json").get("tokenizer_class")
     made = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
     if not (made and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
-        files = "vocab.json and merges.txt" if made else "a tokenizer.json"
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: its tokenizer, {name}, needs {files}; {_CONVERTED}")
+        if made:
+            files = "tokenizer.json, nor vocab.json and merges.txt"
+        elif name is None:
+            files = "tokenizer.json, and no tokenizer_config.json with a tokenizer_class"
+        else:
+            files = f"tokenizer.json, which its tokenizer, {name}, needs"
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has no {files}; take the missing files from the repository that the checkpoint was "
+            f"made of, or {_CONVERTED}"
+        )
     from transformers import Qwen2Tokenizer  # late: it takes a second
 
     checkpoint.check_tokenizer()

@@ -25,7 +25,7 @@ from mindie_mm.media.image import Data, open_image
 from mindie_mm.media.preprocess import check_settings
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import Keys, words
+from mindie_mm.nn.config_keys import Keys, Nullable, words
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
@@ -52,22 +52,22 @@ _GLOBAL, _DETAIL = "global_pixels", "pixels"
 _KEYS = Keys(
     read={
         "vocab_size": 50304,
-        "embedding_size": 50304,
+        "embedding_size": Nullable(int, 50304),
         "additional_vocab_size": 128,
         "hidden_size": 4096,
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": None,
+        "num_key_value_heads": Nullable(int),
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "qkv_bias": False,
-        "clip_qkv": None,
+        "clip_qkv": Nullable(float),
         "attention_layer_norm": False,
         "norm_after": False,
         "scale_logits": False,
-        "vit_layers": (-2, -9),
+        "vit_layers": [-2, -9],
         "overwrite_earlier_images": False,
     },
     only={
@@ -124,7 +124,7 @@ _KEYS = Keys(
             read={
                 "image_emb_dim": 1024,
                 "image_num_heads": 16,
-                "image_num_key_value_heads": None,
+                "image_num_key_value_heads": Nullable(int),
                 "image_num_layers": 23,
                 "image_head_dim": 64,
                 "image_mlp_dim": 4096,
@@ -153,6 +153,7 @@ _PREPROCESSING: Mapping[str, Any] = {
     "image_padding_mask": True,
     "do_normalize": True,
 }
+_SETTINGS = Keys(read={"max_crops": 12, "image_mean": tuple(CLIP_MEAN), "image_std": tuple(CLIP_STD)})
 
 CHAT_TEMPLATE = """
 {%- for message in messages -%}
@@ -196,12 +197,12 @@ class MolmoProcessor(Processor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
         check_settings(config, _PREPROCESSING, str(checkpoint.path))
+        config = _SETTINGS.complete(config, str(checkpoint.path))
         self.feature_width: int = configuration(checkpoint)["hidden_size"]
-        self.max_crops: int = config.get("max_crops", 12)
-        self.mean: tuple[float, ...] = tuple(config.get("image_mean", CLIP_MEAN))
-        self.std: tuple[float, ...] = tuple(config.get("image_std", CLIP_STD))
-        special = checkpoint.json("tokenizer_config.json")
-        self._bos = checkpoint.token_id(_content(special.get("bos_token") or special.get("eos_token")))
+        self.max_crops: int = config["max_crops"]
+        self.mean: tuple[float, ...] = tuple(config["image_mean"])
+        self.std: tuple[float, ...] = tuple(config["image_std"])
+        self._bos = checkpoint.token_id(checkpoint.require_special_token("bos_token", "eos_token"))
         names = ("<im_start>", "<im_patch>", "<im_col>", "<im_end>")
         self._start, patch, self._column, self._end = (checkpoint.token_id(name) for name in names)
         self.placeholders = {"image": Placeholder((), patch, ())}
@@ -566,9 +567,7 @@ class Molmo(Family):
         from transformers import PreTrainedTokenizerFast  # late: it takes a second
 
         # Not by the class that it names: transformers would look for that by a model_type that it does not know.
-        file = checkpoint.path / "tokenizer.json"
-        if not file.is_file():
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+        checkpoint.tokenizer_json()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint.path, local_files_only=True)
         # What checkpoints have is the template of the language model that they were made from.
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -615,8 +614,3 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
             f"image_num_heads, {tower['image_num_heads']}, is served"
         )
     return config
-
-
-def _content(token: Any) -> str:
-    """A token of tokenizer_config.json, as text or as an object."""
-    return str(token["content"] if isinstance(token, dict) else token)

@@ -82,10 +82,7 @@ class Molmo2Processor(Processor):
         positions: int = config.get_text_config().max_position_embeddings
         self._max_frames: int = max(1, min(video["num_frames"], positions // self._frame_features))
         self._max_fps: float = video["max_fps"]
-        bos = checkpoint.special_token("bos_token") or checkpoint.special_token("eos_token")
-        if bos is None:
-            raise UnsupportedCheckpoint(f"{where}: its tokenizer has no bos_token and no eos_token")
-        self._bos = checkpoint.token_id(bos)
+        self._bos = checkpoint.token_id(checkpoint.require_special_token("bos_token", "eos_token"))
         self._read_tokens(checkpoint, config)
 
     def _read_tokens(self, checkpoint: Checkpoint, config: Any) -> None:

@@ -23,7 +23,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import REQUIRED, Keys, words
+from mindie_mm.nn.config_keys import Keys, Required, words
 from mindie_mm.nn.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.folder import check_pointer
@@ -56,8 +56,8 @@ _KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
         "intermediate_size": 22016,
         "layer_norm_epsilon": 1e-6,
         "max_position_embeddings": 8192,
-        "seq_length": REQUIRED,
-        "rotary_emb_base": 10000,
+        "seq_length": Required(int),
+        "rotary_emb_base": 10000.0,
         "use_dynamic_ntk": True,
         "use_logn_attn": True,
     },
@@ -82,13 +82,13 @@ _KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
     sections={
         "visual": Keys(
             read={
-                "image_size": REQUIRED,
-                "patch_size": REQUIRED,
-                "width": REQUIRED,
-                "layers": REQUIRED,
-                "heads": REQUIRED,
-                "mlp_ratio": REQUIRED,
-                "image_start_id": REQUIRED,
+                "image_size": Required(int),
+                "patch_size": Required(int),
+                "width": Required(int),
+                "layers": Required(int),
+                "heads": Required(int),
+                "mlp_ratio": Required(float),
+                "image_start_id": Required(int),
                 "n_queries": 256,
                 "output_dim": 512,
             }
@@ -423,7 +423,10 @@ class QwenVL(Family):
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         if not (file := checkpoint.path / "qwen.tiktoken").is_file():
             if not checkpoint.has("tokenizer.json"):
-                raise UnsupportedCheckpoint(f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json")
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; take qwen.tiktoken from the "
+                    f"repository that the checkpoint was made of, such as {cls.published}"
+                )
             return super().tokenizer(checkpoint)
         check_pointer(file)
         return fast_tokenizer(_read_ranks(file.read_bytes(), checkpoint), checkpoint)

@@ -40,7 +40,7 @@ _CLASS_KEYS: Mapping[Kind, str] = {
     "audio": "feature_extractor_type",
 }
 """Key of the settings of a kind that names the class of transformers that reads them."""
-_VOCABULARIES = (
+VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
 )
@@ -87,6 +87,15 @@ class Checkpoint:
         `config` and `files` are what transformers' config.json and other JSON files would hold. Nothing is written.
         """
         return replace(self, config=config, _files={**self._files, **files}, renamings=renamings)
+
+    @property
+    def contents(self) -> tuple[Mapping[str, Any], Mapping[str, dict[str, Any]]]:
+        """config.json and the other files that were read or made, to compare translations by."""
+        return self.config, self._files
+
+    def with_files(self, files: Mapping[str, dict[str, Any]]) -> Checkpoint:
+        """Return this checkpoint with other contents of JSON files. Nothing is written."""
+        return replace(self, _files={**self._files, **files})
 
     def json(self, name: str) -> dict[str, Any]:
         """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
@@ -175,7 +184,7 @@ class Checkpoint:
 
     def check_tokenizer(self) -> None:
         """Raise UnsupportedCheckpoint if no file has a vocabulary, or one of the tokenizer's files is damaged."""
-        vocabularies = [name for name in _VOCABULARIES if self.has(name)]
+        vocabularies = [name for name in VOCABULARIES if self.has(name)]
         if not vocabularies:
             self.tokenizer_json()  # which says what to do
         for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS, *_TOKENIZER_TEXTS):
@@ -198,6 +207,20 @@ class Checkpoint:
         extra = config.get("extra_special_tokens")
         token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
         return token["content"] if isinstance(token, dict) else token
+
+    def require_special_token(self, *names: str) -> str:
+        """Return the spelling of the first of `names` that tokenizer_config.json has. UnsupportedCheckpoint if none."""
+        for name in names:
+            if (token := self.special_token(name)) is not None:
+                return token
+        if not self.has("tokenizer_config.json"):
+            missing = f"tokenizer_config.json, which would name its {' or '.join(names)}"
+        else:
+            missing = f"{' and no '.join(names)} in its tokenizer_config.json"
+        raise UnsupportedCheckpoint(
+            f"{self.path} has no {missing}; take tokenizer_config.json from the repository that the checkpoint was "
+            "made of"
+        )
 
 
 def with_special_tokens(described: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:

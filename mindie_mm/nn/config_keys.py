@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
 
-REQUIRED = object()
-"""Stands for the default of a key that the original code does not do without."""
+
+@dataclass(frozen=True, slots=True)
+class Required:
+    """Stands for the default of a key that the original code does not do without."""
+
+    kind: type
+    """Type of its value; float takes integers, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nullable:
+    """The default of a key that may be null."""
+
+    kind: type
+    """Type of its value otherwise; float takes integers, too."""
+    default: Any = None
 
 
 def words(*texts: str) -> frozenset[str]:
@@ -41,7 +56,11 @@ class Keys:
     """The keys of a configuration file, or of one section of it."""
 
     read: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that the family honours, with the original code's defaults."""
+    """Keys that the family honours, with the original code's defaults, whose types their values must have.
+
+    A float takes integers, too. A bool takes null, which is false to the original code. The values of a list are as the
+    first one of the default, and a tuple has as many values as the default.
+    """
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that change the answers, with the values that are served.
 
@@ -56,8 +75,8 @@ class Keys:
         """Return `config` with the defaults of the keys that it lacks.
 
         Raises:
-            UnsupportedCheckpoint: A key has a value that is not served, or is missing and has no default. `where` is
-                the file, which the message names.
+            UnsupportedCheckpoint: A key has a value that is not served or of another type, or is missing and has no
+                default. `where` is the file, which the message names.
 
         """
         for name, served in self.only.items():
@@ -66,10 +85,16 @@ class Keys:
             if stated and found not in served:
                 values = " or ".join(repr(value) for value in served) or "null"
                 raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}, only {values} is served")
-        completed = {**self.read, **config}
-        for name, value in completed.items():
-            if value is REQUIRED:
-                raise UnsupportedCheckpoint(f"{where} has no {prefix}{name}")
+        completed = dict(config)
+        for name, default in self.read.items():
+            if name not in config:
+                if isinstance(default, Required):
+                    raise UnsupportedCheckpoint(f"{where} has no {prefix}{name}")
+                completed[name] = default.default if isinstance(default, Nullable) else default
+            elif not _fits(config[name], default):
+                raise UnsupportedCheckpoint(
+                    f"{where}: {prefix}{name} is {config[name]!r}, it must be {_described(default)}"
+                )
         for name, keys in self.sections.items():
             section = config.get(name, {})
             if not isinstance(section, Mapping):
@@ -85,3 +110,30 @@ class Keys:
                 yield f"{prefix}{name}"
             elif name in self.sections and isinstance(value, Mapping):
                 yield from self.sections[name].unknown(value, f"{prefix}{name}.")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Return whether a value is of the type of its key's default."""
+    if value is None:
+        return default is None or isinstance(default, Nullable | bool)
+    if isinstance(default, list | tuple):
+        if not isinstance(value, list | tuple) or (isinstance(default, tuple) and len(value) != len(default)):
+            return False
+        return all(_fits(part, default[0]) for part in value)
+    kind = _kind(default)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is kind
+
+
+def _kind(default: Any) -> type:
+    return default.kind if isinstance(default, Required | Nullable) else type(default)
+
+
+def _described(default: Any) -> str:
+    """Return in words the values that `_fits` takes."""
+    if isinstance(default, list | tuple):
+        count = f" of {len(default)}" if isinstance(default, tuple) else ""
+        return f"a list{count}, each {_described(default[0])}"
+    word = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[_kind(default)]
+    return f"{word} or null" if isinstance(default, Nullable) else word

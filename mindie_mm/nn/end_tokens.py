@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -25,7 +26,7 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
 
     """
     ids = list(_stated(checkpoint))
-    if (token_id := _tokenizers(checkpoint)) is not None and token_id not in ids:
+    if (token_id := tokenizers_eos(checkpoint)) is not None and token_id not in ids:
         ids.append(token_id)
     ids = ids or list(default)
     if not ids:
@@ -43,16 +44,19 @@ def _stated(checkpoint: Checkpoint) -> Iterator[int]:
     texts = [text for name in _TEXT_MODELS if isinstance(text := config.get(name), Mapping)]
     for source in (checkpoint.json("generation_config.json"), config, *texts):
         if (value := source.get("eos_token_id")) is not None:
-            for token_id in value if isinstance(value, list) else [value]:
-                if not isinstance(token_id, int) or isinstance(token_id, bool):
-                    raise UnsupportedCheckpoint(
-                        f"{checkpoint.path}: eos_token_id is {value!r}, it must be an integer or a list of integers"
-                    )
-                yield token_id
+            yield from ids_of(value, checkpoint.path)
             return
 
 
-def _tokenizers(checkpoint: Checkpoint) -> int | None:
+def ids_of(value: Any, where: Path) -> tuple[int, ...]:
+    """Return the ids that an eos_token_id states. Raise UnsupportedCheckpoint if one is not an integer."""
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}, it must be an integer or a list of integers")
+    return tuple(ids)
+
+
+def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
     """Return the id of the tokenizer's end-of-sequence token, or None if it has none.
 
     Beside a tokenizer_config.json of an older release, special_tokens_map.json comes first, as in transformers. If

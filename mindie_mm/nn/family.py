@@ -7,7 +7,7 @@ device, cheap to import); its `Model` runs next to the accelerator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -27,8 +27,8 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.pretrained import load_pretrained
 from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.unused_keys import unused_keys
-from mindie_mm.nn.weights import renamed_weights
+from mindie_mm.nn.unused_keys import untranslated_keys, unused_keys
+from mindie_mm.nn.weights import check_weight_files, renamed_weights
 from mindie_mm.shm import ArraySpec
 
 
@@ -220,6 +220,11 @@ class Family(ABC):
         """
 
     @classmethod
+    def check_weight_files(cls, checkpoint: Checkpoint) -> None:
+        """Raise UnsupportedCheckpoint if `model` refuses the way that the weights are stored, whatever the device."""
+        check_weight_files(checkpoint, own_layers=True)
+
+    @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         """transformers' fast tokenizer of the checkpoint; UnsupportedCheckpoint where it has none."""
         from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
@@ -231,7 +236,11 @@ class Family(ABC):
             checkpoint.json("tokenizer.json")  # which names the file if it is cut
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
         if not tokenizer.is_fast:
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer.json")
+            checkpoint.tokenizer_json()  # which says what to do if it is missing
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
+                "tokenizer_class in tokenizer_config.json"
+            )
         return tokenizer
 
 
@@ -276,15 +285,22 @@ class PretrainedFamily(Family):
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        checkpoint = cls.translated(checkpoint)
+        translated = cls.translated(checkpoint)
 
         def resolve(stated: dict[str, Any]) -> Any:
             config = cls.config_class().from_dict(dict(stated))
-            settle(replace(checkpoint, config=stated), config, cls.default_theta)
+            settle(replace(translated, config=stated), config, cls.default_theta)
             return config
 
-        found = unused_keys(checkpoint.config, resolve)
+        found = unused_keys(translated.config, resolve)
+        if translated.renamings is not None:
+            found = [_published(name, checkpoint, translated) for name in found]
+            found = [*_untranslated(cls, checkpoint, translated), *found]
         return [name for name in found if name not in cls.other_keys]
+
+    @classmethod
+    def check_weight_files(cls, checkpoint: Checkpoint) -> None:
+        check_weight_files(cls.translated(checkpoint), own_layers=False)
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
@@ -301,6 +317,26 @@ class PretrainedFamily(Family):
         )
         model: Model = cls.model_class(module, spec, processor)
         return model
+
+
+def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Checkpoint) -> Iterator[str]:
+    """Yield the keys of the original config.json of `translated` that change nothing in it."""
+    files = {"tokenizer.json": translated.json("tokenizer.json")}  # made once: that may take a second
+
+    def translate(stated: dict[str, Any]) -> Any:
+        return family.translated(replace(checkpoint.with_files(files), config=stated)).contents
+
+    yield from untranslated_keys(checkpoint.config, translate)
+
+
+def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str:
+    """Return a key of a translated config.json as the original calls it, whose sections may have other names."""
+    section, _, key = name.partition(".")
+    if not key or section in checkpoint.config:
+        return name
+    keys = translated.config[section].keys()
+    sections = {own: value.keys() for own, value in checkpoint.config.items() if isinstance(value, Mapping)}
+    return f"{max(sections, key=lambda own: len(keys & sections[own]))}.{key}"
 
 
 def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:

@@ -25,7 +25,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
-    "repetition_penalty": (None, 1.0),
     "sequence_bias": (None,),
     "watermarking_config": (None,),
 }

@@ -6,6 +6,7 @@ families, and never load a model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatch
@@ -157,6 +158,8 @@ def _load(
     else:
         check_quantization(checkpoint, device)
     weight_files(checkpoint)
+    # It warns of settings in generation_config.json that its own `generate`, which nobody calls, would not use.
+    logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
     # Straight to the device, by accelerate: the host never holds them all.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:

@@ -73,18 +73,11 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
     """
     if (settings := quantization(checkpoint)) is None:
         return
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer  # late, like all of its modelling
+    check_method(checkpoint)
+    from transformers.quantizers.auto import AutoHfQuantizer  # late, like all of its modelling
 
     method = method_of(settings)
-    if method not in AUTO_QUANTIZER_MAPPING:
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which transformers does not load; it loads "
-            f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
-        )
     refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
-    if packages := missing_packages(method):
-        wanted = " ".join(f"'{package}'" for package in packages)
-        raise UnsupportedCheckpoint(f"{refused}: a package is missing (pip install {wanted}). {_INSTEAD}")
     if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
         raise UnsupportedCheckpoint(
             f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
@@ -96,6 +89,26 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
         quantizer.validate_environment(device_map={"": device.torch_device}, weights_only=True)
     except (ImportError, RuntimeError, ValueError, TypeError) as error:
         raise UnsupportedCheckpoint(f"{refused}: {error}. {_INSTEAD}") from error
+
+
+def check_method(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint if transformers does not know how the weights are quantised, or lacks a package."""
+    if (settings := quantization(checkpoint)) is None:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # late, as above
+
+    method = method_of(settings)
+    if method not in AUTO_QUANTIZER_MAPPING:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised with {method!r}, which transformers does not load; it loads "
+            f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
+        )
+    if packages := missing_packages(method):
+        wanted = " ".join(f"'{package}'" for package in packages)
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised with {method!r}, which cannot be run here: a package is missing "
+            f"(pip install {wanted}). {_INSTEAD}"
+        )
 
 
 def missing_packages(method: str) -> list[str]:

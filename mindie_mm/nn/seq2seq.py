@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ def load_seq2seq(
         from transformers import GenerationConfig  # late, like all of its modelling
 
         configs = [GenerationConfig(**checkpoint.json("generation_config.json"))]
+    if (eos := checkpoint.json("generation_config.json").get("eos_token_id")) is not None:
+        configs.insert(0, SimpleNamespace(eos_token_id=eos))
     rules = GenerationRules(configs, str(checkpoint.path), device.torch_device)
     text = module.config.get_text_config()
     heads = getattr(text, "decoder_attention_heads", None) or text.num_attention_heads

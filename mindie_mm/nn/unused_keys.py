@@ -40,6 +40,43 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
         ]
 
 
+def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
+    """Yield the keys of a config.json in a model's original layout that change nothing in its translation.
+
+    Args:
+        stated: The contents of config.json.
+        translate: Makes of such contents an object that can be compared.
+
+    """
+    for path, value in _leaves(stated):
+        if value is not None and not _makes_difference(stated, path, translate):
+            yield ".".join(path)
+
+
+def _leaves(stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the keys that hold no objects, those of every configuration left out, and their values."""
+    for name, value in stated.items():
+        if name in HOUSEKEEPING:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*sections, name))
+        else:
+            yield (*sections, name), value
+
+
+def _makes_difference(stated: Mapping[str, Any], path: Path, translate: Callable[[dict[str, Any]], Any]) -> bool:
+    """Return whether another value of the key is refused, or translated into something else."""
+    found = []
+    for value in (_ABSENT, _PROBE):
+        contents = deepcopy(dict(stated))
+        _put(contents, path, value)
+        try:
+            found.append(translate(contents))
+        except Exception:  # noqa: BLE001 - a translation may compute with the value
+            return True
+    return bool(found[0] != found[1])
+
+
 def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the keys that are no fields of their class, and their values."""
     known = {*HOUSEKEEPING, *config.attribute_map, *(field.name for field in dataclasses.fields(config))}

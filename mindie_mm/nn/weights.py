@@ -14,10 +14,11 @@ from mindie_mm.nn.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.dequantize import read_dequantized, scaling
 from mindie_mm.nn.pretrained import check_shapes, check_weights, read_config
-from mindie_mm.nn.quantized import check_own_layers, is_quantized, quantization
+from mindie_mm.nn.quantized import check_method, check_own_layers, is_quantized, quantization, refuse_quantized
 from mindie_mm.nn.renaming import RenamedWeights, rename
+from mindie_mm.nn.shards import weight_files
 from mindie_mm.nn.shares import refuse_shares
-from mindie_mm.nn.stored_tensors import read_weights, require_floats
+from mindie_mm.nn.stored_tensors import check_stored, read_weights, require_floats
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,17 +81,44 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
     """
     if checkpoint.renamings is None:
         return None
-    if is_quantized(checkpoint):
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised, and its weights have their authors' names; quantised weights are served "
-            "in transformers' layout only"
-        )
+    _refuse_quantized_originals(checkpoint)
     config = read_config(cls.config_class.__name__, checkpoint)
     with torch.device("meta"):
         shapes = {name: tuple(weight.shape) for name, weight in cls(config).state_dict().items()}
     renamed = rename(read_weights(checkpoint), shapes, checkpoint.renamings)
     check_shapes(checkpoint, renamed.misfits)
     return renamed
+
+
+def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
+    """Check how the weights are stored, without reading them and whatever the device.
+
+    Args:
+        checkpoint: Where the weights are, translated if its layout is its authors' own.
+        own_layers: Whether the model's layers are written here, not transformers'.
+
+    Raises:
+        UnsupportedCheckpoint: The weights are quantised in a way that loading them refuses on every device.
+
+    """
+    weight_files(checkpoint)
+    if not is_quantized(checkpoint):
+        check_stored(checkpoint)
+    elif checkpoint.renamings is not None:
+        _refuse_quantized_originals(checkpoint)
+    elif scaling(checkpoint) is None:
+        if own_layers:
+            refuse_quantized(checkpoint)
+        else:
+            check_method(checkpoint)
+
+
+def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
+    if is_quantized(checkpoint):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised, and its weights have their authors' names; quantised weights are served "
+            "in transformers' layout only"
+        )
 
 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:

@@ -32,9 +32,9 @@ class ArenaStats:
     allocations: int
     """Blocks that were ever allocated."""
     waits: int
-    """Allocations that had to wait for room."""
+    """Requests, or allocations of a script, that had to wait for room."""
     full: int
-    """Allocations that waited in vain: ArenaFull."""
+    """Those of them that waited in vain: ArenaFull."""
     taken_back: int
     """Published blocks that were freed and taken back."""
     waiting_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import under_caps
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
+from mindie_mm.media import cancellation
 from mindie_mm.media.caps import Work, decodes_to_count, under
 from mindie_mm.nn.splice import ITEM
 from mindie_mm.shm import Block
@@ -121,13 +123,15 @@ class _PromptMedia(PromptMedia):
             self._files.callback(os.close, parcel.descriptor)
             return parcel
 
+        given_up = threading.Event()
+
         def pack() -> Parcel:
-            with under(self._stage.caps):
+            with cancellation.until(given_up), under(self._stage.caps):
                 copied = pack_copy(media)
             self._files.callback(os.close, copied.descriptor)
             return copied
 
-        return await in_thread(pack)  # fetching and reading may take long
+        return await in_thread(pack, given_up.set)  # fetching and reading may take long
 
     async def _fill(self, item: PlannedItem, block: Block, salt: str) -> None:
         """Write the arrays of an item, and publish its block."""

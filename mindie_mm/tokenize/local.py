@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Self
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.environment import default_spool
+from mindie_mm.media import cancellation
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
@@ -61,8 +64,17 @@ class LocalTokenizer:
         """Nothing: it lives as long as its caller."""
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """Return the request's prompt. Errors are those of Tokenizer."""
-        return await self._thread.run(partial(self._tokenizer.answer, request))
+        """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends soon."""
+        given_up = threading.Event()
+        try:
+            return await self._thread.run(partial(self._answer, request, given_up))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+
+    def _answer(self, request: TokenizeRequest, given_up: threading.Event) -> Prompt:
+        with cancellation.until(given_up):
+            return self._tokenizer.answer(request)
 
     async def close(self) -> None:
         """Wait for the request in progress, then remove the arena."""

@@ -12,10 +12,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 from mindie_mm.cli import main
+from mindie_mm.lockdown import support
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S, run, run_warm
 
-LOOKED_AT = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "spool")
+LOOKED_AT = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
 """By doctor, on every machine."""
 
 
@@ -35,7 +36,9 @@ def test_models_lists_every_file_of_the_package():
 def test_doctor_says_what_is_fine_and_what_is_not(random_checkpoint, tmp_path):
     findings = json.loads(run_warm("doctor", random_checkpoint, "--json"))
     general = [finding for finding in findings if finding["subject"] in LOOKED_AT]
-    assert [(finding["subject"], finding["status"]) for finding in general] == [(name, "ok") for name in LOOKED_AT]
+    expected = dict.fromkeys(LOOKED_AT, "ok") | {"decoders": "warning" if support().missing else "ok"}
+    assert [(finding["subject"], finding["status"]) for finding in general] == [*expected.items()]
+    assert {finding["subject"]: finding["found"] for finding in general}["decoders"] == str(support())
     if importlib.util.find_spec("torch_npu") is None:  # no sign of an NPU: nothing is said of any
         assert findings == general
     found = run_warm("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
@@ -52,6 +55,20 @@ def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["timings"]["tower_s"] > 0
     assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_ask_shows_the_sampling_parameters_of_the_checkpoint_and_no_warning_about_them(random_checkpoint, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(random_checkpoint, folder)
+    stated = {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    command = [BIN, "ask", "What?", "--model", folder, "--max-tokens", 3, "--json"]
+    ended = warm.run(command, timeout=TIMEOUT_S, env=dict(os.environ))
+    assert "generation flags" not in ended.stderr
+    answer = json.loads(ended.stdout)
+    assert answer["sampling"] == {
+        "temperature": 0.0, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3, "max_tokens": 3
+    }  # fmt: skip
 
 
 def test_mistakes_are_one_line(random_checkpoint):

@@ -4,9 +4,16 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from mindie_mm.config import WorkerConfig
+from mindie_mm.doctor import checkpoint_finding
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint import Checkpoint
 from tests.cli.shell import run_warm
+from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 
 
 def doctor(file, *, status=0, **environment):
@@ -83,6 +90,53 @@ def test_a_checkpoint_that_cannot_be_served(tmp_path, spoil, said):
     found = doctor(file, status=1)["checkpoint"]
     assert found["status"] == "error"
     assert said in found["advice"]
+
+
+def _stored_as(dtype):
+    def spoil(folder):
+        file = folder / "model.safetensors"
+        weights = load_file(file)
+        name = next(name for name in weights if name.endswith("q_proj.weight"))
+        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"})
+
+    return spoil
+
+
+def _quantised_by(method):
+    def spoil(folder):
+        file = folder / "config.json"
+        settings = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _stored_as(torch.int8),
+        _stored_as(torch.float8_e4m3fn),
+        _stored_as(torch.int32),
+        _quantised_by("gptq"),
+        _quantised_by("squeezed"),
+    ],
+    ids=["int8", "fp8", "int32", "gptq", "unknown"],
+)
+@pytest.mark.parametrize("own_layers", [False, True])
+def test_weights_that_are_not_loaded_are_refused_with_the_same_message(own_layers, spoil, random_checkpoint, tmp_path):
+    folder = tmp_path / "checkpoint"
+    if own_layers:
+        folder.mkdir()
+        write_checkpoint(GOLDEN / "deepseek_vl2" / "plain", folder, drawn_weights(GOLDEN / "deepseek_vl2" / "plain"))
+    else:
+        shutil.copytree(random_checkpoint, folder)
+    config = WorkerConfig(model=str(folder))
+    assert checkpoint_finding(config).status == "ok"
+    spoil(folder)
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        load_model(folder, device="cpu")
+    found = checkpoint_finding(config)
+    assert (found.status, found.advice) == ("error", str(refused.value))
 
 
 def test_keys_that_the_family_does_not_use(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.media.source import FETCH_TIMEOUT_S
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S
 
@@ -61,7 +62,7 @@ def test_a_command_is_interrupted_while_it_works(random_checkpoint: Path, tmp_pa
         try:
             with fifo.open("wb"):  # opens when the command reads the picture
                 process.send_signal(signal.SIGINT)
-                assert process.wait(TIMEOUT_S) == 130
+                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # not as late as the pipe is given up
         finally:
             process.kill()
         assert (tmp_path / "out").read_text().endswith("Interrupted\n")

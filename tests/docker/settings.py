@@ -23,7 +23,7 @@ def nbytes(size: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def shm_bytes(num_tokenizers: int, arena_bytes: int) -> int:
-    """How large docs/operations.md says /dev/shm is to be."""
-    (room,) = re.findall(r"`--num-tokenizers` times `--arena-bytes`, and (\d+) MiB", PAGE)
-    return num_tokenizers * arena_bytes + int(room) * 2**20
+def shm_bytes(arena_bytes: int) -> int:
+    """Return the size that /dev/shm must have, as docs/operations.md says."""
+    (room,) = re.findall(r"/dev/shm must hold `--arena-bytes` and\s+(\d+) MiB", PAGE)
+    return arena_bytes + int(room) * 2**20

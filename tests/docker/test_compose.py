@@ -62,9 +62,8 @@ def test_a_service_for_each_device() -> None:
 def test_shared_memory_is_worked_out_from_the_arenas() -> None:
     service, defaults = of_device("cpu"), WorkerConfig()
     env = {name: plain(value) for name, value in service["environment"].items()}
-    assert int(env["MINDIE_MM_NUM_TOKENIZERS"]) == defaults.num_tokenizers
     assert int(env["MINDIE_MM_ARENA_BYTES"]) == defaults.arena_bytes
-    assert nbytes(plain(service["shm_size"])) == shm_bytes(defaults.num_tokenizers, defaults.arena_bytes)
+    assert nbytes(plain(service["shm_size"])) == shm_bytes(defaults.arena_bytes)
 
 
 def test_the_spool_stays_below_its_folder() -> None:

@@ -121,8 +121,8 @@ def test_shared_memory_is_worked_out_from_the_arenas() -> None:
     pod, env = pod_of(base()), env_of(container_of(base()))
     (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
     assert shm["medium"] == "Memory"
-    tokenizers, arena_bytes = int(env["MINDIE_MM_NUM_TOKENIZERS"]), int(env["MINDIE_MM_ARENA_BYTES"])
-    assert nbytes(shm["sizeLimit"]) == shm_bytes(tokenizers, arena_bytes)
+    arena_bytes = int(env["MINDIE_MM_ARENA_BYTES"])
+    assert nbytes(shm["sizeLimit"]) == shm_bytes(arena_bytes)
 
 
 def test_the_spool_stays_below_its_folder() -> None:
@@ -135,10 +135,10 @@ def test_the_spool_stays_below_its_folder() -> None:
 def test_the_memory_limit_covers_shared_memory_and_decoding() -> None:
     container = container_of(base())
     env, resources = env_of(container), container["resources"]
-    tokenizers, decode = int(env["MINDIE_MM_NUM_TOKENIZERS"]), int(env["MINDIE_MM_MAX_DECODE_BYTES"])
+    decoders, decode = int(env["MINDIE_MM_DECODERS"]), int(env["MINDIE_MM_MAX_DECODE_BYTES"])
     assert decode <= MediaCaps().max_decode_bytes
-    shm = shm_bytes(tokenizers, int(env["MINDIE_MM_ARENA_BYTES"]))
-    assert nbytes(resources["limits"]["memory"]) > 2 * (shm + tokenizers * decode), "the rest is for the engine"
+    shm = shm_bytes(int(env["MINDIE_MM_ARENA_BYTES"]))
+    assert nbytes(resources["limits"]["memory"]) > 2 * (shm + decoders * decode), "the rest is for the engine"
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
 
 

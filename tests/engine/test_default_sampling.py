@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mindie_mm.config import EngineConfig, WorkerConfig
-from mindie_mm.engine.default_sampling import default_sampling
+from mindie_mm.engine.default_sampling import default_sampling, stated_end_tokens
 from mindie_mm.engine.llm import LLM
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
@@ -21,6 +21,25 @@ QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repet
 def checkpoint(folder: Path, content: Any) -> Checkpoint:
     (folder / "generation_config.json").write_text(json.dumps(content))
     return Checkpoint(folder, {})
+
+
+def test_end_tokens_come_from_the_folder_in_use(random_checkpoint, tmp_path):
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(random_checkpoint) as llm:
+        (plain,) = llm.generate(["Hello"], greedy)
+    end = plain.token_ids[3]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    with LLM(random_checkpoint, WorkerConfig(generation_config=str(tmp_path))) as llm:
+        (found,) = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=8))
+    assert found.finish_reason == "stop"
+    assert len(found.token_ids) <= plain.token_ids.index(end) + 1
+
+
+@pytest.mark.parametrize("stated", ["2", [1, "2"], [True]], ids=str)
+def test_end_tokens_of_a_folder_are_integers(stated, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*, it must be an integer or"):
+        stated_end_tokens(str(tmp_path))
 
 
 @pytest.mark.parametrize(

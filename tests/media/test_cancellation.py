@@ -1,6 +1,6 @@
 """Decoding that nobody waits for any more."""
 
-from collections.abc import Iterator
+import threading
 
 import pytest
 
@@ -12,27 +12,32 @@ from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import encode_sound, tone
 
 
-@pytest.fixture(autouse=True)
-def begun() -> Iterator[None]:
-    yield
-    cancellation.begin()
-
-
 @pytest.mark.parametrize("form", ["encoded", "handed in"])
-def test_of_a_video_between_two_frames(form: str) -> None:
-    frames = moving_frames(30)
+def test_decoding_a_video_ends_between_two_frames(form: str) -> None:
+    frames, given_up = moving_frames(30), threading.Event()
     video = open_video(encode_video(frames) if form == "encoded" else frames, None)
-    decoded = video.decode(range(30))
-    next(decoded)
-    cancellation.cancel()
-    with pytest.raises(RequestAborted, match="given up"):
-        list(decoded)
-    cancellation.begin()
+    with cancellation.until(given_up):
+        decoded = video.decode(range(30))
+        next(decoded)
+        given_up.set()
+        with pytest.raises(RequestAborted, match="given up"):
+            list(decoded)
     assert len(list(video.decode(range(30)))) == 30
 
 
-def test_of_a_sound() -> None:
-    clip = open_audio(encode_sound(tone(1.0), 16_000))
-    cancellation.cancel()
-    with pytest.raises(RequestAborted, match="given up"):
+def test_decoding_a_sound_ends() -> None:
+    clip, given_up = open_audio(encode_sound(tone(1.0), 16_000)), threading.Event()
+    given_up.set()
+    with cancellation.until(given_up), pytest.raises(RequestAborted, match="given up"):
         clip.decode(16_000, 16_000)
+
+
+def test_another_thread_goes_on() -> None:
+    given_up = threading.Event()
+    given_up.set()
+    with cancellation.until(given_up):
+        other = threading.Thread(target=cancellation.check)
+        other.start()
+        other.join()
+        with pytest.raises(RequestAborted):
+            cancellation.check()

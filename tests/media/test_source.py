@@ -1,16 +1,19 @@
 import base64
 import io
 import os
+import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, RequestAborted
 from mindie_mm.inputs import Media
-from mindie_mm.media.source import read_source, source_path
+from mindie_mm.media import cancellation, fetch
+from mindie_mm.media.source import FETCH_TIMEOUT_S, read_source, source_path
 from tests.media_samples import encoded, photograph
 
 DATA = encoded(photograph(size=(40, 30)))
@@ -183,6 +186,26 @@ def test_a_pipe_is_read_to_its_end(pipe):
     writer.start()
     assert read_source(Media("image", str(pipe))) == DATA * 100
     writer.join()
+
+
+@pytest.fixture
+def silent_url():
+    """An address where somebody listens and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/picture.png"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "url"])
+def test_a_source_that_gives_nothing_is_left_as_soon_as_nobody_waits_for_it(kind, pipe, silent_url, monkeypatch):
+    monkeypatch.setattr(fetch, "is_public", lambda _: True)
+    given_up, began = threading.Event(), time.monotonic()
+    timer = threading.Timer(0.2, given_up.set)
+    timer.start()
+    with pipe.open("r+b", buffering=0), cancellation.until(given_up), pytest.raises(RequestAborted):
+        read_source(Media("image", str(pipe) if kind == "pipe" else silent_url))
+    assert given_up.is_set()
+    assert time.monotonic() - began < FETCH_TIMEOUT_S / 3
+    timer.join()
 
 
 def test_a_pipe_that_stands_still_is_not_waited_for(pipe, monkeypatch):

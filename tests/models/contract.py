@@ -47,7 +47,7 @@ from mindie_mm.media.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.media.video import EncodedVideo
 from mindie_mm.models import family_named, family_of, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint import VOCABULARIES, Checkpoint
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import Placement, parts
@@ -245,6 +245,11 @@ def without_settings(path: Path, out: Path) -> Path:
     return out
 
 
+def without_weights(path: Path, out: Path) -> Path:
+    """A copy of the checkpoint `path` without weights."""
+    return shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+
+
 class FamilyContract:
     """Subclasses are named Test<Family>."""
 
@@ -296,6 +301,15 @@ class FamilyContract:
 
     def test_keys_of_its_configuration_are_known(self, path: Path) -> None:
         assert family_named(self.name).unknown_keys(Checkpoint.open(path)) == []
+
+    def test_unknown_keys_in_any_section_are_named(self, path: Path) -> None:
+        family, own = family_named(self.name), Checkpoint.open(path)
+        config = deepcopy(dict(own.config))
+        found = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+        for section in found:
+            config[section]["widht"] = 1
+        named = family.unknown_keys(replace(own, config=config))
+        assert sorted(named) == sorted(f"{section}.widht" for section in found)
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
         """Ids, arrays and logits of a checkpoint of other settings, `path`, are what `reference` makes of it."""
@@ -380,6 +394,24 @@ class FamilyContract:
         for content in ("[]", '{"processor_class": "SomeProcessor", "image_processor": null}'):
             joint.write_text(content)
             self.assert_refused(out, "processor_config.json")
+
+    def test_missing_files_of_the_tokenizer_are_named_with_what_to_do(self, path, tmp_path):
+        out = without_weights(path, tmp_path / "other")
+        for file in VOCABULARIES:
+            (out / file).unlink(missing_ok=True)
+        with pytest.raises(
+            UnsupportedCheckpoint, match=r"has (no|neither) .*(json|tiktoken).*; take .* from the repos"
+        ):
+            Tokenizer.from_pretrained(out)
+
+    def test_a_missing_tokenizer_config_is_named_with_what_to_do_unless_it_is_not_needed(self, path, tmp_path):
+        out = without_weights(path, tmp_path / "other")
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            (out / file).unlink(missing_ok=True)
+        try:
+            Tokenizer.from_pretrained(out)
+        except UnsupportedCheckpoint as error:
+            assert re.search(r"tokenizer_config\.json.*; take .* from the repository", str(error))  # noqa: PT017
 
     def test_settings_of_an_unknown_class_are_refused(self, path, tmp_path):
         if self.settings_file != "preprocessor_config.json":

@@ -6,6 +6,7 @@ A key is honoured as the original code does, refused by its name, or without eff
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from mindie_mm.device import open_device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import HOUSEKEEPING, Keys
+from mindie_mm.nn.config_keys import HOUSEKEEPING, Keys, Nullable, Required
 from mindie_mm.nn.model import Model
 
 IDS = torch.arange(3, 40)
@@ -52,6 +53,19 @@ def served_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, tuple[Any
         yield f"{prefix}{name}", served
     for name, section in keys.sections.items():
         yield from served_values(section, f"{prefix}{name}.")
+
+
+def mistyped_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield the names of keys that are honoured, and values of other types than theirs."""
+    for name, default in keys.read.items():
+        kind = default.kind if isinstance(default, Required | Nullable) else type(default)
+        values: list[Any] = ["8", {"a": 8}, float("nan")]
+        values += [[8]] if kind in (int, float, bool) else [8, ["8"], [1.5]]
+        values += [True] if kind in (int, float) else []
+        values += [8.5] if kind is int else []
+        yield f"{prefix}{name}", values if isinstance(default, Nullable | bool) else [*values, None]
+    for name, section in keys.sections.items():
+        yield from mistyped_values(section, f"{prefix}{name}.")
 
 
 def keys_of(family: str) -> Keys:
@@ -154,6 +168,13 @@ class KeysContract:
             except UnsupportedCheckpoint as error:
                 assert f"{name} is {value!r}" in str(error)  # noqa: PT017 - one test for all keys
         assert not served
+
+    def test_values_of_another_type_are_refused_by_name(self, path: Path) -> None:
+        family = family_named(self.name)
+        for name, values in mistyped_values(keys_of(self.name)):
+            for value in values:
+                with pytest.raises(UnsupportedCheckpoint, match=re.escape(f"{name} is {value!r}, it must be ")):
+                    family.processor(self.checkpoint(path, {name: value}))
 
     def test_keys_are_honoured_as_the_original_does(self, path: Path, base: Model) -> None:
         own = base.logits(IDS)

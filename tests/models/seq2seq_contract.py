@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig
+from mindie_mm.config import EngineConfig, WorkerConfig
 from mindie_mm.device import open_device
+from mindie_mm.engine.default_sampling import defaults_of
 from mindie_mm.engine.kv_cache_size import useful_bytes
 from mindie_mm.engine.memory_profile import kv_cache_bytes
 from mindie_mm.engine.messages import Abort, Add
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import DeviceError
-from mindie_mm.models import family_named
+from mindie_mm.models import family_named, load_model
 from mindie_mm.shm import release
 from tests.models.contract import FamilyContract, Items, Reference, picture, run
 
@@ -41,9 +45,9 @@ class Seq2SeqReference(Reference):
         return self.answer_logits(items, self.decoder_input_ids)
 
     @torch.inference_mode()
-    def generate(self, items: Items, count: int) -> list[int]:
+    def generate(self, items: Items, count: int, **settings: Any) -> list[int]:
         out = self.part(items).generate(
-            **self.inputs(items), max_new_tokens=count, do_sample=False, num_beams=1, length_penalty=None
+            **self.inputs(items), max_new_tokens=count, do_sample=False, num_beams=1, length_penalty=None, **settings
         )
         return out[0, 1:].tolist()
 
@@ -97,6 +101,26 @@ class Seq2SeqContract(FamilyContract):
             engine.abort(Abort(str(i)))
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
         assert {error.name for error in errors.values()} == {"ContextLengthExceeded"}
+
+    def test_a_default_repetition_penalty_is_applied_as_in_transformers(self, path, reference, tokenized, tmp_path):
+        other, count = tmp_path / "other", 2 * self.num_tokens
+        shutil.copytree(path, other)
+        file = other / "generation_config.json"
+        stated = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(stated | {"repetition_penalty": 1.8}))
+        self.change_text_config(other, repetition_penalty=1.8)
+        penalty = defaults_of(WorkerConfig(model=other)).repetition_penalty
+        assert penalty == 1.8
+        engine = self.engine(load_model(other, device="cpu", dtype="float32"))
+        outputs, errors = run(engine, [*tokenized.values()], max_tokens=count, repetition_penalty=penalty)
+        assert not errors
+        plain, _ = run(engine, [*tokenized.values()], max_tokens=count)
+        assert outputs != plain
+        for i, items in enumerate(self.prompts.values()):
+            assert outputs[i] == reference.generate(items, count, repetition_penalty=penalty), items
+
+    def change_text_config(self, path: Path, **changes: Any) -> None:
+        """Change settings of generation that config.json has, in layouts that have them there."""
 
     def test_lengths_that_the_room_does_not_hold_are_refused_where_asked_for_and_else_told(self, model, caplog):
         caplog.set_level("INFO")

@@ -133,7 +133,7 @@ class DeepseekVL2Keys(KeysContract):
                 "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads",
                 "num_key_value_heads n_shared_experts n_routed_experts moe_layer_freq first_k_dense_replace use_mla",
                 "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim max_position_embeddings",
-                "n_group topk_group",  # changed together with topk_method
+                "n_group topk_group bos_token_id",  # groups are changed together with topk_method
             )
         ),
     )

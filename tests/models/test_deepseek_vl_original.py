@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +24,11 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from mindie_mm.models import family_named
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.end_tokens import eos_token_ids
 from tests.models import test_deepseek_vl as plain
-from tests.models.contract import FamilyContract, picture, without_settings
+from tests.models.contract import FamilyContract, picture, without_settings, without_weights
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 
@@ -309,6 +313,22 @@ class TestDeepseekVLOriginal(OriginalContract):
     def test_the_end_token_is_the_tokenizers(self, model):
         assert model.spec.eos_token_ids == (1,)
 
+    @pytest.mark.parametrize("settings", [None, {}, {"eos_token": None}, {"eos_token": "<gone>"}], ids=str)
+    def test_a_checkpoint_that_names_no_end_token_is_refused(self, settings, path, tmp_path):
+        out = without_weights(path, tmp_path / "other")
+        for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+            (out / file).unlink(missing_ok=True)
+        if settings is not None:
+            save_json(out, tokenizer_config=settings)
+        self.assert_refused(out, "<gone>" if settings and settings["eos_token"] else r"tokenizer_config\.json")
+
+    def test_an_end_token_of_special_tokens_map_is_taken(self, path, tmp_path):
+        out = without_weights(path, tmp_path / "other")
+        (out / "tokenizer_config.json").unlink()
+        save_json(out, special_tokens_map={"eos_token": {"content": EOS}})
+        checkpoint = family_named(self.name).translated(Checkpoint.open(out))
+        assert eos_token_ids(checkpoint) == (1,)
+
 
 ALIGNER_NAMES = (
     (r"model\.aligner\.linear1\.(.+)", r"aligner.layers.0.\1"),
@@ -343,6 +363,21 @@ SAM_NAMES = (
 
 class TestDeepseekVLHybridOriginal(OriginalContract):
     name = "deepseek_vl_hybrid"
+
+    @pytest.mark.parametrize("tower", ["high_res_cfg", "low_res_cfg"])
+    def test_a_tower_without_its_first_patch_is_refused(self, tower, path, tmp_path):
+        vision = json.loads((path / "config.json").read_text())["vision_config"]
+        vision["params"][tower]["select_feature"] = "patch"
+        other = changed(path, tmp_path / "other", "config", {"vision_config": vision})
+        self.assert_refused(other, "select_feature is 'patch'")
+
+    def test_unknown_keys_of_its_towers_are_named(self, path):
+        own = Checkpoint.open(path)
+        config = json.loads((path / "config.json").read_text())
+        config["vision_config"]["params"]["low_res_cfg"]["widht"] = 1
+        config["aligner_config"]["params"]["deptj"] = 2
+        named = family_named(self.name).unknown_keys(replace(own, config=config))
+        assert named == ["aligner_config.params.deptj", "vision_config.params.low_res_cfg.widht"]
 
     @classmethod
     def write_checkpoint(cls, out):

@@ -228,7 +228,9 @@ def test_a_missing_tokenizer_is_named(copy):
         Tokenizer.from_pretrained(copy)
     with pytest.raises(UnsupportedCheckpoint, match=r"has no tokenizer\.json"):
         Checkpoint.open(copy).token_id("<image>")
-    with pytest.raises(UnsupportedCheckpoint, match=r"neither qwen\.tiktoken nor a tokenizer\.json"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"neither qwen\.tiktoken nor a tokenizer\.json; take qwen\.tiktoken"
+    ):
         family_named("qwen_vl").tokenizer(Checkpoint.open(copy))
 
 

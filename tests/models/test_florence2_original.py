@@ -234,6 +234,11 @@ class TestFlorence2Original(Seq2SeqContract):
         other = changed(path, tmp_path / "other", "config", {part: config[part] | change})
         self.assert_refused(other, named)
 
+    def change_text_config(self, path, **changes):
+        config = json.loads((path / "config.json").read_text())
+        config["text_config"] |= changes
+        save_json(path, config=config)
+
     def test_quantised_weights_are_refused(self, path, tmp_path):
         settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
         other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})

@@ -353,8 +353,17 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize(
         ("name", "gone", "named"),
         [
-            ("Qwen2Tokenizer", "merges.txt", r"Qwen2Tokenizer, needs vocab\.json and merges\.txt"),
-            ("InternLM2Tokenizer", "vocab.json", r"InternLM2Tokenizer, needs a tokenizer\.json"),
+            (
+                "Qwen2Tokenizer",
+                "merges.txt",
+                r"has no tokenizer\.json, nor vocab\.json and merges\.txt; take the missing files",
+            ),
+            (
+                "InternLM2Tokenizer",
+                "vocab.json",
+                r"has no tokenizer\.json, which its tokenizer, InternLM2Tokenizer, needs; take",
+            ),
+            (None, "vocab.json", r"has no tokenizer\.json, and no tokenizer_config\.json with a tokenizer_class; take"),
         ],
     )
     def test_a_missing_tokenizer_is_named(self, name, gone, named, path, tmp_path):

@@ -69,7 +69,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 BASES: Mapping[str, str] = {"llava15_lora": "llava15", "qwen3_vl_8b_lora": "qwen3_vl_cosmos2"}
 """Checkpoints that give the configuration of the model to a folder with an adapter's processor files alone."""
 REFUSED: Mapping[str, str] = {
-    "internvl_chat_2b": r"InternLM2Tokenizer, needs a tokenizer\.json.*OpenGVLab/InternVL3-1B-hf",
+    "internvl_chat_2b": r"no tokenizer\.json, which .* InternLM2Tokenizer, needs.*OpenGVLab/InternVL3-1B-hf",
     "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not served.*deepseek-ai/deepseek-vl2-tiny",
     "llava15_lora": r"no config\.json.*adapter.*merge",
     "llava_next_video": r"'llava_next_video' \(LlavaNextVideoFor.*no family serves.*llava_next, such as llava-hf/",

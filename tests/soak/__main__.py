@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from functools import partial
 from typing import Any
@@ -23,10 +24,24 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--pictures", type=int, default=150, help="different ones")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--arena-bytes", type=int, help="size of the arena; by default 64 MiB")
+    parser.add_argument("--kill-decoders", type=float, default=0.0, metavar="SECONDS", help="kill one that often")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no further round begins")
     parser.add_argument("--results", default="soak", help="name of the files under bench/results")
     options = parser.parse_args()
     say = partial(print, flush=True)
-    report = soak(options.requests, options.warm, options.every, options.clients, options.pictures, options.seed, say)
+    report = soak(
+        options.requests,
+        options.warm,
+        options.every,
+        options.clients,
+        options.pictures,
+        options.seed,
+        say,
+        arena_bytes=options.arena_bytes,
+        kill_every_s=options.kill_decoders,
+        seconds=options.seconds,
+    )
     figures = report.figures()
     write(options.results, figures)
     plot(options.results, lambda axes: _draw(axes, report))
@@ -52,7 +67,7 @@ def findings(figures: dict[str, Any]) -> dict[str, bool]:
 def _table(figures: dict[str, Any], found: list[str]) -> str:
     requests = figures["requests"]
     rows = [f"| {kind} | {count} |" for kind, count in requests.items()]
-    measured = [f"| {name} | {figures[name]} |" for name in (*findings(figures), "threads_gained")]
+    measured = [f"| {name} | {figures[name]} |" for name in (*findings(figures), "threads_gained", "kills_of_decoders")]
     return "\n".join(
         [
             f"{sum(requests.values())} mixed requests on two cores: "

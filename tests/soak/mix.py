@@ -26,7 +26,7 @@ SETTINGS: dict[str, object] = {
     "max_request_bytes": MAX_REQUEST_BYTES,
     "max_item_bytes": MiB // 2,
     "max_media_items": 6,
-    "num_tokenizers": 2,
+    "decoders": 2,
     "num_threads": 1,
     "measure_s": 0,
     "reclaim_interval_s": 5.0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import random
 import tempfile
@@ -36,6 +38,8 @@ class Report:
     """Requests of each kind."""
     wrong: list[str] = field(default_factory=list)
     """Answers that were not those that the same requests had alone."""
+    kills: int = 0
+    """Decoders that were killed."""
     samples: list[Sample] = field(default_factory=list)
     exit_status: int | None = None
 
@@ -56,6 +60,7 @@ class Report:
             "descriptors_gained": last.descriptors - self.first.descriptors,
             "threads_gained": last.threads - self.first.threads,
             "memory_growth": round(last.memory_bytes / self.first.memory_bytes - 1, 4),
+            "kills_of_decoders": self.kills,
             "measured_from": self.first.requests,
             "exit_status": self.exit_status,
             "samples": [asdict(one) for one in self.samples],
@@ -70,10 +75,25 @@ def soak(
     pictures: int,
     seed: int = 1,
     say: Callable[[str], object] = print,
+    *,
+    arena_bytes: int | None = None,
+    kill_every_s: float = 0.0,
+    seconds: float = math.inf,
 ) -> Report:
-    """`requests` requests by as many clients at once as said, measured each `every`, from `warm` on.
+    """Send mixed requests to a service on two cores, and look at what is held between two rounds.
 
-    On two cores, if there are more.
+    Args:
+        requests: Number of requests.
+        warm: Number of requests before the first measurement that counts.
+        every: Number of requests of a round.
+        clients: Number of clients.
+        pictures: Number of different pictures.
+        seed: Seed of the draws.
+        say: Function that tells of each round.
+        arena_bytes: Size of the arena, by default that of `SETTINGS`.
+        kill_every_s: Time in seconds between two kills of a decoder. 0: none is killed.
+        seconds: Time in seconds after which no further round begins.
+
     """
     with tempfile.TemporaryDirectory(prefix="mindie_mm-soak-") as name:
         folder = Path(name)
@@ -82,12 +102,19 @@ def soak(
         media = folder / "media"
         media.mkdir()
         # Fewer than the clients: the service is full again and again.
-        own = {"spool": folder / "spool", "allowed_media_dir": media, "max_concurrent_requests": clients - 2}
+        own: dict[str, object] = {
+            "spool": folder / "spool",
+            "allowed_media_dir": media,
+            "max_concurrent_requests": clients - 2,
+        }
+        if arena_bytes is not None:
+            own["arena_bytes"] = arena_bytes
         report = Report()
         try:
             with running_service(SETTINGS | own, folder / "log") as service:
                 cases = [*right(media, pictures), *wrong(media)]
-                asyncio.run(_Soak(service, cases, report, random.Random(seed), say).run(requests, warm, every, clients))
+                running = _Soak(service, cases, report, random.Random(seed), say)
+                asyncio.run(running.run(requests, warm, every, clients, kill_every_s, seconds))
                 report.exit_status = service.stop()
         finally:
             os.sched_setaffinity(0, cores)
@@ -124,7 +151,9 @@ class _Soak:
         self._long = chat("long", asking(image(raw)), max_tokens=150, ignore_eos=True, logprobs=True, top_logprobs=20)
         self._http: aiohttp.ClientSession
 
-    async def run(self, requests: int, warm: int, every: int, clients: int) -> None:
+    async def run(
+        self, requests: int, warm: int, every: int, clients: int, kill_every_s: float, seconds: float
+    ) -> None:
         began = time.monotonic()
         descriptors: int | None = None
         done = 0
@@ -132,11 +161,13 @@ class _Soak:
             await self._ask_alone()
         self._say(f"{len(self._cases)} requests were answered alone in {time.monotonic() - began:.0f} s")
         root = psutil.Process(self._service.process.pid)
-        while done < requests:
+        while done < requests and time.monotonic() - began < seconds:
             count = min(every, requests - done)
             async with self._session() as self._http:
                 numbers = iter(range(count))
+                killing = asyncio.create_task(self._kill_decoders(root, kill_every_s))
                 await asyncio.gather(*(self._client(numbers) for _ in range(clients)))
+                killing.cancel()
             done += count
             found = await asyncio.to_thread(
                 sample, self._service, self._service.log.parent / "spool", done, began, descriptors
@@ -150,6 +181,20 @@ class _Soak:
                 f"{found.descriptors} descriptors, {found.threads} threads, {found.memory_bytes / 1e6:.1f} MB "
                 + str({role: round(size / 1e6, 1) for role, size in found.processes.items()})
             )
+
+    async def _kill_decoders(self, root: psutil.Process, every_s: float) -> None:
+        """Kill a decoder, drawn at random, every `every_s` seconds."""
+        while every_s:
+            await asyncio.sleep(every_s)
+            decoders = [
+                process
+                for process in root.children(recursive=True)
+                if (parent := process.parent()) is not None and "mindie_mm.decode.nursery" in parent.cmdline()
+            ]
+            if decoders:
+                self._report.kills += 1
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._draw.choice(decoders).kill()
 
     def _session(self) -> aiohttp.ClientSession:
         """Anew for each round: its connections end with it."""

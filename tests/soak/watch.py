@@ -75,7 +75,8 @@ def _now(service: RunningService, spool: Path, requests: int, began: float) -> S
 
 def _role(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
-    kind = next((name for name in ("engine", "tokenize") if f"mindie_mm.{name}.process" in line), "service")
+    modules = {"engine.process": "engine", "tokenize.process": "tokenizer", "decode.nursery": "decoder"}
+    kind = next((role for module, role in modules.items() if f"mindie_mm.{module}" in line), "service")
     return f"{kind} {process.pid}"
 
 

@@ -1,0 +1,159 @@
+"""The tokenizer process with its decoders, beside the tokenizer of a script that decodes in its own process.
+
+Pictures are JPEGs of 1420x720 that all differ. The contestants take turns; medians count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.report import median, write
+from mindie_mm.config import WorkerConfig
+from mindie_mm.shm import Arena, ArraySpec, release
+from mindie_mm.shm.scatter import map_pieces
+from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
+from tests.media_samples import encoded, photograph
+from tools.random_checkpoint import write_checkpoint
+
+SIZE = (1420, 720)
+MANY, CROWD = 64, 200
+ROUNDS = 15
+ARENA_BYTES = 2**30
+
+
+class Pictures:
+    """Requests with pictures, all different, over one checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = count()
+        self._data = encoded(photograph("coffee.png", SIZE), quality=90)
+        self.path_file = str(folder / "shm_name.txt")
+        (folder / "image").mkdir()
+
+    def request(self, number: int, name: str = "shm_name.txt") -> TokenizeRequest:
+        """Return a request with `number` pictures."""
+        items: list[dict[str, Any]] = []
+        for _ in range(number):
+            path = self._folder / "image" / f"{next(self._numbers)}.jpg"
+            path.write_bytes(self._data + path.name.encode())  # bytes behind the end make it another file
+            items.append({"image": str(path)})
+        return TokenizeRequest(items=items, path_file=str(self._folder / name))
+
+
+async def timed(tokenizer: AsyncTokenizer, request: TokenizeRequest) -> float:
+    """Return the time of a request in seconds."""
+    start = time.perf_counter()
+    await tokenizer.tokenize(request)
+    return time.perf_counter() - start
+
+
+async def measure(folder: Path) -> dict[str, Any]:
+    """Return all figures."""
+    checkpoint = write_checkpoint(folder / "checkpoint")
+    path = checkpoint / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_pixels": 12_845_056}), encoding="utf-8")
+    pictures = Pictures(folder)
+    settings = {"arena_bytes": ARENA_BYTES, "arena_request_bytes": ARENA_BYTES, "preprocessed_cache_bytes": 0}
+    one = await AsyncTokenizer.start(checkpoint, WorkerConfig(decoders=1, **settings))
+    two = await AsyncTokenizer.start(checkpoint, WorkerConfig(decoders=2, **settings))
+    try:
+        with Tokenizer.from_pretrained(checkpoint, arena=Arena.create(2**27)) as script:
+            figures = await _hop(script, one, pictures)
+        figures |= await _parallel(one, two, pictures)
+        figures |= await _crowd(two, pictures)
+    finally:
+        await one.close()
+        await two.close()
+    return figures | _mapping(folder)
+
+
+async def _hop(script: Tokenizer, one: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+    """One picture, in the script's process and by a decoder."""
+    alone: list[float] = []
+    decoded: list[float] = []
+    for turn in range(ROUNDS + 2):
+        request = pictures.request(1)
+        start = time.perf_counter()
+        script.answer(request)
+        in_script = time.perf_counter() - start
+        by_decoder = await timed(one, pictures.request(1))
+        if turn >= 2:
+            alone.append(in_script)
+            decoded.append(by_decoder)
+        release(pictures.path_file)
+    return {
+        "one_picture_in_the_script_ms": 1e3 * median(alone),
+        "one_picture_by_a_decoder_ms": 1e3 * median(decoded),
+        "ratio": median([b / a for a, b in zip(alone, decoded, strict=True)]),
+    }
+
+
+async def _parallel(one: AsyncTokenizer, two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+    """Many pictures in one request, with one decoder and with two."""
+    ratios, seconds = [], []
+    for _ in range(5):
+        by_one = await timed(one, pictures.request(MANY))
+        release(pictures.path_file)
+        by_two = await timed(two, pictures.request(MANY))
+        release(pictures.path_file)
+        ratios.append(by_one / by_two)
+        seconds.append(by_two)
+    return {f"{MANY}_pictures_by_two_s": median(seconds), f"{MANY}_pictures_two_decoders_over_one": median(ratios)}
+
+
+async def _crowd(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+    """One picture while a request with very many is in progress."""
+    idle, busy = [], []
+    for _ in range(5):
+        idle.append(await timed(two, pictures.request(1, "other.txt")))
+        release(Path(pictures.path_file).with_name("other.txt"))
+    crowd = asyncio.create_task(two.tokenize(pictures.request(CROWD)))
+    await asyncio.sleep(0.2)
+    while not crowd.done():
+        busy.append(await timed(two, pictures.request(1, "other.txt")))
+        release(Path(pictures.path_file).with_name("other.txt"))
+    await crowd
+    release(pictures.path_file)
+    return {
+        "one_picture_idle_ms": 1e3 * median(idle),
+        f"one_picture_beside_{CROWD}_ms": 1e3 * median(busy),
+        "added_over_one_picture": median(busy) / median(idle) - 1,
+    }
+
+
+def _mapping(folder: Path) -> dict[str, float]:
+    """Mapping the pages of one picture's block, and removing the mapping."""
+    seconds = []
+    with Arena.create(2**26) as arena:
+        arena.populated.wait()
+        spec = ArraySpec((SIZE[0] * SIZE[1] * 6 // 1176, 1176), "uint8")
+        for _ in range(50):
+            with arena.allocate({"pixel_values": spec}, path_file=folder / "mapping.txt") as block:
+                descriptor, pieces = arena.place(block)
+                start = time.perf_counter()
+                buffer = map_pieces(descriptor, pieces, writable=True)
+                del buffer
+                seconds.append(time.perf_counter() - start)
+                os.close(descriptor)
+    return {"mapping_a_block_ms": 1e3 * median(seconds), "block_mib": spec.nbytes / 2**20}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(measure(Path(folder)))
+    write("decoders", {name: round(value, 4) for name, value in figures.items()})
+
+
+if __name__ == "__main__":
+    main()

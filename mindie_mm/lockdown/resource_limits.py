@@ -1,0 +1,46 @@
+"""Limits of memory, processor time and files of this process, which the kernel enforces (setrlimit)."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+
+
+def limit_resources(memory_bytes: int) -> None:
+    """Lower the limits of this process for good: no file can be written, and no core dump is made.
+
+    Args:
+        memory_bytes: Private memory that the process may take beyond what it has, in bytes. 0 for no limit. Shared
+            mappings of files do not count.
+
+    """
+    # Python ignores SIGXFSZ, so that a write into a file fails with EFBIG. Pipes, sockets and mappings are no files.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = _lower(_data_bytes() + memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def limit_processor_time(seconds: float) -> None:
+    """Let this process use `seconds` of processor time more, up to one second longer. SIGXCPU then kills it.
+
+    Call this function before each item. The hard limit stays, so a later call can raise the limit again.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (_lower(math.ceil(time.process_time() + seconds), hard), hard))
+
+
+def _lower(limit: int, hard: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+def _data_bytes() -> int:
+    """Return the private memory that RLIMIT_DATA counts, in bytes."""
+    line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmData:"))
+    return 1024 * int(line.split()[1])

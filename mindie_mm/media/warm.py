@@ -1,0 +1,82 @@
+"""A warm-up that runs every part of decoding once, so that a process can then decode without files and threads."""
+
+from __future__ import annotations
+
+import io
+import traceback
+import wave
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.ma  # a part of numpy that np.median imports late
+import torch
+from PIL import AvifImagePlugin, Image
+
+from mindie_mm.errors import MediaError
+from mindie_mm.media.audio import open_audio
+from mindie_mm.media.image import FORMATS, RESAMPLES, open_image, resize
+from mindie_mm.media.mel import MelSettings, write_log_mel
+from mindie_mm.media.video import open_video
+
+_MODES = ("RGB", "RGBA", "P", "1", "CMYK", "LAB", "I;16", "F")
+"""Modes that take ways of their own to RGB."""
+_DEEP = ("I;16", "F")
+_RATE = 16_000
+
+
+def warm_up() -> None:
+    """Import and run once what decoding, resizing and spectrograms use, on one thread.
+
+    A locked-in process (`mindie_mm.lockdown`) cannot import modules, open files or start threads, so call this function
+    before a process is locked in, or in the process that it is forked from. The function changes that process for good:
+    torch and the AVIF decoder of Pillow use one thread, and torch does not use oneDNN.
+    """
+    torch.set_num_threads(1)
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the default is a thread for each CPU
+    # On aarch64 torch multiplies matrices in oneDNN, which generates machine code. A locked-in process may not run it.
+    torch.backends.mkldnn.set_flags(False)
+    Image.init()
+    for data in _pictures():
+        pixels = open_image(data).decode()
+        for resample in RESAMPLES.values():
+            resize(pixels, 9, 13, resample)
+    _warm_up_video()
+    _warm_up_sound()
+    try:
+        open_image(b"no picture")
+    except MediaError as error:
+        traceback.format_exception(error)
+
+
+def _pictures() -> Iterator[bytes]:
+    """Yield a small picture of each format, and a TIFF of each mode."""
+    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    for name in FORMATS:
+        if name in Image.SAVE:  # Pillow may be built without AVIF
+            yield _encoded(picture, name)
+    for mode in _MODES:
+        yield _encoded(picture.convert("L" if mode in _DEEP else "RGB").convert(mode), "TIFF")
+
+
+def _encoded(picture: Image.Image, file_format: str) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, file_format)
+    return file.getvalue()
+
+
+def _warm_up_video() -> None:
+    """Decode a GIF through FFmpeg, as all videos are decoded."""
+    video = open_video(_encoded(Image.new("RGB", (40, 30)), "GIF"), None)
+    for frame in video.decode(range(video.num_frames)):
+        resize(frame, 9, 13)
+
+
+def _warm_up_sound() -> None:
+    """Decode, resample and transform half a second of silence."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, 44_100, 0, "NONE", ""))
+        sound.writeframes(bytes(44_100))
+    samples = open_audio(file.getvalue()).decode(_RATE, _RATE)
+    settings = MelSettings(_RATE, 80, 400, 160, _RATE)
+    write_log_mel(samples, settings, np.empty((80, settings.num_frames(len(samples))), np.float32))

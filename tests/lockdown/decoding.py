@@ -1,0 +1,66 @@
+"""Decoding in a locked-in process: `python -m tests.lockdown.decoding < SAMPLES > RESULTS`, both pickled.
+
+The process warms up, and a locked-in child decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.errors import MindieMMError
+from mindie_mm.media.audio import open_audio
+from mindie_mm.media.caps import under
+from mindie_mm.media.image import RESAMPLES, open_image, resize
+from mindie_mm.media.mel import MelSettings, write_log_mel
+from mindie_mm.media.video import open_video
+from mindie_mm.media.warm import warm_up
+from tests.lockdown.children import in_locked_child
+
+MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480_000)
+
+
+def digest_of(kind: str, data: bytes) -> str:
+    """A digest of all arrays that are made of a medium, or the error that refuses it."""
+    try:
+        with under(MediaCaps()):
+            arrays = {"picture": _of_picture, "video": _of_video, "sound": _of_sound}[kind](data)
+    except MindieMMError as error:
+        return repr(error)
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def _of_picture(data: bytes) -> list[np.ndarray[Any, Any]]:
+    pixels = open_image(data).decode()
+    return [pixels, *(resize(pixels, 28, 56, resample) for resample in RESAMPLES.values())]
+
+
+def _of_video(data: bytes) -> list[np.ndarray[Any, Any]]:
+    video = open_video(data, None)
+    frames = np.stack([*video.decode(range(min(video.num_frames, 20)))])
+    return [frames, resize(frames, 28, 56)]
+
+
+def _of_sound(data: bytes) -> list[np.ndarray[Any, Any]]:
+    samples = open_audio(data).decode(MEL.rate, MEL.max_samples)
+    spectrogram = np.empty((MEL.num_bins, MEL.num_frames(len(samples))), np.float32)
+    write_log_mel(samples, MEL, spectrogram)
+    return [samples, spectrogram]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", module="PIL")
+    samples = pickle.load(sys.stdin.buffer)
+    warm_up()
+    result = in_locked_child(lambda: [digest_of(kind, data) for kind, _, data in samples])
+    sys.stdout.buffer.write(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Preprocessing by every family's processor: `python -m tests.lockdown.families FOLDER < MEDIA > RESULTS`, pickled.
+
+FOLDER holds a checkpoint for each family. MEDIA are files by their kind. Each is preprocessed outside, and in a
+locked-in child.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mindie_mm.config import MediaCaps
+from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.media.caps import under
+from mindie_mm.media.warm import warm_up
+from mindie_mm.models import family_of
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Processor
+from tests.lockdown.children import in_locked_child
+
+
+def digests(processors: Mapping[str, Processor], media: Mapping[str, bytes]) -> dict[tuple[str, str], str]:
+    """A digest of the arrays that each processor makes of a medium of each kind that it takes."""
+    return {
+        (name, kind): digest_of(processor, Media(kind, Path("unread"), MediaOptions()), media[kind])
+        for name, processor in processors.items()
+        for kind in processor.placeholders
+    }
+
+
+def digest_of(processor: Processor, item: Media, data: bytes) -> str:
+    with under(MediaCaps()):
+        plan = processor.plan(item, data, Counter({item.kind: 1}))
+        arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
+        plan.write(arrays)
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()
+
+
+def processors_of(folder: Path) -> dict[str, Processor]:
+    checkpoints = {path.name: Checkpoint.open(path) for path in sorted(folder.iterdir())}
+    return {name: family_of(checkpoint).processor(checkpoint) for name, checkpoint in checkpoints.items()}
+
+
+def main() -> None:
+    media = pickle.load(sys.stdin.buffer)
+    warm_up()
+    processors = processors_of(Path(sys.argv[1]))
+    found, noticed = in_locked_child(lambda: digests(processors, media))
+    sys.stdout.buffer.write(pickle.dumps((found, noticed, digests(processors, media))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Media of every format, codec and container, harmless and hostile, by kind and name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mindie_mm.media.image import FORMATS
+from tests.attacks import clips, pictures
+from tests.media.test_audio import LOSSLESS
+from tests.media.test_formats import FILES
+from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames, photograph
+from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
+
+Sample = tuple[str, str, bytes]
+"""Kind, name and data."""
+CASES = Path(__file__).parents[1] / "cases/media"
+_TIFF_COMPRESSIONS = ("tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg", "zstd", "lzma")
+_MODES = ("L", "P", "1", "CMYK", "YCbCr", "LAB", "F", "RGBA")
+_VIDEOS = (
+    *(("mp4", "libx264"), ("mp4", "mpeg4"), ("mp4", "libx265"), ("mp4", "libsvtav1"), ("matroska", "libx264")),
+    *(("matroska", "ffv1"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("avi", "mjpeg")),
+    *(("avi", "msmpeg4"), ("avi", "cinepak"), ("avi", "rawvideo"), ("mpegts", "libx264"), ("mpegts", "mpeg2video")),
+    *(("mpeg", "mpeg2video"), ("flv", "flv"), ("asf", "wmv2"), ("gif", "gif"), ("mov", "qtrle"), ("ivf", "libvpx")),
+)
+_LOSSY = (("MP3", "MPEG_LAYER_III"), ("OGG", "VORBIS"), ("OGG", "OPUS"))
+_SOUNDS = (
+    *(
+        ("mp4", "aac"),
+        ("adts", "aac"),
+        ("ipod", "alac"),
+        ("mov", "pcm_s16le"),
+        ("webm", "libopus"),
+        ("au", "pcm_mulaw"),
+    ),
+    *(("matroska", "libmp3lame"), ("matroska", "eac3"), ("asf", "wmav2"), ("mpegts", "mp2"), ("mpegts", "ac3")),
+    *(("mpeg", "mp2"), ("flv", "libmp3lame"), ("avi", "pcm_s16le")),
+)
+_ATTACKS = (pictures.OF_FORMATS, pictures.BROKEN, pictures.HARMLESS, pictures.OTHER_FORMATS)
+
+
+def samples() -> list[Sample]:
+    return [*_pictures(), *_videos(), *_sounds(), *_hostile()]
+
+
+def _pictures() -> Iterator[Sample]:
+    photo = photograph()
+    for name, data in [*FILES.items(), *jpeg_variants()]:
+        yield "picture", name, data
+    for name in FORMATS:
+        yield "picture", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
+    yield "picture", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
+    for compression in _TIFF_COMPRESSIONS:
+        yield "picture", f"TIFF by {compression}", encoded(photo, "TIFF", compression=compression)
+    yield "picture", "TIFF by group4", encoded(photo.convert("1"), "TIFF", compression="group4")
+    for mode in _MODES:
+        yield (
+            "picture",
+            f"TIFF in {mode}",
+            encoded((photo.convert("L") if mode == "F" else photo).convert(mode), "TIFF"),
+        )
+    deep = Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64))
+    for name in ("PNG", "TIFF"):
+        yield "picture", f"deep {name}", encoded(deep, name)
+
+
+def _videos() -> Iterator[Sample]:
+    for container, codec in _VIDEOS:
+        yield "video", f"{codec} in {container}", encode_video(moving_frames(12), container=container, codec=codec)
+    large = np.stack([np.asarray(photograph(size=(1280, 720)).rotate(angle)) for angle in range(4)])
+    for codec in ("libx264", "libx265", "libvpx-vp9", "libsvtav1"):
+        yield "video", f"large {codec}", encode_video(large, container="matroska", codec=codec)
+    for path in sorted(CASES.iterdir()):
+        yield "picture" if path.suffix in {".png", ".avif"} else "video", path.name, path.read_bytes()
+
+
+def _sounds() -> Iterator[Sample]:
+    yield "sound", "speech", speech()
+    for form, subtype in [*LOSSLESS, *_LOSSY]:
+        yield "sound", f"{subtype} in {form}", encode_sound(tone(1.3, 48_000, channels=2), 48_000, form, subtype)
+    for container, codec in _SOUNDS:
+        yield "sound", f"{codec} in {container}", encode_with_ffmpeg(tone(1.5, 48_000), 48_000, container, codec)
+    yield "sound", "half a minute", encode_sound(tone(31, 44_100), 44_100)
+
+
+def _hostile() -> Iterator[Sample]:
+    for attacks in _ATTACKS:
+        for name, made in attacks.items():
+            yield "picture", name, (made[0] if isinstance(made, tuple) else made)()
+    for name, make in clips.BROKEN_VIDEOS.items():
+        yield "video", name, make()
+    for name, make in clips.BROKEN_SOUNDS.items():
+        yield "sound", name, make()

@@ -1,0 +1,116 @@
+"""What a locked-in process cannot do, by each mechanism alone and by all of them, as root and as an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from mindie_mm.lockdown import landlock, support
+
+NOBODY = 65534
+USERS = [0, NOBODY] if os.getuid() == 0 else [os.getuid()]
+EPERM = "PermissionError EPERM"
+EACCES = "PermissionError EACCES"
+STOPPED: dict[str, dict[str, str]] = {
+    "read_a_file": {"seccomp": EPERM, "landlock": EACCES},
+    "list_a_folder": {"seccomp": EPERM, "landlock": EACCES},
+    "look_a_path_up": {"seccomp": EPERM},
+    "make_a_file": {"seccomp": EPERM, "landlock": EACCES},
+    "remove_a_file": {"seccomp": EPERM, "landlock": EACCES},
+    "connect_by_tcp": {"seccomp": EPERM, "landlock": EACCES},
+    "listen_on_tcp": {"seccomp": EPERM, "landlock": EACCES},
+    "send_by_udp": {"seccomp": EPERM},
+    "connect_to_an_abstract_socket": {"seccomp": EPERM, "landlock": EPERM},
+    "connect_to_a_socket_by_path": {"seccomp": EPERM},
+    "fork": {"seccomp": EPERM},
+    "start_a_thread": {"seccomp": "RuntimeError can't start new thread"},
+    "execute": {"seccomp": EPERM, "landlock": EACCES},
+    "execute_from_memory": {"seccomp": EPERM},
+    "write_to_a_received_descriptor": {"seccomp": EPERM, "limits": "OSError EFBIG"},
+    "write_to_an_inherited_descriptor": {"seccomp": EPERM, "limits": "OSError EFBIG"},
+    "grow_a_received_file": {"seccomp": EPERM, "limits": "OSError EFBIG"},
+    "cut_a_received_file": {"seccomp": EPERM},
+    "allocate_without_end": {"limits": "MemoryError"},
+    "share_memory_without_end": {"seccomp": EPERM},
+    "raise_the_limit_of_memory": {"seccomp": "ValueError not allowed to raise maximum limit"},
+    "signal_its_parent": {"seccomp": EPERM, "landlock": EPERM},
+    "trace_its_parent": {"seccomp": EPERM, "landlock": EPERM},
+    "read_its_parents_memory": {"seccomp": EPERM, "landlock": EPERM},
+    "map_executable_memory": {"seccomp": EPERM},
+    "make_memory_executable": {"seccomp": EPERM},
+}
+"""How each mechanism alone stops an act. Together, seccomp comes first, because it sees a system call first."""
+NEEDED_ABI = {
+    "connect_by_tcp": 4,
+    "listen_on_tcp": 4,
+    "connect_to_an_abstract_socket": 6,
+    "signal_its_parent": 6,
+}
+"""Versions of Landlock that know these rights."""
+ON_X86 = ("call_by_the_second_interface", "call_as_another_architecture")
+GUARDED = ("trace_its_parent", "read_its_parents_memory", "raise_the_limit_of_memory")
+"""Acts that some machines forbid to everybody."""
+CASES = [
+    *((name, mechanism, said) for name, stops in STOPPED.items() for mechanism, said in stops.items()),
+    *((name, "all", stops.get("seccomp", stops.get("limits"))) for name, stops in STOPPED.items()),
+    *((name, "none", "ended" if name.startswith("execute") else "done") for name in STOPPED),
+    *((name, mechanism, "SIGSYS") for name in ON_X86 for mechanism in ("seccomp", "all")),
+    *(("make_every_other_call", mechanism, "done") for mechanism in ("seccomp", "all")),
+    *(("spin", mechanism, "SIGXCPU") for mechanism in ("limits", "all")),
+    ("spin_within_a_later_limit", "all", "done"),
+    ("write_its_block", "all", "done"),
+    ("write_behind_its_block", "all", "SIGSEGV"),
+    ("dump_its_core", "all", "SIGABRT"),
+]
+
+
+@cache
+def outcomes(user: int) -> dict[tuple[str, str], dict[str, object]]:
+    """How each case ended, as `user`. One process forks a child for each."""
+    pairs = [case[:2] for case in CASES]
+    command = [sys.executable, "-m", "tests.lockdown.acts", str(user)]
+    done = subprocess.run(command, input=json.dumps(pairs), check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    return dict(zip(pairs, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def require(name: str, mechanism: str) -> None:
+    """Skip a case if this machine lacks what it is about."""
+    found = support()
+    if mechanism == "all" and found.missing:
+        pytest.skip("; ".join(found.missing))
+    for one in found.missing:
+        if one.lower().startswith(mechanism):
+            pytest.skip(one)
+    if mechanism == "landlock" and landlock.abi() < NEEDED_ABI.get(name, 1):
+        pytest.skip(f"Landlock of this kernel has ABI {landlock.abi()}, this needs {NEEDED_ABI[name]}")
+    if name in ON_X86 and os.uname().machine != "x86_64":
+        pytest.skip("x86-64 alone has a second interface")
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize(("name", "mechanism", "said"), CASES)
+def test_each_act_is_stopped_by_the_mechanism_that_should_stop_it(name, mechanism, said, user):
+    require(name, mechanism)
+    found = outcomes(user)[name, mechanism]
+    if name in GUARDED and mechanism == "none" and found["said"] != said:
+        pytest.skip(f"this machine forbids it to everybody: {found['said']}")
+    assert str(found["said"]).startswith(said)
+    if mechanism == "all":
+        block = 7 if name in {"write_its_block", "write_behind_its_block"} else 0
+        assert (found["pages"], found["bytes"]) == ([0, block, 0], 3 * mmap.PAGESIZE)
+        assert "core dump" not in str(found["said"])
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_without_a_lock_the_acts_reach_the_file(user):
+    """The file that locked-in processes leave as it is."""
+    grown = outcomes(user)["grow_a_received_file", "none"]
+    assert grown["bytes"] == 2**20
+    assert outcomes(user)["write_to_a_received_descriptor", "none"]["pages"] == [ord("a"), 0, 0]
+    assert outcomes(user)["cut_a_received_file", "none"]["bytes"] == 0
