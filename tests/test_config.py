@@ -78,7 +78,7 @@ def test_a_value_of_another_type_is_named(monkeypatch, name, value):
         (EngineConfig, "max_num_batched_tokens", 0),
         (EngineConfig, "kv_block_size", 0),
         (EngineConfig, "max_model_len", 1),
-        (WorkerConfig, "num_tokenizers", 0),
+        (WorkerConfig, "decoders", -1),
     ],
 )
 def test_what_nothing_could_run_with_is_refused(cls, name, value):

@@ -198,11 +198,11 @@ async def test_a_killed_parent_ends_its_child(tmp_path):
 import asyncio
 from pathlib import Path
 from mindie_mm.config import WorkerConfig
-from mindie_mm.tokenize import TokenizerPool
+from mindie_mm.tokenize import AsyncTokenizer
 
 async def main():
-    pool = await TokenizerPool.start(Path({str(checkpoint_path)!r}), WorkerConfig(arena_bytes=2**20))
-    print(*pool.pids, flush=True)
+    tokenizer = await AsyncTokenizer.start(Path({str(checkpoint_path)!r}), WorkerConfig(arena_bytes=2**20))
+    print(*tokenizer.pids, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mindie_mm-pictures-") as made, sync_playwright() as playwright:
         folder = Path(made)
         media = write_media(folder)
-        settings = {"spool": folder / "spool", "arena_bytes": ARENA_BYTES, "num_tokenizers": 2}
+        settings = {"spool": folder / "spool", "arena_bytes": ARENA_BYTES, "decoders": 2}
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": WIDTH, "height": 1330})
         with running_service(settings, folder / "log", start_timeout_s=240) as service:

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
@@ -119,15 +120,18 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     setup = msgspec.json.decode(setup_json, type=DecoderSetup)
+    ready: Ready | Failure = Ready()
     try:
         processor = load_processor(setup)
         warm_up()
     except MindieMMError as error:
-        channel.send(msgspec.msgpack.encode(Failure.of(error)))
-        return
+        ready = Failure.of(error)
     locks = support()
     _log.log(logging.WARNING if locks.missing else logging.INFO, "%s", locks)
-    channel.send(msgspec.msgpack.encode(Ready()))
+    with suppress(ConnectionError):  # the tokenizer is gone, which the nursery will see at once
+        channel.send(msgspec.msgpack.encode(ready))
+    if isinstance(ready, Failure):
+        return
     with socket.socket(fileno=os.dup(channel.fileno())) as sock:
         nursery = Nursery(ReceivingChannel(sock), processor, setup)
         try:

@@ -58,26 +58,35 @@ class Server:
         self._arena = arena
         self._requests: dict[int, asyncio.Task[None]] = {}
         """Requests in progress, by their numbers."""
+        self._ending = False
         self._encoder = msgspec.msgpack.Encoder()
 
     async def serve(self) -> None:
         """Answer requests until the channel closes, or the arena is lost: the next process makes another."""
+        try:
+            await self._receive()
+        finally:
+            self._ending = True
+            requests = [*self._requests.values()]
+            for task in requests:
+                task.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+
+    async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder[ToProcess](ToProcess)
         while not self._arena.lost:
             try:
                 message = decoder.decode(await self._channel.recv())
             except EOFError:
-                break
+                return
             if isinstance(message, Tokenize):
                 self._requests[message.number] = asyncio.create_task(self._answer(message.number, message.request))
+                await asyncio.sleep(0)  # a task that is cancelled before it has begun would never reply
             elif isinstance(message, Cancel):
                 if (task := self._requests.get(message.number)) is not None:
                     task.cancel()
             else:
                 self._send(Pong())
-        for task in self._requests.values():
-            task.cancel()
-        await asyncio.gather(*self._requests.values(), return_exceptions=True)
 
     async def _answer(self, number: int, request: TokenizeRequest) -> None:
         faults.point("received")
@@ -85,6 +94,8 @@ class Server:
         try:
             reply = Tokenized.of(number, await answer(self._prompts, request))
         except asyncio.CancelledError:
+            if self._ending:  # the client sends the request again, as it does when the process dies
+                raise
             reply = Failed(number, Failure.of(RequestAborted("the request was given up")))
         except MindieMMError as error:
             if self._arena.lost:

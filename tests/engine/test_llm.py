@@ -272,7 +272,7 @@ def test_a_forked_process_has_no_part_in_it(llm):
 @pytest.mark.parametrize("in_process", [True, False])
 async def test_a_start_that_is_cancelled_leaves_no_process(random_checkpoint, stopped_workers, in_process):
     """However long they take to end."""
-    config, num_workers = WorkerConfig(model=random_checkpoint, num_tokenizers=1), 1 if in_process else 2
+    config, num_workers = WorkerConfig(model=random_checkpoint, decoders=0), 1 if in_process else 2
     starting = asyncio.create_task(Worker.start(config, in_process=in_process))
     workers = [await stopped_workers.get() for _ in range(num_workers)]
     starting.cancel()

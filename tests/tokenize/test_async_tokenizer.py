@@ -3,7 +3,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -228,6 +228,77 @@ async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
     async with asyncio.timeout(300):
         while blocks(tokenizer) != before:  # noqa: ASYNC110 - a process has it still, and tells nobody
             await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_is_cancelled_before_it_has_begun_is_forgotten(tokenizer):
+    for _ in range(20):
+        task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(text="a")))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    async with asyncio.timeout(300):
+        while tokenizer._jobs:  # noqa: ASYNC110 - replies that nobody waits for
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def stopped_decoders(tokenizer: AsyncTokenizer) -> Iterator[list[psutil.Process]]:
+    """The nursery and the decoders. The decoders are stopped."""
+    nursery, *decoders = psutil.Process(tokenizer.pids[0]).children(recursive=True)
+    for decoder in decoders:
+        decoder.suspend()
+    yield [nursery, *decoders]
+    for decoder in decoders:
+        if decoder.is_running():
+            decoder.resume()
+
+
+async def handed_out(tokenizer: AsyncTokenizer, path: Path) -> None:
+    """Wait until the tokenizer has opened a file for a decoder."""
+    process = psutil.Process(tokenizer.pids[0])
+    async with asyncio.timeout(300):
+        while not any(file.path == str(path) for file in process.open_files()):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_decoders_end_with_their_tokenizer_in_the_midst_of_items(tokenizer, request_path, number):
+    await up(tokenizer)
+    image = request_path / "image" / "0.jpg"
+    request = TokenizeRequest(items=[{"image": str(image)}] * 3, path_file=str(request_path / "shm_name.txt"))
+    with stopped_decoders(tokenizer) as processes:
+        task = asyncio.create_task(tokenizer.tokenize(request))
+        await handed_out(tokenizer, image)
+        os.kill(tokenizer.pids[0], number)
+        with pytest.raises(ProcessDied):
+            await task
+        async with asyncio.timeout(300):
+            while any(process.is_running() for process in processes):  # noqa: ASYNC110 - nobody tells of orphans
+                await asyncio.sleep(0.01)
+    assert len((await tokenizer.tokenize(request)).spans) == 3
+
+
+async def test_a_nursery_ends_with_its_tokenizer_while_it_starts(checkpoint_path, capfd):
+    mine, nurseries = psutil.Process(), []
+    before = set(mine.children(recursive=True))
+    starting = asyncio.create_task(
+        AsyncTokenizer.start(checkpoint_path, WorkerConfig(decoders=1, arena_bytes=ARENA_BYTES))
+    )
+    async with asyncio.timeout(300):
+        while not nurseries:
+            await asyncio.sleep(0)
+            for one in set(mine.children(recursive=True)) - before:
+                with suppress(psutil.NoSuchProcess):
+                    nurseries += [one] if "mindie_mm.decode.nursery" in one.cmdline() else []
+    (nursery,) = nurseries
+    psutil.Process(nursery.ppid()).kill()
+    with pytest.raises(ProcessDied):
+        await starting
+    async with asyncio.timeout(300):
+        while nursery.is_running():  # noqa: ASYNC110 - nobody tells of orphans
+            await asyncio.sleep(0.01)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_closed_tokenizer_says_so(checkpoint_path):
