@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import socket
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,29 +15,25 @@ from numpy.typing import NDArray
 
 from mindie_mm.decode.messages import (
     DecoderSetup,
-    Ended,
     Facts,
-    Fork,
     FromDecoder,
-    FromNursery,
     Item,
-    Kill,
     PlanItem,
-    Ready,
     Refused,
     ToDecoder,
-    ToNursery,
     WriteItem,
     Written,
 )
-from mindie_mm.decode.scratch import Layout, Scratch, layout_of, make_file
-from mindie_mm.environment import single_threaded
-from mindie_mm.errors import InputError, LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
-from mindie_mm.ipc import Channel, Child, open_channel
+from mindie_mm.decode.nursery_client import NurseryClient
+from mindie_mm.decode.scratch import Layout, Scratch, layout_of
+from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
+from mindie_mm.ipc import Channel
 from mindie_mm.restarts import Starter, logged
 from mindie_mm.tasks import gather, off_loop
 
 _log = logging.getLogger(__name__)
+
+_CLOSED = "the decoders are closed"
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
@@ -107,21 +101,12 @@ class Decoders:
             max_item_bytes: Maximum number of bytes that the arrays of an item take.
 
         """
-        self._scratch_bytes = max_item_bytes
-        self._setup = msgspec.json.encode(setup).decode()
+        self._nursery = NurseryClient(setup, max_item_bytes, self._fail_waiting)
         self._max_decode_s = setup.media.max_decode_s
-        self._nursery: Child | None = None
         self._processes: list[_Process] = []
         self._waiting: OrderedDict[Group, deque[_Job]] = OrderedDict()
-        self._forking: deque[asyncio.Future[_Born]] = deque()
-        """Callers that wait for a `Forked`, in order."""
-        self._statuses: dict[int, asyncio.Future[int | None]] = {}
-        """Exit statuses that the nursery has not told yet, by pid."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._up = asyncio.Event()
-        """Set while the nursery can fork."""
-        self._why_down = ""
-        """Message of the error of all items while no decoder can be started."""
+        self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
 
@@ -141,8 +126,7 @@ class Decoders:
 
         """
         try:
-            await self._start_nursery()
-            self._tasks.append(asyncio.create_task(self._keep_nursery()))
+            await self._nursery.open()
             processes = await gather([self._fork() for _ in range(number)])
         except BaseException:
             await self.close()
@@ -184,23 +168,23 @@ class Decoders:
                 self._hand_out()
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all processes. Items in progress fail with NoProcess."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for process in self._processes:
             await process.channel.close()
-        if self._nursery is not None:
-            await self._nursery.end()
-        self._fail_all("the decoders are closed")
+        await self._nursery.close()
+        self._fail_waiting(_CLOSED)
         for process in self._processes:
             if process.job is not None:
-                _fail(process.job.reply, NoProcess(self._why_down))
+                _fail(process.job.reply, NoProcess(_CLOSED))
         self._processes.clear()
 
     async def _do(self, job: _Job) -> tuple[FromDecoder, _Process]:
-        if self._why_down:
-            raise NoProcess(self._why_down)
+        if why := _CLOSED if self._closed else self._nursery.why_down:
+            raise NoProcess(why)
         self._waiting.setdefault(job.group, deque()).append(job)
         self._hand_out()
         try:
@@ -224,7 +208,7 @@ class Decoders:
         for process in self._processes:
             if process.job is job:
                 process.killed = True
-                self._tell_nursery(Kill(process.pid))
+                self._nursery.kill(process.pid)
 
     def _hand_out(self) -> None:
         for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # the kept ones first
@@ -316,95 +300,18 @@ class Decoders:
         return ProcessDied(f"two decoders died while they decoded it, the last with status {status}")
 
     async def _fork(self) -> _Process:
-        """Have the nursery fork a decoder. Raise ProcessDied if it cannot."""
-        await self._up.wait()
-        ours, theirs = socket.socketpair()
-        forked: asyncio.Future[_Born] = asyncio.get_running_loop().create_future()
-        file = make_file(self._scratch_bytes)
-        try:
-            scratch = Scratch(file)
-            self._tell_nursery(Fork(), theirs.fileno(), file)
-        finally:
-            os.close(file)
-            theirs.close()
-        self._forking.append(forked)
-        channel = await open_channel(ours)
-        try:
-            pid, status = await forked
-        except BaseException:
-            await channel.close()
-            raise
-        process = _Process(pid, channel, status, scratch)
+        """Have a decoder forked, and give it work. Raise ProcessDied if that fails."""
+        born = await self._nursery.fork()
+        process = _Process(born.pid, born.channel, born.status, born.scratch)
         self._processes.append(process)
         self._hand_out()
         return process
 
-    def _tell_nursery(self, message: ToNursery, *descriptors: int) -> None:
-        assert self._nursery is not None
-        self._nursery.channel.send_with(self._encoder.encode(message), descriptors)
-
-    async def _start_nursery(self) -> None:
-        environment = single_threaded()
-        self._nursery = await Child.start("mindie_mm.decode.nursery", self._setup, environment=environment)
-        try:
-            await self._nursery.ready(Ready, "the decoders' nursery")
-        except BaseException:
-            await self._nursery.end()
-            raise
-        self._up.set()
-
-    async def _restart_nursery(self) -> None:
-        """Start another nursery. While there is no hope of one, all items fail at once."""
-        try:
-            await self._start_nursery()
-        except InputError as error:
-            self._fail_all(f"no decoder is alive; the last one did not start: {error}")
-            raise
-        self._why_down = ""
-
-    async def _keep_nursery(self) -> None:
-        """Serve the nursery and its successors until cancelled."""
-        starter = Starter("the decoders' nursery")
-        while True:
-            with logged("the decoders' nursery cannot be served"):
-                await self._hear_nursery(starter)
-            self._up.clear()
-            assert self._nursery is not None
-            await self._nursery.end()
-            died = ProcessDied(f"the decoders' nursery died with status {self._nursery.status}")
-            while self._forking:
-                _fail(self._forking.popleft(), died)
-            while self._statuses:  # the kernel kills them with their parent
-                self._statuses.popitem()[1].set_result(None)
-            await starter.again(self._restart_nursery)
-
-    async def _hear_nursery(self, starter: Starter) -> None:
-        decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
-        assert self._nursery is not None
-        while True:
-            try:
-                message = decoder.decode(await self._nursery.channel.recv())
-            except EOFError:
-                return
-            starter.proved()
-            if isinstance(message, Ended):
-                self._statuses.pop(message.pid).set_result(message.status)
-                continue
-            status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-            self._statuses[message.pid] = status
-            if not (forked := self._forking.popleft()).done():
-                forked.set_result((message.pid, status))
-
-    def _fail_all(self, why: str) -> None:
-        """Fail the items that no decoder has, and all that come."""
-        self._why_down = why
+    def _fail_waiting(self, why: str) -> None:
+        """Fail the items that no decoder has."""
         while self._waiting:
             for job in self._waiting.popitem()[1]:
                 _fail(job.reply, NoProcess(why))
-
-
-_Born = tuple[int, asyncio.Future[int | None]]
-"""Pid and exit status of a new decoder."""
 
 
 def _fail(future: asyncio.Future[Any], error: MindieMMError) -> None:

@@ -200,7 +200,7 @@ async def test_an_item_that_is_cancelled_while_there_is_no_nursery_is_given_up(b
         items = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
         await until(lambda: len(busy(bench.decoders)) == 2)
         nursery.kill()
-        await until(lambda: not bench.decoders._up.is_set())
+        await until(lambda: not bench.decoders._nursery._up.is_set())
         for item in items:
             item.cancel()
         results = await asyncio.gather(*items, return_exceptions=True)
