@@ -229,7 +229,7 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
         waiting = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
         await until(lambda: len(busy(bench.decoders)) == 2)
         with monkeypatch.context() as patch:
-            patch.setattr(bench.decoders, "_setup", msgspec.json.encode(gone).decode())
+            patch.setattr(bench.decoders._nursery, "_setup", msgspec.json.encode(gone).decode())
             bench.nursery.kill()
             for item in waiting:
                 with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
