@@ -12,6 +12,9 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
+_INLINE_BYTES = 2**18
+"""Number of bytes up to which hashing or copying them blocks an event loop, for less than 0.1 ms."""
+
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
@@ -113,3 +116,8 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         raise
+
+
+async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
+    """Run `work` over `num_bytes` and return its result, in a thread if it would block the event loop for long."""
+    return work() if num_bytes <= _INLINE_BYTES else await in_thread(work)

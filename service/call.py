@@ -98,25 +98,20 @@ class Call:
             for index in range(len(sources) * n)
         ]
         for source in sources:
+            source.share(n)
             self.service.metrics.count_prompt(len(source.prompt), n, self.params.max_tokens)
             if self.service.config.log_prompts:
                 text = prompt_text(self.service.worker.tokenizer, source.prompt)
                 _log.info("prompt of %d tokens: %s", len(source.prompt), text)
         if (trace := tracing.current.get()) is not None:
             trace.asked(self.params, n, sum(len(source.prompt) for source in sources))
-        silent = [set(range(n)) for _ in sources]  # each prompt's choices that have given no output yet
+        begun: set[int] = set()
         lengths = [0] * len(streams)
         async with aclosing(_merged(streams)) as deltas:
             async for index, delta in deltas:
-                waiting = silent[index // n]
                 lengths[index] = 0 if delta.restarted else lengths[index] + len(delta.token_ids)
-                if index % n in waiting:
-                    waiting.remove(index % n)
-                    faults.point("first-delta")
-                    if not waiting:
-                        sources[index // n].settle()
-                else:
-                    faults.point("next-delta")
+                faults.point("next-delta" if index in begun else "first-delta")
+                begun.add(index)
                 yield index, delta
         for start in range(0, len(lengths), n):
             self.service.metrics.count_longest(max(lengths[start : start + n]))

@@ -50,7 +50,7 @@ async def prompts(
     """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
 
     The limits of a request apply to all of its prompts together. Media are as the client sent them. Their files remain
-    for a second try until all prompts are settled.
+    until the exit, because a preempted answer may need them to be tokenized again.
     """
     started = time.perf_counter()
     field = _field(requests[0])
@@ -77,8 +77,6 @@ async def prompts(
         service.metrics.tokenize_s.observe(elapsed_s)
         if (trace := tracing.current.get()) is not None:
             trace.tokenized(started, clock.fetch_s, clock.preprocess_s)
-        if media:
-            _when_all_settle(sources, lambda: service.media.remove(directory.path))
         yield sources
 
 
@@ -130,20 +128,6 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
     if media := media_of(pieces):
         return media, lambda paths: replace(request, text=None, items=with_paths(pieces, paths), chat=False)
     return [], lambda _: request
-
-
-def _when_all_settle(sources: Sequence[PromptSource], drop: Callable[[], None]) -> None:
-    """Calls `drop` once no source may need a further try."""
-    left = len(sources)
-
-    def settled() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            drop()
-
-    for source in sources:
-        source.on_settled = settled
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:

@@ -193,6 +193,13 @@ class _Processes(Collector):
             started.add_metric((self._model_name, name), restarts.started)
             failed.add_metric((self._model_name, name), restarts.failed)
         yield from (alive, started, failed)
+        remade = CounterMetricFamily(
+            f"{PREFIX}media_remade",
+            "Media items preprocessed again, mostly after a preemption.",
+            labels=("model_name",),
+        )
+        remade.add_metric((self._model_name,), self._worker.media_remade)
+        yield remade
         dropped = CounterMetricFamily(
             f"{PREFIX}log_lines_dropped", "Log lines lost because nobody read stderr.", labels=("model_name",)
         )

@@ -75,6 +75,10 @@ def run(rig: Rig, point: Point) -> Run:
     works: list[Callable[[], str]] = [lambda: rig.ask(stream=True), rig.ask, rig.ask]
     if point.cause == "leave":
         works.append(rig.leave)
+    if point.cause == "preempt":
+        if (said := rig.preempt()) != "right":
+            found.troubles.append(f"a long answer before the kill: {said}")
+        works += [rig.preempt, rig.preempt]
     trigger = rig.trigger(point)
     if point.cause != "kill":
         trigger.touch()

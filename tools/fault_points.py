@@ -14,10 +14,10 @@ class Point:
     name: str
     """A point of `mindie_mm.faults`; or `at rest`, `at work` and `everything`, which are signals from outside."""
     cause: str = "ask"
-    """`ask`: requests alone; `leave`: a client goes; `stop`: SIGTERM to the service; `start`: the service is started;
-    `lose engine`, `lose tokenizer`, `lose nursery`: that process is killed; `kill`: it is itself. A locked-in decoder
-    cannot see trigger files, so decoders are killed from outside; `at work` all of them have items, which they have
-    not begun."""
+    """`ask`: requests alone; `preempt`: answers that preempt each other, too; `leave`: a client goes; `stop`: SIGTERM
+    to the service; `start`: the service is started; `lose engine`, `lose tokenizer`, `lose nursery`: that process is
+    killed; `kill`: it is itself. A locked-in decoder cannot see trigger files, so decoders are killed from outside;
+    `at work` all of them have items, which they have not begun."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.name}"
@@ -44,8 +44,10 @@ POINTS = (
     *_points(
         "engine",
         "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "
-        "before-reply after-reply forgetting",
+        "consumed before-reply after-reply forgetting",
     ),
+    Point("engine", "parked", "preempt"),
+    Point("engine", "refilled", "preempt"),
     Point("engine", "aborting", "leave"),
     Point("engine", "starting", "lose engine"),
     Point("engine", "loaded", "lose engine"),
@@ -53,9 +55,10 @@ POINTS = (
     Point("engine", "at rest", "kill"),
     *_points(
         "api",
-        "making-directory spooled tokenized sent first-delta next-delta answered before-remove hidden mid-free "
-        "released removed",
+        "making-directory spooled tokenized sent freed-early first-delta next-delta answered before-remove hidden "
+        "mid-free released removed",
     ),
+    Point("api", "remade", "preempt"),
     Point("api", "reclaiming", "lose tokenizer"),
     Point("api", "spawned", "start"),
     Point("api", "starting", "start"),

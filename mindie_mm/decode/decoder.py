@@ -1,34 +1,32 @@
-"""A decoder process: one media item at a time, from an open file into the pages of its block."""
+"""A decoder process: one media item at a time, from an open file into its scratch memory."""
 
 from __future__ import annotations
 
 import os
 import traceback
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from mindie_mm.config import MediaCaps
-from mindie_mm.decode.messages import Facts, FromDecoder, Item, Place, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.messages import Facts, FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.receiving import ReceivingChannel
+from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, WorldError
 from mindie_mm.ipc import Failure
 from mindie_mm.lockdown import limit_processor_time
 from mindie_mm.media.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
-from mindie_mm.shm.extent import Extent
-from mindie_mm.shm.scatter import map_pieces
 
 
 class Decoder:
     """Plans and writes items. It keeps nothing but the plan of the last item."""
 
-    def __init__(self, processor: Processor, caps: MediaCaps) -> None:
+    def __init__(self, processor: Processor, caps: MediaCaps, scratch: Scratch) -> None:
         self._processor = processor
+        self._scratch = scratch
         self.caps = caps
         self._plan: Plan | None = None
 
@@ -40,13 +38,11 @@ class Decoder:
             try:
                 if isinstance(message, PlanItem):
                     return self._planned(message.item, descriptors[0], stack)
-                arrays = _arrays(message.place, descriptors[-1])
                 if message.item is not None:
                     self._planned(message.item, descriptors[0], stack)
-                stack.close()
                 plan, self._plan = self._plan, None
                 assert plan is not None, "an item is planned before it is written"
-                plan.write(arrays)
+                plan.write(self._scratch.arrays(message.layout))
                 return Written()
             except MindieMMError as error:
                 return Refused(Failure.of(error))
@@ -78,12 +74,6 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
             channel.send(replies.encode(decoder.answer(requests.decode(message), descriptors)))
         except (EOFError, ConnectionError):
             return
-
-
-def _arrays(place: Place, descriptor: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Map the pages of a block, and nothing else of the arena, for as long as the arrays live."""
-    buffer = map_pieces(descriptor, tuple(Extent(*piece) for piece in place.pieces), writable=True)
-    return {name: np.ndarray(shape, dtype, buffer, offset) for name, (offset, dtype, shape) in place.arrays.items()}
 
 
 def _refused(error: Exception) -> Refused:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections import OrderedDict, deque
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import msgspec
+from numpy.typing import NDArray
 
 from mindie_mm.decode.messages import (
     DecoderSetup,
@@ -22,19 +24,20 @@ from mindie_mm.decode.messages import (
     FromNursery,
     Item,
     Kill,
-    Place,
     PlanItem,
     Ready,
     Refused,
     ToDecoder,
     ToNursery,
     WriteItem,
+    Written,
 )
+from mindie_mm.decode.scratch import Layout, Scratch, layout_of, make_file
 from mindie_mm.environment import single_threaded
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
 from mindie_mm.ipc import Channel, Child, open_channel
 from mindie_mm.restarts import Starter, logged
-from mindie_mm.tasks import gather
+from mindie_mm.tasks import gather, off_loop
 
 _log = logging.getLogger(__name__)
 
@@ -65,10 +68,9 @@ class _Job:
     group: Group
     item: Item
     descriptor: int
-    reply: asyncio.Future[FromDecoder]
-    place: Place | None = None
-    """None: plan the item."""
-    arena_descriptor: int = -1
+    reply: asyncio.Future[tuple[FromDecoder, _Process]]
+    layout: Layout | None = None
+    """Where its arrays are to lie. None: plan the item."""
     is_second_try: bool = False
 
 
@@ -80,8 +82,7 @@ class _Process:
     channel: Channel
     status: asyncio.Future[int | None]
     """Exit status, once the nursery has told it. None if it is unknown."""
-    ended: asyncio.Event
-    """Set once the process has ended and can no longer write to a block."""
+    scratch: Scratch
     job: _Job | None = None
     """What it does now."""
     planned: Item | None = None
@@ -98,8 +99,15 @@ class Decoders:
     A dying decoder costs one item, which is tried once more. Cancelling `plan` or `write` kills the decoder at once.
     """
 
-    def __init__(self, setup: DecoderSetup) -> None:
-        """Prepare the decoders. Use `start` or `open` before their first item."""
+    def __init__(self, setup: DecoderSetup, max_item_bytes: int) -> None:
+        """Prepare the decoders. Use `start` or `open` before their first item.
+
+        Args:
+            setup: Settings of the decoders.
+            max_item_bytes: Maximum number of bytes that the arrays of an item take.
+
+        """
+        self._scratch_bytes = max_item_bytes
         self._setup = msgspec.json.encode(setup).decode()
         self._max_decode_s = setup.media.max_decode_s
         self._nursery: Child | None = None
@@ -118,9 +126,9 @@ class Decoders:
         self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
 
     @classmethod
-    async def start(cls, setup: DecoderSetup, number: int) -> Self:
+    async def start(cls, setup: DecoderSetup, max_item_bytes: int, number: int) -> Self:
         """Return `number` open decoders. Errors are those of `open`."""
-        decoders = cls(setup)
+        decoders = cls(setup, max_item_bytes)
         await decoders.open(number)
         return decoders
 
@@ -154,13 +162,19 @@ class Decoders:
             WorldError: The decoder has failed. ProcessDied if two were killed.
 
         """
-        reply = await self._do(_Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
+        reply, _ = await self._do(_Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
         return cast("Facts", reply)
 
-    async def write(self, group: Group, item: Item, descriptor: int, place: Place, arena_descriptor: int) -> None:
-        """Decode an item into its block. Raises as `plan`."""
-        future = asyncio.get_running_loop().create_future()
-        await self._do(_Job(group, item, descriptor, future, place, arena_descriptor))
+    async def write(self, group: Group, item: Item, descriptor: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Decode an item into `arrays`. Raises as `plan`."""
+        reply = asyncio.get_running_loop().create_future()
+        _, process = await self._do(_Job(group, item, descriptor, reply, layout_of(arrays)))
+        try:
+            num_bytes = sum(array.nbytes for array in arrays.values())
+            await off_loop(num_bytes, lambda: process.scratch.copy_to(arrays))
+        finally:
+            process.job = None
+            self._hand_out()
 
     def let_go(self, group: Group) -> None:
         """Let other requests have the decoder that was kept for `group`, if there is one."""
@@ -180,41 +194,37 @@ class Decoders:
             await self._nursery.end()
         self._fail_all("the decoders are closed")
         for process in self._processes:
-            process.ended.set()
             if process.job is not None:
                 _fail(process.job.reply, NoProcess(self._why_down))
         self._processes.clear()
 
-    async def _do(self, job: _Job) -> FromDecoder:
+    async def _do(self, job: _Job) -> tuple[FromDecoder, _Process]:
         if self._why_down:
             raise NoProcess(self._why_down)
         self._waiting.setdefault(job.group, deque()).append(job)
         self._hand_out()
         try:
-            reply = await job.reply
+            reply, process = await job.reply
         except asyncio.CancelledError:
-            await self._give_up(job)
+            self._give_up(job)
             raise
         if isinstance(reply, Refused):
             if reply.frames:
                 _log.error("%s\n%s", reply.error.message, reply.frames)
             raise reply.error.exception()
-        return reply
+        return reply, process
 
-    async def _give_up(self, job: _Job) -> None:
-        """Drop a job, or kill the decoder that does it, and wait for its end: until then it may write to its block."""
+    def _give_up(self, job: _Job) -> None:
+        """Drop a job, or kill the decoder that does it."""
         jobs = self._waiting.get(job.group, deque())
         if job in jobs:
             jobs.remove(job)
             if not jobs:
                 del self._waiting[job.group]
-        for process in [*self._processes]:
+        for process in self._processes:
             if process.job is job:
                 process.killed = True
                 self._tell_nursery(Kill(process.pid))
-                while not process.ended.is_set():
-                    with suppress(asyncio.CancelledError):  # a further cancellation must not cut this short
-                        await process.ended.wait()
 
     def _hand_out(self) -> None:
         for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # the kept ones first
@@ -235,13 +245,12 @@ class Decoders:
     def _send(self, process: _Process, job: _Job) -> None:
         message: ToDecoder
         descriptors = [job.descriptor]
-        if job.place is None:
+        if job.layout is None:
             message = PlanItem(job.item)
         elif process.planned is job.item:
-            message, descriptors = WriteItem(job.place, None), [job.arena_descriptor]
+            message, descriptors = WriteItem(job.layout, None), []
         else:
-            message = WriteItem(job.place, job.item)
-            descriptors.append(job.arena_descriptor)
+            message = WriteItem(job.layout, job.item)
         process.job, process.planned, process.kept_for = job, None, None
         process.channel.send_with(self._encoder.encode(message), descriptors)
 
@@ -253,13 +262,15 @@ class Decoders:
             except EOFError:
                 return
             starter.proved()
-            job, process.job = process.job, None
+            job = process.job
             assert job is not None, "a decoder answers what it was asked"
+            if not isinstance(reply, Written) or job.reply.done():  # else `write` copies the arrays first
+                process.job = None
             if isinstance(reply, Facts):
                 process.planned = job.item
                 process.kept_for = job.group if job.group.keeps_decoder else None
             if not job.reply.done():
-                job.reply.set_result(reply)
+                job.reply.set_result((reply, process))
             self._hand_out()
 
     async def _keep(self, process: _Process) -> None:
@@ -276,10 +287,7 @@ class Decoders:
     async def _bury(self, process: _Process) -> None:
         """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
         self._processes.remove(process)
-        try:
-            status = await process.status
-        finally:
-            process.ended.set()
+        status = await process.status
         await process.channel.close()
         if process.killed:
             return
@@ -312,8 +320,13 @@ class Decoders:
         await self._up.wait()
         ours, theirs = socket.socketpair()
         forked: asyncio.Future[_Born] = asyncio.get_running_loop().create_future()
-        with theirs:
-            self._tell_nursery(Fork(), theirs.fileno())
+        file = make_file(self._scratch_bytes)
+        try:
+            scratch = Scratch(file)
+            self._tell_nursery(Fork(), theirs.fileno(), file)
+        finally:
+            os.close(file)
+            theirs.close()
         self._forking.append(forked)
         channel = await open_channel(ours)
         try:
@@ -321,7 +334,7 @@ class Decoders:
         except BaseException:
             await channel.close()
             raise
-        process = _Process(pid, channel, status, asyncio.Event())
+        process = _Process(pid, channel, status, scratch)
         self._processes.append(process)
         self._hand_out()
         return process

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from mindie_mm.config import MediaCaps, WorkerConfig
+from mindie_mm.config import MediaCaps
 from mindie_mm.decode.parcel import Part
+from mindie_mm.decode.scratch import Layout
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.ipc import Failure
 from mindie_mm.nn.family import Plan
@@ -23,11 +23,6 @@ class DecoderSetup(msgspec.Struct, frozen=True):
     """Directory of the checkpoint."""
     family: str | None
     media: MediaCaps
-
-    @classmethod
-    def of(cls, model: Path, config: WorkerConfig) -> Self:
-        """Return the settings for the checkpoint directory `model`, which the configuration may leave open."""
-        return cls(str(model), config.family, config.media)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -59,19 +54,11 @@ class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
     item: Item
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where an item's arrays lie. The last descriptor beside the message is the arena's file."""
-
-    pieces: tuple[tuple[int, int], ...]
-    """Offset and number of bytes of each piece of the block in the arena's file."""
-    arrays: dict[str, tuple[int, str, tuple[int, ...]]]
-    """Offset in the block, dtype and shape of each array."""
-
-
 class WriteItem(msgspec.Struct, frozen=True, tag="write"):
-    """Tokenizer to decoder: decode an item into its block."""
+    """Tokenizer to decoder: decode an item into the scratch memory."""
 
-    place: Place
+    layout: Layout
+    """Where its arrays lie."""
     item: Item | None
     """None: the item that this decoder planned last."""
 
@@ -102,7 +89,7 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Decoder to tokenizer: the arrays are in the block."""
+    """Decoder to tokenizer: the arrays are in the scratch memory."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -114,7 +101,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Tokenizer to nursery: fork a decoder that serves the socket beside the message."""
+    """Tokenizer to nursery: fork a decoder. Beside the message are its socket and the file of its scratch memory."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):

@@ -23,6 +23,7 @@ from mindie_mm.decode.decoder import Decoder, serve
 from mindie_mm.decode.end_with_parent import end_with_parent
 from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
 from mindie_mm.decode.receiving import ReceivingChannel
+from mindie_mm.decode.scratch import Scratch
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
@@ -62,7 +63,7 @@ class Nursery:
                 message, descriptors = self._channel.receive()
                 request = requests.decode(message)
                 if isinstance(request, Fork):
-                    self._fork(descriptors[0])
+                    self._fork(*descriptors)
                 elif request.pid in self._pids:
                     os.kill(request.pid, signal.SIGKILL)
 
@@ -73,26 +74,28 @@ class Nursery:
         for pid in self._pids:
             os.waitpid(pid, 0)
 
-    def _fork(self, descriptor: int) -> None:
+    def _fork(self, descriptor: int, scratch: int) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_decoder(descriptor, parent)
+            self._become_decoder(descriptor, scratch, parent)
         os.close(descriptor)
+        os.close(scratch)
         self._pids.add(pid)
         self._send(Forked(pid))
 
-    def _become_decoder(self, descriptor: int, parent: int) -> NoReturn:
-        """Serve `descriptor` in the forked process until its tokenizer is gone."""
+    def _become_decoder(self, descriptor: int, scratch: int, parent: int) -> NoReturn:
+        """Serve `descriptor` in the forked process until its tokenizer is gone. `scratch` is the file of its memory."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             end_with_parent(parent)
+            memory = Scratch(scratch)
             os.dup2(descriptor, _FIRST_DESCRIPTOR)
             gc.freeze()  # objects of the nursery own descriptors that are closed here
             with socket.socket(fileno=_FIRST_DESCRIPTOR) as sock:
                 lock_in([_FIRST_DESCRIPTOR], self._setup.media.max_decode_bytes)
-                serve(ReceivingChannel(sock), Decoder(self._processor, self._setup.media))
+                serve(ReceivingChannel(sock), Decoder(self._processor, self._setup.media, memory))
         except BaseException:  # noqa: BLE001 - it ends in any case
             _log.exception("a decoder cannot start")
             os._exit(1)

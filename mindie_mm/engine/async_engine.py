@@ -22,6 +22,7 @@ from mindie_mm.engine.messages import (
     Mount,
     Progress,
     Ready,
+    Refill,
     Start,
     Stats,
     Stepped,
@@ -48,6 +49,8 @@ class AsyncEngine:
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Requests that the engine has not finished. Their callers may not have read all of the progress yet."""
+        self._parked: set[str] = set()
+        """Those that wait for `refill`, and not for the engine."""
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
@@ -126,8 +129,15 @@ class AsyncEngine:
         finally:
             if self._requests.get(request_id) is queue:
                 del self._requests[request_id]
+                self._parked.discard(request_id)
                 if self._alive:
                     self._send(Abort(request_id))
+
+    def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
+        """Give a request the media that it needs (`Progress.needs_media`): `ids` as in `generate`, with other words."""
+        if request_id in self._parked and self._alive:
+            self._parked.remove(request_id)
+            self._send(Refill(request_id, np.ascontiguousarray(ids, np.int64).tobytes()))
 
     def mount(self, path: Path, number: int) -> None:
         """Let requests refer to the file of blocks at `path` as arena `number`, which the caller has reserved.
@@ -214,13 +224,14 @@ class AsyncEngine:
     async def _serve(self) -> str:
         """Serve until the process is gone or hangs, that is, makes no step for `step_timeout_s` while a request waits.
 
+        A request that waits for its media does not wait for the engine.
         Return a description of the hang, or "" if the process is gone.
         """
         patience_s = self._start.config.step_timeout_s
         dispatching = asyncio.create_task(self._dispatch())
         try:
             while not dispatching.done():
-                num_steps, waiting = self._num_steps, {*self._requests}
+                num_steps, waiting = self._num_steps, {*self._requests} - self._parked
                 await asyncio.wait({dispatching}, timeout=patience_s)
                 if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
                     return f"made no step for {patience_s:g} s, and was ended"
@@ -245,6 +256,8 @@ class AsyncEngine:
                     continue
                 if progress.finish_reason is not None or progress.error is not None:
                     del self._requests[progress.request_id]
+                if progress.needs_media:
+                    self._parked.add(progress.request_id)
                 queue.put_nowait(progress)
 
     async def _bury(self, why: str, hung: str = "") -> None:
@@ -261,6 +274,7 @@ class AsyncEngine:
             for request_id, queue in self._requests.items():
                 queue.put_nowait(Progress(request_id=request_id, error=death))
             self._requests.clear()
+            self._parked.clear()
 
     def _send(self, message: ToEngine | Start) -> None:
         self._child.channel.send(msgspec.msgpack.encode(message))

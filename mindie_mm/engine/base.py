@@ -6,6 +6,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import abc
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +19,17 @@ from mindie_mm.config import EngineConfig
 from mindie_mm.device import download, require_alive, upload
 from mindie_mm.engine.encoder_cache import EncoderCache
 from mindie_mm.engine.grammar import Constraint, Grammars
-from mindie_mm.engine.messages import Abort, Add, FinishReason, Progress, Ready, Stats, Stepped, TokenLogprob
+from mindie_mm.engine.messages import (
+    Abort,
+    Add,
+    FinishReason,
+    Progress,
+    Ready,
+    Refill,
+    Stats,
+    Stepped,
+    TokenLogprob,
+)
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.sampler import logprobs_of, sample, score
 from mindie_mm.engine.sampling_params import SamplingParams
@@ -25,12 +37,22 @@ from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
-from mindie_mm.errors import DeviceError, InputError, MindieMMError, TokenOutOfRange, WorldError
+from mindie_mm.errors import (
+    DeviceError,
+    InputError,
+    MindieMMError,
+    SegmentMissing,
+    StaleReference,
+    TokenOutOfRange,
+    WorldError,
+)
 from mindie_mm.ipc import Failure
 from mindie_mm.nn.model import MediaModel
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, plain_ids
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Draw = tuple[int, list[TokenLogprob] | None]
 """A token, and its log-probabilities where they are asked for."""
@@ -43,6 +65,7 @@ class BaseEngine(ABC):
 
     def __init__(self, model: MediaModel, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         """`ranks` are the processes that all do what this one does, each with its share of the weights."""
+        self._media_model = model
         self._spec = model.spec
         self._devices = model.devices
         self._ranks = ranks
@@ -65,7 +88,7 @@ class BaseEngine(ABC):
         scheduler, encoder_cache = self._scheduler, self._encoder_cache
         return Stats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.parked),
             kv_cache_usage=scheduler.usage,
             encoder_cache_queries=encoder_cache.queries,
             encoder_cache_hits=encoder_cache.hits,
@@ -87,23 +110,62 @@ class BaseEngine(ABC):
 
     def add(self, message: Add) -> Progress | None:
         """Queues a request; what is wrong with it comes back at once."""
-        failure: MindieMMError | None = None
-        try:
-            sequence = self._sequence(message)
-            if (schema := sequence.params.json_schema) is not None:
-                sequence.constraint = self._constraint(schema)
-        except MindieMMError as error:
-            failure = error
-        except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
-            _log.exception("request %s", message.request_id)
-            failure = WorldError(f"the request failed: {type(error).__name__}")
-        # A block may be freed between one rank's reading of it and another's.
-        if (failure := self._ranks.agreed(failure)) is not None:
-            return _failure(message.request_id, failure)
+        sequence = self._agreed(message.request_id, lambda: self._new(message))
+        if isinstance(sequence, MindieMMError):
+            return _failure(message.request_id, sequence)
         self._encoder_cache.count(list(sequence.items))
         self._sequences[message.request_id] = sequence
         self._scheduler.add(sequence)
         return None
+
+    def refill(self, message: Refill) -> Progress | None:
+        """Let a parked request go on with media from other blocks.
+
+        Returns:
+            The request's error, or another demand for media if the new blocks are lost, too. None if it goes on.
+
+        """
+        sequence = self._sequences.get(message.request_id)
+        if sequence is None or sequence not in self._scheduler.parked:
+            return None  # aborted meanwhile
+        items = self._agreed(message.request_id, lambda: self._items_again(sequence, message))
+        faults.point("refilled")
+        if isinstance(items, SegmentMissing | StaleReference):
+            return Progress(request_id=message.request_id, needs_media=True)
+        if isinstance(items, MindieMMError):
+            return self._fail(sequence, items)
+        sequence.refill(items)
+        self._scheduler.resume(sequence)
+        return None
+
+    def _agreed(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
+        """Return the result of `work`, or on all ranks the error that one of them has."""
+        failure: MindieMMError | None = None
+        try:
+            result = work()
+        except MindieMMError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
+            _log.exception("request %s", request_id)
+            failure = WorldError(f"the request failed: {type(error).__name__}")
+        # A block may be freed between one rank's reading of it and another's.
+        failure = self._ranks.agreed(failure)
+        return result if failure is None else failure
+
+    def _new(self, message: Add) -> Sequence:
+        sequence = self._sequence(message)
+        if (schema := sequence.params.json_schema) is not None:
+            sequence.constraint = self._constraint(schema)
+        return sequence
+
+    def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
+        """Read a sequence's media from other blocks. Raise WorldError if the prompt or a digest is another."""
+        ids = np.frombuffer(message.input_ids, dtype=np.int64)
+        items = self._read(ids)
+        same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
+        if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
+            raise WorldError("the request's media were read again after a preemption, and have changed since")
+        return items
 
     def _constraint(self, schema: str) -> Constraint:
         if self.grammars is None:
@@ -134,15 +196,15 @@ class BaseEngine(ABC):
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
             left = [s.sequence for s in step if s.sequence.request_id in self._sequences]
-            progress += self._fail_all(dict.fromkeys(left, failure))
+            progress += self._take_out(dict.fromkeys(left, failure))
         return Stepped(progress, self.stats)
 
-    def _read(self, model: MediaModel, ids: NDArray[np.int64]) -> list[MediaItem]:
+    def _read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """The media of a prompt's ids, once these are known to the model."""
         known = self._spec.embedding_size or self._spec.vocab_size
         if (top := int(ids.max())) >= known:
             raise TokenOutOfRange(f"token id {top} is not in [0, {known})")
-        items = model.read(ids)
+        items = self._media_model.read(ids)
         faults.point("attached")
         return items
 
@@ -184,8 +246,11 @@ class BaseEngine(ABC):
                 refused = sequence.constraint.refused(logits.shape[1])
                 logits[row].masked_fill_(upload(refused, logits.device), -torch.inf)
 
-    def _advance(self, sequence: Sequence, draw: Draw | None) -> Progress:
-        """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails."""
+    def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
+        """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails.
+
+        `media_consumed` is told along with it.
+        """
         if draw is None:
             for item in sequence.items:  # their features may be why: they are nobody else's
                 self._encoder_cache.drop(item)
@@ -213,6 +278,7 @@ class BaseEngine(ABC):
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
+            media_consumed=media_consumed,
             timings=sequence.timings(),
         )
 
@@ -225,12 +291,45 @@ class BaseEngine(ABC):
                 return "stop", None
         return ("length" if sequence.num_output >= sequence.max_tokens else None), None
 
-    def _fail_all(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
-        """Fails sequences of a step; raises instead, before any is forgotten, where a device is gone for good."""
+    def _consume_media(self, step: abc.Sequence[Scheduled]) -> set[Sequence]:
+        """Let go of the media whose last slot a step has computed, and return the sequences to tell of."""
+        consumed = set()
+        for scheduled in step:
+            sequence = scheduled.sequence
+            if sequence.media_consumed or not sequence.items or scheduled.stop < sequence.media_stop:
+                continue
+            self._drop_nameless(sequence)
+            sequence.consume_media()
+            consumed.add(sequence)
+        if consumed:
+            faults.point("consumed")
+        return consumed
+
+    def _drop_nameless(self, sequence: Sequence) -> None:
+        """Drop the features of items without a digest, whose key is a block that may come to hold something else."""
+        for item in sequence.items:
+            if item.digest is None:
+                self._encoder_cache.drop(item)
+
+    def _take_out(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
+        """Park the sequences of a step whose blocks were freed because they had consumed them, and fail the others.
+
+        Raises instead, before any is forgotten, where a device is gone for good.
+        """
         if any(isinstance(error, DeviceError) for error in failed.values()):
             for device in self._devices:
                 require_alive(device)
-        return [self._fail(sequence, error) for sequence, error in failed.items()]
+        return [
+            self._park(sequence)
+            if sequence.media_consumed and isinstance(error, SegmentMissing | StaleReference)
+            else self._fail(sequence, error)
+            for sequence, error in failed.items()
+        ]
+
+    def _park(self, sequence: Sequence) -> Progress:
+        self._scheduler.park(sequence)
+        faults.point("parked")
+        return Progress(request_id=sequence.request_id, needs_media=True)
 
     def _fail(self, sequence: Sequence, error: MindieMMError) -> Progress:
         self._forget(sequence)
@@ -240,9 +339,7 @@ class BaseEngine(ABC):
         faults.point("forgetting")
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        for item in sequence.items:
-            if item.digest is None:
-                self._encoder_cache.drop(item)
+        self._drop_nameless(sequence)
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:

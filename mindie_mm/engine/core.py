@@ -68,7 +68,7 @@ class Engine(BaseEngine):
         if left_tokens < params.least_room or len(ids) == 0:
             said = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
             raise ContextLengthExceeded.of(left_tokens + len(ids), said)
-        items = self._read(self._model, ids)
+        items = self._read(ids)
         sequence = Sequence(
             request_id=message.request_id,
             params=params,
@@ -87,7 +87,7 @@ class Engine(BaseEngine):
 
     def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
-        progress += self._fail_all(failed)
+        progress += self._take_out(failed)
         step = [scheduled for scheduled in step if scheduled.sequence not in failed]
         if not step:
             return
@@ -105,8 +105,12 @@ class Engine(BaseEngine):
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
         for sequence in senseless:  # an earlier step may have let others find its first blocks
             self._blocks.forget(sequence.blocks)
+        consumed = self._consume_media(step)
+        for sequence in consumed.difference(sampling):
+            progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
-            progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
+            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(told)  # one by one: should a later one fail, none is lost
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:

@@ -44,6 +44,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Refill(msgspec.Struct, frozen=True, tag="refill"):
+    """Media of a request that asked for them (`Progress.needs_media`); ignored if the request has ended."""
+
+    request_id: str
+    input_ids: bytes
+    """As `Add.input_ids`: the same prompt, with words of new blocks."""
+
+
 class Mount(msgspec.Struct, frozen=True, tag="mount"):
     """Read the blocks of a file on disk where words name arena `number`; requests behind it may have such words."""
 
@@ -86,7 +94,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int] = []
-    """Output tokens of this step. Empty if the request only scores its prompt."""
+    """Output tokens of this step. Empty if the request only scores its prompt, and where only its media are told of."""
     logprobs: list[TokenLogprob] | None = None
     """One per token, where asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
@@ -97,6 +105,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """None while it runs."""
     stop_token_id: int | None = None
     """The id of `stop_token_ids` that ended it."""
+    media_consumed: bool = False
+    """Whether the engine needs the blocks of the request's media no longer. It is told once for each Add and Refill."""
+    needs_media: bool = False
+    """Whether the request was preempted and needs its media again: it waits for a Refill, and nothing waits for it."""
     error: Failure | None = None
     """Error that ended the request. No progress follows."""
     timings: Timings | None = None
@@ -143,4 +155,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Mount | Unmount
+ToEngine = Add | Abort | Refill | Mount | Unmount

@@ -18,7 +18,18 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.memory_profile import kv_cache_bytes
-from mindie_mm.engine.messages import Abort, Add, Mount, Progress, Ready, Start, Stepped, ToEngine, Unmount
+from mindie_mm.engine.messages import (
+    Abort,
+    Add,
+    Mount,
+    Progress,
+    Ready,
+    Refill,
+    Start,
+    Stepped,
+    ToEngine,
+    Unmount,
+)
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.environment import fault_folder
@@ -67,12 +78,12 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
-        failures: list[Progress] = []
+        told: list[Progress] = []
         messages = ranks.same(list[bytes], lambda: received(channel, engine, decoder))
         for message in messages:
-            failures += _take(decoder.decode(message), engine, mounts)
-        if failures or (messages and not engine.has_work()):
-            send(Stepped(failures, engine.stats))
+            told += _take(decoder.decode(message), engine, mounts)
+        if told or (messages and not engine.has_work()):
+            send(Stepped(told, engine.stats))
         if engine.has_work():
             stepped = engine.step()
             faults.point("before-reply")
@@ -94,7 +105,7 @@ def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack
 
 
 def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
-    """Does what a message asks for; the requests that fail at once."""
+    """Does what a message asks for; what is to be told of it at once."""
     match message:
         case Add():
             faults.point("received")
@@ -104,6 +115,9 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
         case Abort():
             faults.point("aborting")
             engine.abort(message)
+        case Refill():
+            told = engine.refill(message)
+            return [told] if told else []
         case Mount():
             _mount(message, mounts)
         case Unmount():

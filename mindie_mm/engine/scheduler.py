@@ -42,6 +42,9 @@ class BaseScheduler(ABC):
     def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.parked: set[Sequence] = set()
+        """Preempted sequences whose media have to come again. They hold up nobody: what brings the media may wait for
+        room in an arena that waiting sequences fill."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Tokens of the sequences that were looked for in the blocks."""
@@ -80,8 +83,22 @@ class BaseScheduler(ABC):
         if sequence in self.running:
             self.running.remove(sequence)
             self._let_go(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
         else:
             self.waiting.remove(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Set a running sequence aside until `resume`, and take its room back."""
+        self.running.remove(sequence)
+        self._let_go(sequence)
+        sequence.num_computed = 0
+        self.parked.add(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Put a parked sequence at the head of the queue."""
+        self.parked.remove(sequence)
+        self.waiting.appendleft(sequence)
 
 
 @dataclass(slots=True)

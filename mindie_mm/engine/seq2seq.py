@@ -131,7 +131,7 @@ class Seq2SeqEngine(BaseEngine):
                 f"{len(ids)} prompt tokens and {wanted} to generate do not fit: a prompt has at least 1, and of one of "
                 f"{len(ids)} this encoder-decoder generates at most {max(most, 0)}",
             )
-        items = self._read(self._model, ids)
+        items = self._read(ids)
         sequence = Sequence(
             request_id=message.request_id,
             params=params,
@@ -161,13 +161,15 @@ class Seq2SeqEngine(BaseEngine):
             except Exception as error:  # noqa: BLE001 - each runs by itself, and so fails alone
                 _log.exception("request %s", sequence.request_id)
                 failed[sequence] = DeviceError(f"the step failed: {type(error).__name__}")
-        progress += self._fail_all(failed)
+        progress += self._take_out(failed)
         if not rows:
             return
         self._towers.fetch(self._scheduler.coming())
         draws = self._draw(torch.cat([*rows.values()]), [*rows])
+        consumed = self._consume_media([scheduled for scheduled in step if scheduled.sequence in rows])
         for sequence, draw in zip(rows, draws, strict=True):
-            progress.append(self._advance(sequence, draw))  # one by one: should a later one fail, none is lost
+            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(told)  # one by one: should a later one fail, none is lost
 
     def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
         """float32 [1, vocabulary]."""

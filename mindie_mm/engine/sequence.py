@@ -43,6 +43,8 @@ class Sequence:
     """The grammar that its tokens must fit, if any."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the KV cache, in order."""
+    media_consumed: bool = False
+    """Whether the blocks of `items` may be freed, because the KV cache has taken in the features of all of them."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
     num_cached: int | None = None
@@ -85,6 +87,21 @@ class Sequence:
         """Takes a token of the output."""
         self.token_ids.append(token)
         self.output_counts[token] += 1
+
+    @property
+    def media_stop(self) -> int:
+        """The slot behind the last one of any item; 0 without media."""
+        return self._item_stops[-1] if self._item_stops else 0
+
+    def consume_media(self) -> None:
+        """Let go of the mappings of the media's blocks, which may be freed from then on."""
+        self.media_consumed = True
+        self.items = [item.loose() for item in self.items]
+
+    def refill(self, items: abc.Sequence[MediaItem]) -> None:
+        """Take the same media from other blocks."""
+        self.media_consumed = False
+        self.items = items
 
     @property
     def num_tokens(self) -> int:

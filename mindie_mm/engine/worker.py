@@ -17,11 +17,11 @@ from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.default_sampling import defaults_of, log_default_sampling, stated_end_tokens
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
-from mindie_mm.engine.retry import PromptSource, generated, tokenized
+from mindie_mm.engine.retry import PromptSource, Use, generated, tokenized
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.schema_check import SchemaCheck
 from mindie_mm.environment import default_spool
-from mindie_mm.errors import ContextLengthExceeded
+from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.paths import absolute
 from mindie_mm.shm import request_directory
@@ -127,6 +127,8 @@ class Worker:
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.default_sampling = default_params
         """Sampling settings of requests that state none."""
+        self.media_remade = 0
+        """Media items that were preprocessed again, because their blocks were freed or lost."""
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
@@ -206,7 +208,7 @@ class Worker:
     async def tokenize(self, request: TokenizeRequest) -> PromptSource:
         """Return the request's prompt, with its media in shared memory. Errors are those of AsyncTokenizer.tokenize."""
         try:
-            return await tokenized(self.tokenizer_stage, request)
+            return await tokenized(self.tokenizer_stage, request, self._count_remade)
         except ContextLengthExceeded as error:
             if request.options.truncate:  # the limit may be the request's own
                 raise
@@ -224,15 +226,28 @@ class Worker:
         that it can start again (`Delta.restarted`) if the engine dies.
         """
         void = _RESTARTED if whole else None
-        return generated(source, lambda prompt: self.generate_once(prompt, params, request_id), void)
+        return generated(source, lambda prompt, use: self.generate_once(prompt, params, request_id, use), void)
 
     async def generate_once(
-        self, prompt: Prompt, params: SamplingParams, request_id: str
+        self, prompt: Prompt, params: SamplingParams, request_id: str, use: Use | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output as `generate`, without a second try if the engine dies."""
+        """Yield the output as `generate`, without a second try if the engine dies.
+
+        `use` is released when the engine has consumed the prompt's media, and renewed if it needs them again. Without a
+        use the media have to stay where they are.
+        """
         detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:
+                if step.media_consumed and use is not None:
+                    use.release()
+                if step.needs_media:
+                    if use is None:
+                        raise SegmentMissing("the engine needs the request's media again, which were freed")
+                    renewed = await use.renew()
+                    self.engine.refill(request_id, renewed.ids)
+                if not step.token_ids and step.finish_reason is None:
+                    continue
                 text = detokenizer.push(step.token_ids)
                 stopped = detokenizer.stopped_by is not None
                 reason = "stop" if stopped else step.finish_reason
@@ -250,6 +265,9 @@ class Worker:
                 )
                 if stopped:
                     return
+
+    def _count_remade(self, prompt: Prompt) -> None:
+        self.media_remade += len(prompt.spans)
 
     async def close(self) -> None:
         """End all processes. The arenas end with the tokenizers."""

@@ -1,7 +1,7 @@
 """Whether somebody still waits for what a thread reads and decodes.
 
-A thread asks at each packet of a video or a sound, at each frame that was handed in, and while a pipe or an address gives
-nothing. A decoder process is killed instead.
+A thread asks at each packet of a video or a sound, at each frame that was handed in, and while a pipe or an address
+gives nothing. A decoder process is killed instead.
 """
 
 from __future__ import annotations

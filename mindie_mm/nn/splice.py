@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import KINDS, Kind
 from mindie_mm.nn.mindie import Layout, attach_words
-from mindie_mm.shm import Ref, View, attach, is_name_word
+from mindie_mm.shm import LooseView, Ref, View, attach, is_name_word
 from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
 
 ItemRef = Ref | SegmentsRef
-ItemView = View | SegmentsView
+ItemView = View | LooseView | SegmentsView
 """An item's arrays, read-only and in place, whichever wire its words are of."""
 
 
@@ -89,6 +89,10 @@ class MediaItem:
     def digest(self) -> bytes | None:
         """Names the content: two items with one digest have the same features. None: never cached."""
         return self.view.digest
+
+    def loose(self) -> MediaItem:
+        """Return the item with arrays that keep no arena mapped. The arrays of MindIE's segments stay mapped."""
+        return replace(self, view=self.view.loose()) if isinstance(self.view, View) else self
 
     @property
     def key(self) -> bytes | ItemRef:

@@ -27,7 +27,7 @@ from mindie_mm.shm.block import Block
 from mindie_mm.shm.disk import DiskArena
 from mindie_mm.shm.mapped import mount
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
-from mindie_mm.shm.reader import View, attach, free
+from mindie_mm.shm.reader import LooseView, View, attach, free
 from mindie_mm.shm.reclaim import Collected, collect
 from mindie_mm.shm.ref import Ref
 from mindie_mm.shm.spec import ArraySpec
@@ -44,6 +44,7 @@ __all__ = [
     "BlockInfo",
     "Collected",
     "DiskArena",
+    "LooseView",
     "Ref",
     "RequestDirectory",
     "View",

@@ -16,7 +16,6 @@ from mindie_mm.paths import absolute
 from mindie_mm.shm.arena_file import ArenaFile
 from mindie_mm.shm.block import Block
 from mindie_mm.shm.block_header import BlockPlan, check_digest
-from mindie_mm.shm.extent import Pieces
 from mindie_mm.shm.heap import size_class
 from mindie_mm.shm.inventory import Inventory
 from mindie_mm.shm.layout import PAGE, round_up
@@ -168,13 +167,6 @@ class Arena:
         """
         request = _absolute(path_file)
         return self._require([BlockPlan.of(specs, request) for specs in all_specs], request)
-
-    def place(self, block: Block) -> tuple[int, Pieces]:
-        """Return a new descriptor of the arena's file and the pieces of `block` in it, for a process that fills it.
-
-        The caller closes the descriptor.
-        """
-        return self._file.reopened(), block.pieces
 
     def count_waiting(self, waiting_bytes: int) -> None:
         """Publish the number of bytes that requests wait for, for `/metrics`."""

@@ -104,14 +104,9 @@ class ArenaFile:
                 raise SharedMemoryError(f"arena {self.path} was removed, cut or overwritten by others; make a new one")
             self._seen_ns = now_ns
 
-    def reopened(self) -> int:
-        """Return a new descriptor of the file, without the lock. The caller closes it."""
-        self.require_held()
-        return reopened(self._lock.descriptor)
-
     def map(self, pieces: Pieces) -> memoryview:
         """One behind another, to write to. SharedMemoryError if they cannot be mapped."""
-        descriptor = self.reopened()
+        descriptor = reopened(self._lock.descriptor)
         try:
             return map_pieces(descriptor, pieces, writable=True)
         finally:

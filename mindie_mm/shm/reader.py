@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
+from weakref import ref as weak_reference
 
 from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm.layout import fence
@@ -62,12 +63,52 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         fence()
         self.arena.check(self.ref)
 
+    def loose(self) -> LooseView:
+        """Return the same block as a view that keeps no mapping alive."""
+        return LooseView(self)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.verify()
+
+
+class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
+    """The arrays of a block that may be freed before they are used again. Each use looks the block up.
+
+    A use raises StaleReference if the block was freed, and SegmentMissing if its arena is no longer mapped. A later
+    arena of the same number is not looked at.
+    """
+
+    __slots__ = ("_arena", "digest", "nbytes", "ref")
+
+    def __init__(self, view: View) -> None:
+        """For `View.loose`."""
+        self.ref = view.ref
+        self.digest = view.digest
+        self.nbytes = view.nbytes
+        self._arena = weak_reference(view.arena)
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self._view()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._view())
+
+    def __len__(self) -> int:
+        return len(self._view())
+
+    def verify(self) -> None:
+        """Raise StaleReference or SegmentMissing if the block was freed, or its arena is gone."""
+        self._view()
+
+    def _view(self) -> View:
+        arena = self._arena()
+        if arena is None:
+            raise SegmentMissing(f"{self.ref}: its arena is gone")
+        return View(arena, self.ref)
 
 
 def attach(ref: Ref) -> View:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from mindie_mm import faults
 from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
 from mindie_mm.decode.digest import content_digest, parcel_digest
-from mindie_mm.decode.messages import Item, Place
+from mindie_mm.decode.messages import Item
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import under_caps
 from mindie_mm.errors import InputError, naming
@@ -22,16 +21,11 @@ from mindie_mm.media import cancellation
 from mindie_mm.media.caps import Work, decodes_to_count, under
 from mindie_mm.nn.splice import ITEM
 from mindie_mm.shm import Block
-from mindie_mm.tasks import gather, in_thread
+from mindie_mm.tasks import gather, in_thread, off_loop
 from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.room import Room
-
-T = TypeVar("T")
-
-_INLINE_BYTES = 2**18
-"""Number of bytes up to which hashing and copying block the event loop. They take less than 0.1 ms."""
 
 
 class Decoded(MediaStage):
@@ -151,22 +145,9 @@ class _PromptMedia(PromptMedia):
         request, parcel = source
         arrays = {name: block[name] for name in item.plan.specs}
         source_bytes = sum(part.nbytes for part in parcel.parts)
-        digest = await _beside(source_bytes, lambda: parcel_digest(settings, parcel, salt))
-        if await _beside(block.nbytes, lambda: stage.preprocessed.copy(digest, arrays)):
+        digest = await off_loop(source_bytes, lambda: parcel_digest(settings, parcel, salt))
+        if await off_loop(block.nbytes, lambda: stage.preprocessed.copy(digest, arrays)):
             return digest
-        arena_descriptor, pieces = stage.room.arena.place(block)
-        try:
-            laid_out = {
-                name: (block.plan.arrays[name].offset, spec.dtype, spec.shape) for name, spec in item.plan.specs.items()
-            }
-            place = Place(pieces, laid_out)
-            await stage.decoders.write(self._group, request, parcel.descriptor, place, arena_descriptor)
-        finally:
-            os.close(arena_descriptor)
-        await _beside(block.nbytes, lambda: stage.preprocessed.keep(digest, arrays))
+        await stage.decoders.write(self._group, request, parcel.descriptor, arrays)
+        await off_loop(block.nbytes, lambda: stage.preprocessed.keep(digest, arrays))
         return digest
-
-
-async def _beside(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work` over `num_bytes`, in a thread if it would block the event loop for long."""
-    return work() if num_bytes <= _INLINE_BYTES else await in_thread(work)

@@ -139,7 +139,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media))
+    decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
     room = Room(arena, setup.arena_wait_s)
     try:
         async with task_group() as group:  # both import for seconds

@@ -113,7 +113,7 @@ class Tokenizer:
     ) -> Self:
         """Return a tokenizer with `config.decoders` decoders, which closes `room`. Errors as `from_pretrained`."""
         family, loop = family_of(checkpoint, config.family), LoopThread("tokenizer")
-        decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media))
+        decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media), room.arena.capacity_bytes)
 
         def make_stage(processor: Processor) -> MediaStage:
             return Decoded(Planner(processor, family.__name__), decoders, room, config.media, preprocessed)

@@ -16,7 +16,7 @@ import pytest
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.messages import DecoderSetup, Facts, Item, Place
+from mindie_mm.decode.messages import DecoderSetup, Facts, Item
 from mindie_mm.decode.nursery import load_processor
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import plan_item
@@ -70,13 +70,8 @@ class Bench:
             yield block
 
     async def write(self, item: Item, parcel: Parcel, facts: Facts, block: Block, group: Group | None = None) -> None:
-        descriptor, pieces = self.arena.place(block)
-        try:
-            laid_out = {name: (block.plan.arrays[name].offset, *spec) for name, spec in facts.specs.items()}
-            place = Place(pieces, laid_out)
-            await self.decoders.write(group or Group(), item, parcel.descriptor, place, descriptor)
-        finally:
-            os.close(descriptor)
+        arrays = {name: block[name] for name in facts.specs}
+        await self.decoders.write(group or Group(), item, parcel.descriptor, arrays)
 
     async def whole(self) -> list[int]:
         """Return the pids of the decoders once all are there."""
@@ -132,7 +127,7 @@ def same(arrays: Arrays, others: Arrays) -> bool:
 
 @pytest.fixture(scope="module")
 async def running(random_checkpoint: Path) -> AsyncIterator[Decoders]:
-    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2)
+    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
     yield decoders
     pids = decoders.pids
     await decoders.close()

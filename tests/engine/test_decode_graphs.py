@@ -62,7 +62,7 @@ def test_answers_that_end_one_after_another(model, prompts, recorded):
         while engine.has_work():
             for progress in engine.step().progress:
                 assert progress.error is None
-                for one in progress.logprobs:
+                for one in progress.logprobs or ():
                     said[progress.request_id].append((one.token_id, pytest.approx(one.logprob, abs=1e-3)))
         return said
 

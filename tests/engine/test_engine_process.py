@@ -130,7 +130,7 @@ async def test_an_engine_at_rest_lets_go_of_an_arena_that_is_removed(engine, ran
     assert len(await tokens(engine, "next")) == 16
 
 
-async def test_what_runs_keeps_the_pages_of_a_removed_arena_until_it_ends(engine, random_checkpoint, tmp_path):
+async def test_what_runs_ends_as_always_when_its_arena_is_removed(engine, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize([{"image": picture(60, 90)}], tmp_path / "path").numpy()
         stream = engine.generate("runs", ids, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))

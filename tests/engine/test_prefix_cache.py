@@ -65,7 +65,7 @@ def ask(engine, ids, params=GREEDY):
     assert engine.add(Add("r", ids.numpy().tobytes(), params)) is None
     news = []
     while engine.has_work():
-        news += engine.step().progress
+        news += (one for one in engine.step().progress if one.token_ids)
     return news[0], news[-1]
 
 

@@ -8,9 +8,10 @@ import pytest
 from mindie_mm.engine.messages import Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, generated, tokenized
 from mindie_mm.engine.worker import Delta
-from mindie_mm.errors import MediaError, NoProcess, ProcessDied, SegmentMissing
+from mindie_mm.errors import ArenaFull, MediaError, NoProcess, ProcessDied, SegmentMissing, StaleReference
+from mindie_mm.shm import Arena, ArraySpec, attach
 from mindie_mm.tokenize.messages import TokenizeRequest
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 from service.choices import Choice
 
 FIRST, SECOND = (Prompt(np.array([index], np.int64)) for index in range(2))
@@ -34,11 +35,17 @@ class Script:
     async def tokenize(self, request):
         return self.next(request)
 
-    async def generate(self, prompt):
+    async def generate(self, prompt, use):
         for output in self.next(prompt):
             if isinstance(output, BaseException):
                 raise output
             yield output
+
+
+async def lost(source):
+    use = source.use()
+    await use.take()
+    return await use.renew()
 
 
 async def outputs(source, engine):
@@ -56,7 +63,7 @@ async def test_a_tokenizer_that_died_over_a_request_gives_it_to_another_once():
     with pytest.raises(MediaError):
         await tokenized(Script(MediaError("no picture")), request)
     with pytest.raises(ProcessDied):  # its second try it has had
-        await source.replace(FIRST)
+        await lost(source)
 
 
 async def test_who_has_waited_in_vain_for_a_process_does_not_wait_again():
@@ -136,7 +143,7 @@ async def test_choices_of_one_prompt_share_its_second_one():
     stage = Script(FIRST, SECOND)
     source = await tokenized(stage, TokenizeRequest(text="a"))
 
-    async def generate(prompt):
+    async def generate(prompt, use):
         await asyncio.sleep(0)  # all have begun with the first one
         if prompt is FIRST:
             raise SegmentMissing("lost")
@@ -149,11 +156,129 @@ async def test_choices_of_one_prompt_share_its_second_one():
     assert stage.steps == []
 
 
-async def test_a_settled_prompt_has_dropped_what_a_second_try_needs():
-    source = await tokenized(Script(FIRST, SECOND), TokenizeRequest(text="a"))
-    dropped = []
-    source.on_settled = lambda: dropped.append(1)
-    source.settle()
-    assert dropped == [1]
+@pytest.fixture
+def arena():
+    with Arena.create(2**20) as arena:
+        yield arena
+
+
+class Stage:
+    """Makes prompts with a block each, which it keeps in order."""
+
+    def __init__(self, arena):
+        self.arena = arena
+        self.prompts = []
+
+    async def tokenize(self, request):
+        await asyncio.sleep(0)
+        with self.arena.allocate({"pixel_values": ArraySpec((4,), "uint8")}, path_file=None) as block:
+            block["pixel_values"][...] = 7
+            words = block.publish().to_words()
+        self.prompts.append(Prompt(np.array([1, *words, 5]), (MediaSpan(1, 4, "image", 5),)))
+        return self.prompts[-1]
+
+    def held(self):
+        """Whether each prompt's block can be read."""
+        return [can_be_read(prompt) for prompt in self.prompts]
+
+
+def can_be_read(prompt):
+    try:
+        return [attach(ref)["pixel_values"].tolist() for ref in prompt.refs()] == [[7] * 4]
+    except StaleReference:
+        return False
+
+
+async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(arena):
+    stage = Stage(arena)
+    source = await tokenized(stage, TokenizeRequest(text="a"))
+    source.share(3)
+    first, second = source.use(), source.use()
+    await first.take()
+    first.release()
+    assert stage.held() == [True], "others have not begun"
+    await second.take()
+    second.release()
+    second.release()
+    assert stage.held() == [True]
+
+    async def ends(prompt, use):
+        assert can_be_read(prompt)
+        yield "a"
+
+    assert [one async for one in generated(source, ends)] == ["a"]
+    assert stage.held() == [False]
+
+
+async def test_answers_that_need_media_again_at_the_same_time_get_one_prompt_and_its_blocks_are_freed_again(arena):
+    stage, remade = Stage(arena), []
+    source = await tokenized(stage, TokenizeRequest(text="a"), remade.append)
+    source.share(2)
+    uses = [source.use(), source.use()]
+    for use in uses:
+        await use.take()
+    for use in uses:
+        use.release()
+    for again in (1, 2, 3):  # as often as they are preempted
+        prompts = await asyncio.gather(*(use.renew() for use in uses))
+        assert prompts == [stage.prompts[again]] * 2
+        uses[0].release()
+        assert stage.held() == [False] * again + [True]
+        uses[1].release()
+        assert stage.held() == [False] * (again + 1)
+    assert remade == stage.prompts[1:]
+
+
+async def test_blocks_lost_while_another_answer_holds_them_are_made_again_once(arena):
+    stage = Stage(arena)
+    source = await tokenized(stage, TokenizeRequest(text="a"))
+    source.share(2)
+    uses = [source.use(), source.use()]
+    for use in uses:
+        await use.take()
+    assert await uses[0].renew() is stage.prompts[1]
+    assert await uses[1].renew() is stage.prompts[1]
+    with pytest.raises(ProcessDied, match="no third try"):
+        await uses[0].renew()
+
+
+async def test_an_answer_that_starts_again_gets_its_freed_blocks_made_again(arena):
+    stage = Stage(arena)
+    source = await tokenized(stage, TokenizeRequest(text="a"))
+    engine = Script(["a", DIED], ["a", "b"])
+
+    async def generate(prompt, use):
+        assert can_be_read(prompt)
+        use.release()
+        async for output in engine.generate(prompt, use):
+            yield output
+
+    assert [one async for one in generated(source, generate, "void")] == ["a", "void", "a", "b"]
+    assert engine.seen == stage.prompts
+    assert stage.held() == [False, False]
+
+
+async def test_room_for_media_that_were_freed_is_waited_for(arena):
+    made = Stage(arena)
+    full = ArenaFull("no room")
+    stage = Script(await made.tokenize(None), full, full, await made.tokenize(None))
+    source = await tokenized(stage, TokenizeRequest(text="a"))
+    use = source.use()
+    await use.take()
+    use.release()
+    assert await use.renew() is made.prompts[1]
+    stage = Script(await made.tokenize(None), full)
+    source = await tokenized(stage, TokenizeRequest(text="a"))
+    with pytest.raises(ArenaFull):
+        await lost(source)
+
+
+async def test_blocks_that_cannot_be_made_again_are_not_freed(arena):
+    stage = Stage(arena)
+    use = PromptSource(await stage.tokenize(None)).use()
+    await use.take()
+    use.release()
+    assert stage.held() == [True]
+    assert await use.take() is stage.prompts[0]
     with pytest.raises(ProcessDied):
-        await source.replace(FIRST)
+        await use.renew()

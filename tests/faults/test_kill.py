@@ -23,7 +23,10 @@ SLICE = (
     "nursery.at work",  # the decoders die with it
     "decoder.at work",  # its item is decoded again
     "engine.attached",  # no output yet: sent again
+    "engine.consumed",  # its blocks are about to be freed
     "engine.mid-decode",  # output: fails
+    "engine.parked",  # the media of a preempted answer are asked for
+    "api.remade",  # they are in the arena twice as far as the path file says
     "api.mid-free",  # the others notice, and end
     "api.everything",  # nobody is left to clean up but the next service
 )

@@ -19,6 +19,7 @@ import pytest
 from mindie_mm.shm import collect
 from tests.namespaces import FULL_SHM, require
 from tests.warm import running_service
+from tests.watching import metric
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
@@ -61,7 +62,7 @@ def is_right(answer: tuple[int, str]) -> bool:
 
 
 def streamed(service: RunningService) -> socket.socket:
-    """The connection of a streamed answer whose first event has come: its picture is in shared memory."""
+    """The connection of a streamed answer whose first event has come."""
     host = urlsplit(service.url)
     data = body(max_tokens=60, ignore_eos=True, stream=True)
     connection = socket.create_connection((host.hostname, host.port), timeout=300)
@@ -90,7 +91,7 @@ def test_two_services_on_one_spool_leave_each_others_alone(pair: tuple[RunningSe
     """While one answers, the other collects, at its own pace and ours, and answers too."""
     for running, other in (pair, pair[::-1]):
         with streamed(running) as connection:
-            assert running.shm()["blocks"] > 0
+            assert metric(running, "num_requests_running") == 1
             found = collect()
             assert not set(found.of("owner_dead")) & set(map(str, arenas(running)))
             assert is_right(ask(other))

@@ -70,7 +70,7 @@ class Seq2SeqContract(FamilyContract):
             found: dict[str, list[Any]] = {name: [] for name in names}
             while engine.has_work():
                 for progress in engine.step().progress:
-                    found[progress.request_id] += progress.logprobs
+                    found[progress.request_id] += progress.logprobs or ()
             for name, drawn in found.items():
                 tokens = [one.token_id for one in drawn]
                 start = [model.rules.start_token_id]
@@ -101,6 +101,23 @@ class Seq2SeqContract(FamilyContract):
             engine.abort(Abort(str(i)))
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
         assert {error.name for error in errors.values()} == {"ContextLengthExceeded"}
+
+    def test_blocks_may_be_freed_once_the_prompts_are_encoded(self, reference, model, tokenized, path_file):
+        engine = self.engine(model, encoder_cache_bytes=0)
+        params = SamplingParams(temperature=0, max_tokens=self.num_tokens)
+        for name, ids in tokenized.items():
+            assert engine.add(Add(name, ids.numpy().tobytes(), params)) is None
+        waiting = {name for name, ids in tokenized.items() if (ids < 0).any()}
+        outputs: dict[str, list[int]] = {name: [] for name in tokenized}
+        while engine.has_work():
+            for progress in engine.step().progress:
+                assert progress.error is None
+                outputs[progress.request_id] += progress.token_ids
+                if progress.media_consumed:
+                    waiting.remove(progress.request_id)
+            if not waiting:
+                release(path_file)
+        assert outputs == {name: reference.generate(items, self.num_tokens) for name, items in self.prompts.items()}
 
     def test_a_default_repetition_penalty_is_applied_as_in_transformers(self, path, reference, tokenized, tmp_path):
         other, count = tmp_path / "other", 2 * self.num_tokens

@@ -49,7 +49,6 @@ def test_a_client_that_leaves_frees_everything(
         body = {"inputs": [{"image": red_square}, {"text": "What?"}], "stream": stream, "parameters": parameters}
     with post(service, path, body) as connection:
         wait_until(lambda: metric(service, "time_to_first_token_seconds_count") > begun)
-        assert service.shm()["blocks"] > 0
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert service.wait_until_free()["blocks"] == 0
@@ -125,7 +124,7 @@ def test_the_openai_client_closes_a_stream(service: RunningService, client: open
         model="tiny", messages=messages, stream=True, extra_body=ignore_eos, **body
     ) as stream:
         next(iter(stream))
-        assert service.shm()["blocks"] > 0
+        assert metric(service, "num_requests_running") == 1
     assert service.wait_until_free()["blocks"] == 0
 
 
@@ -138,16 +137,6 @@ def test_a_deadline(service: RunningService, http: Any, red_square: str) -> None
     assert answer.status_code in (200, 504), answer.text
     if answer.status_code == 504:
         assert answer.json()["error"]["type"] == "TimeoutError"
-    assert service.wait_until_free()["blocks"] == 0
-
-
-def test_media_files_stay_until_the_first_output(service: RunningService, red_square: str) -> None:
-    spool = service.log.parent / "spool"
-    begun = metric(service, "time_to_first_token_seconds_count")
-    with post(service, "/v1/chat/completions", endless_chat(service, red_square, n=2)):
-        wait_until(lambda: metric(service, "time_to_first_token_seconds_count") == begun + 2)
-        wait_until(lambda: not list(spool.glob("*/image/*")))
-        assert len(list(spool.glob("*/shm_name.txt"))) == 1
     assert service.wait_until_free()["blocks"] == 0
 
 

@@ -1,12 +1,11 @@
 """What the service says of its shared memory, and of where a prompt's media lie."""
 
 import json
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.watching import stopped_engine, wait_until
 from tools.serving import RunningService
 
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
@@ -45,30 +44,31 @@ def test_who_does_not_ask_is_not_told(http: Any, red_square: str) -> None:
     assert http.post("/v1/chat/completions", json=body()).json()["media_spans"] == []
 
 
-@pytest.fixture
-def streaming(http: Any, red_square: str) -> Iterator[dict[str, Any]]:
-    """The first chunk of an answer with two choices that goes on for as long as the test does."""
-    asked = body(red_square, stream=True, n=2, ignore_eos=True, max_tokens=3900)
-    with http.stream("POST", "/v1/chat/completions", json=asked) as answer:
-        lines = answer.iter_lines()
-        chunks = [json.loads(line[6:]) for line, _ in zip(lines, range(12), strict=False) if line]
-        assert ["media_spans" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
-        yield chunks[0]
+def test_spans_are_told_with_the_first_chunk_of_a_stream(http: Any, red_square: str) -> None:
+    with http.stream("POST", "/v1/chat/completions", json=body(red_square, stream=True, n=2)) as answer:
+        chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert ["media_spans" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 
-def test_blocks_in_use(service: RunningService, streaming: dict[str, Any]) -> None:
-    found = service.get("/shm?blocks=true")
+def test_blocks_in_use(service: RunningService, http: Any, red_square: str) -> None:
+    with ThreadPoolExecutor() as threads:
+        with stopped_engine(service):
+            answer = threads.submit(http.post, "/v1/chat/completions", json=body(red_square))
+            wait_until(lambda: service.shm()["blocks"])
+            wait_until(lambda: service.get("/shm?blocks=true")["arenas"][0]["map"][0]["state"] == "published")
+            found = service.get("/shm?blocks=true")
+            (path_file,) = (service.log.parent / "spool").glob("*/shm_name.txt")
+        (span,) = answer.result().json()["media_spans"]
     shown = documented("## GET /shm\n")
     assert list(found) == list(shown)
     (arena,) = found["arenas"]
     assert list(arena) == list(shown["arenas"][0])
     (block,) = arena["map"]
     assert list(block) == list(shown["arenas"][0]["map"][0])
-    (span,) = streaming["media_spans"]
     assert block["name"] == span["block"]
     assert block["state"] == "published"
     assert block["age_s"] >= 0
     assert sum(size for _, size in block["pieces"]) == block["bytes"] == arena["bytes"] <= arena["peak_bytes"]
     assert block["arrays"]["pixel_values"]["dtype"] == "uint8"
-    assert (service.log.parent / "spool" / block["request"]).is_dir()
+    assert path_file.parent.name == block["request"]
     assert "map" not in service.shm()["arenas"][0]

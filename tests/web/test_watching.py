@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,19 +15,20 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from tests.warm import running_service
+from tests.watching import stopped_engine
 from tests.web.conftest import START_TIMEOUT_S, TIMEOUT_MS, TINY, Noted, opened
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 KEY = "a-key-of-the-page"
+PICTURE = [{"image": data_url(picture("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
 LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": True}
 
 
 @pytest.fixture
 def busy(service: RunningService) -> Iterator[ExitStack]:
     """Two requests with a picture that are being answered for as long as it is open."""
-    content = [{"image": data_url(picture("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
-    body = {"messages": [{"role": "user", "content": content}]} | LONG
+    body = {"messages": [{"role": "user", "content": PICTURE}]} | LONG
     with ExitStack() as stack:
         client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=300))
         for _ in range(2):
@@ -38,7 +40,19 @@ def busy(service: RunningService) -> Iterator[ExitStack]:
         yield stack
 
 
-def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningService, busy: ExitStack) -> None:
+@pytest.fixture
+def held(service: RunningService) -> Iterator[ExitStack]:
+    """Two requests with a picture that wait for a stopped engine for as long as it is open."""
+    body = {"messages": [{"role": "user", "content": PICTURE}], "max_tokens": 4}
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor())
+        stack.enter_context(stopped_engine(service))
+        for _ in range(2):
+            threads.submit(httpx2.post, f"{service.url}/v1/chat/completions", json=body, timeout=300)
+        yield stack
+
+
+def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningService, held: ExitStack) -> None:
     page.get_by_text("Blocks as a table").click()
     rows = page.locator("#block-rows tr")
     expect(rows).to_have_count(2)
@@ -65,7 +79,7 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
     expect(page.locator("#owners li")).to_have_text(owners)
     looks = [rect.get_attribute("class") for rect in page.locator(".arena .block").all()]
     assert looks == [f"block owner-{int(owner[:6], 16) % 6} " for owner in owners]
-    busy.close()
+    held.close()
     expect(rows).to_have_text(["No block."])
     expect(page.locator("#owners li")).to_have_count(0)
     expect(page.locator(".arena .block.published")).to_have_count(0)

@@ -1,0 +1,249 @@
+"""A request holds its shared memory until the engine has consumed its media, and no longer."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.warm import running_service
+from tests.watching import metric, process, stopped_engine, wait_until
+from tools.demo import data_url, picture
+from tools.serving import RunningService
+
+KiB = 2**10
+TOKENS = 400
+"""Tokens of the KV cache: one long answer about two pictures fits, and not two."""
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width of a head, float32
+SETTINGS: dict[str, object] = {
+    "dtype": "float32",
+    "kv_cache_bytes": TOKENS * TOKEN_BYTES,
+    "encoder_cache_bytes": 0,  # the features of one picture stay, and each request has two
+    "prefix_caching": False,
+    "max_num_seqs": 2,
+    "arena_bytes": 256 * KiB,
+    "grace_s": 0.2,
+}
+COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 60, 220), "black": (0, 0, 0)}
+LONG = 220
+"""Tokens of an answer beside which another one runs, and is preempted."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("early")
+    with running_service(SETTINGS | {"spool": folder / "spool", "device": device}, folder / "log") as running:
+        yield running
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert not list((folder / "spool").iterdir()), "request directories are left"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(service: RunningService) -> Iterator[None]:
+    yield
+    assert service.wait_until_free()["bytes"] == 0
+    wait_until(lambda: not spooled(service))
+    wait_until(lambda: metric(service, "num_requests_running") + metric(service, "num_requests_waiting") == 0)
+
+
+def body(colour: str, **changes: Any) -> dict[str, Any]:
+    images = [picture(colour, COLOURS[colour], shape, x=0.4) for shape in ("square", "star")]
+    content = [*({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is in the image?"}]}]
+    settings = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "max_tokens": LONG, "n": 1}
+    return {"messages": messages} | settings | changes
+
+
+def ask(service: RunningService, colour: str, **changes: Any) -> list[str]:
+    """The texts of an answer that is sent whole."""
+    answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body(colour, **changes), timeout=300)
+    assert answer.status_code == 200, answer.text
+    return [choice["message"]["content"] for choice in answer.json()["choices"]]
+
+
+class Stream:
+    """An answer that is read piece by piece."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines = lines
+        self.texts: dict[int, str] = {}
+
+    def read(self) -> bool:
+        """Read one piece. Return False at the end."""
+        for line in self._lines:
+            if line == "data: [DONE]":
+                return False
+            if not line:
+                continue
+            piece = json.loads(line.removeprefix("data: "))
+            assert "error" not in piece, piece
+            for choice in piece["choices"]:
+                text = self.texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+                self.texts[choice["index"]] = text
+            return True
+        return False
+
+    def until(self, index: int) -> None:
+        """Read until the choice has text."""
+        while not self.texts.get(index):
+            assert self.read()
+
+    def rest(self) -> dict[int, str]:
+        """Return the whole texts."""
+        while self.read():
+            pass
+        return self.texts
+
+
+@contextmanager
+def streaming(service: RunningService, colour: str, **changes: Any) -> Iterator[Stream]:
+    url = f"{service.url}/v1/chat/completions"
+    with httpx2.stream("POST", url, json=body(colour, stream=True, **changes), timeout=300) as answer:
+        assert answer.status_code == 200
+        yield Stream(answer.iter_lines())
+
+
+def spooled(service: RunningService) -> list[Path]:
+    return list((service.log.parent / "spool").glob("*/image/*"))
+
+
+@contextmanager
+def stopped_tokenizer(service: RunningService) -> Iterator[Callable[[], None]]:
+    """Yield a function that stops the tokenizer until the exit."""
+    tokenizer = process(service, "mindie_mm.tokenize.")
+    try:
+        yield lambda: tokenizer.send_signal(signal.SIGSTOP)
+    finally:
+        tokenizer.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def alone(service: RunningService) -> dict[str, str]:
+    """The answers without a neighbour."""
+    texts = {colour: ask(service, colour)[0] for colour in COLOURS}
+    assert len(set(texts.values())) == len(texts)
+    assert metric(service, "num_preemptions_total") == metric(service, "media_remade_total") == 0
+    return texts
+
+
+def test_an_answer_holds_no_shared_memory_after_its_first_token_and_its_files_until_it_ends(
+    service: RunningService, alone: dict[str, str]
+) -> None:
+    with streaming(service, "red") as stream:
+        stream.until(0)
+        found = service.shm()
+        assert metric(service, "num_requests_running") == 1, "it goes on"
+        assert (found["blocks"], found["bytes"]) == (0, 0)
+        assert len(spooled(service)) == 2
+        assert stream.rest() == {0: alone["red"]}
+
+
+def test_blocks_live_until_the_last_choice_has_consumed_them(service: RunningService) -> None:
+    """Two choices run at a time, the third one follows."""
+    with streaming(service, "red", n=3, max_tokens=90) as stream:
+        stream.until(1)
+        with stopped_engine(service):
+            assert metric(service, "num_requests_waiting") == 1
+            assert service.shm()["blocks"] == 2
+        stream.until(2)
+        assert metric(service, "num_requests_running") == 1
+        assert service.shm()["blocks"] == 0
+        stream.rest()
+
+
+def test_answers_that_preempt_each_other_are_those_made_alone(service: RunningService, alone: dict[str, str]) -> None:
+    preempted, remade = (metric(service, f"{name}_total") for name in ("num_preemptions", "media_remade"))
+    with ThreadPoolExecutor() as threads:
+        answers = {colour: threads.submit(ask, service, colour) for colour in ("red", "green")}
+    assert {colour: answer.result()[0] for colour, answer in answers.items()} == {c: alone[c] for c in answers}
+    assert metric(service, "num_preemptions_total") > preempted
+    assert metric(service, "media_remade_total") >= remade + 2
+
+
+def test_media_that_are_needed_again_wait_for_room_that_waiting_requests_hold(
+    service: RunningService, alone: dict[str, str]
+) -> None:
+    """More pictures than the arena holds, more answers than the KV cache."""
+    remade = metric(service, "media_remade_total")
+    with ThreadPoolExecutor(8) as threads:
+        answers = [(colour, threads.submit(ask, service, colour)) for colour in [*COLOURS] * 2]
+        wait_until(lambda: service.shm()["bytes"] > 0.7 * service.shm()["capacity_bytes"])
+    for colour, answer in answers:
+        assert answer.result() == [alone[colour]]
+    assert metric(service, "media_remade_total") > remade
+
+
+@contextmanager
+def two_streams(service: RunningService) -> Iterator[tuple[Stream, Stream]]:
+    """Answers about the red and the green pictures, whose media are consumed. The second one will be preempted."""
+    with streaming(service, "red") as first, streaming(service, "green") as second:
+        first.until(0)
+        second.until(0)
+        assert service.shm()["blocks"] == 0
+        yield first, second
+
+
+def wait_until_parked(service: RunningService) -> None:
+    wait_until(lambda: metric(service, "num_requests_running") == 0)
+    assert metric(service, "num_requests_waiting") == 1
+
+
+def test_an_answer_that_waits_for_its_media_can_be_given_up(service: RunningService, alone: dict[str, str]) -> None:
+    aborted = metric(service, "request_success_total", finished_reason="abort")
+    with stopped_tokenizer(service) as stopped, two_streams(service) as (first, _):
+        stopped()
+        assert first.rest() == {0: alone["red"]}, "it goes on"
+        wait_until_parked(service)
+    wait_until(lambda: metric(service, "request_success_total", finished_reason="abort") == aborted + 1)
+    assert ask(service, "blue") == [alone["blue"]]
+
+
+def test_an_answer_that_waits_for_its_media_goes_on_with_them(service: RunningService, alone: dict[str, str]) -> None:
+    with two_streams(service) as (first, second):
+        with stopped_tokenizer(service) as stopped:
+            stopped()
+            assert first.rest() == {0: alone["red"]}
+            wait_until_parked(service)
+        assert second.rest() == {0: alone["green"]}
+
+
+def test_an_answer_that_waits_for_its_media_survives_the_tokenizer(
+    service: RunningService, alone: dict[str, str]
+) -> None:
+    restarts = metric(service, "process_restarts_total", process="tokenizer")
+    with two_streams(service) as (first, second):
+        process(service, "mindie_mm.tokenize.").kill()
+        assert first.rest() == {0: alone["red"]}
+        assert second.rest() == {0: alone["green"]}
+    assert metric(service, "process_restarts_total", process="tokenizer") == restarts + 1
+
+
+def test_a_whole_answer_whose_engine_died_after_the_release_is_right(
+    service: RunningService, alone: dict[str, str]
+) -> None:
+    remade = metric(service, "media_remade_total")
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(ask, service, "red")
+        wait_until(lambda: metric(service, "num_requests_running") == 1)
+        wait_until(lambda: service.shm()["blocks"] == 0)
+        process(service, "mindie_mm.engine.").kill()
+        assert answer.result() == [alone["red"]]
+    assert metric(service, "media_remade_total") == remade + 2
+
+
+def test_media_that_cannot_be_made_again_fail_their_answer_alone(
+    service: RunningService, alone: dict[str, str]
+) -> None:
+    with two_streams(service) as (first, second):
+        for path in spooled(service):
+            path.write_bytes(b"no picture")
+        assert first.rest() == {0: alone["red"]}
+        with pytest.raises(AssertionError, match="media item 0"):
+            second.rest()
