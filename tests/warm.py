@@ -8,6 +8,7 @@ work. Tests of just that use `tools.serving` and subprocess as they are.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import logging
@@ -45,6 +46,8 @@ _PRELOADED = (
     "transformers.models.auto.tokenization_auto",
 )
 """No family, and nothing of transformers' that is one family's."""
+_FIRST_KEPT = 512
+"""Lower bound of the descriptors that a copy keeps over the fork."""
 _ON_SIMULATED_NPU = "ASCEND_HOME_PATH" in os.environ
 """There tests/ascend/processes.py has the one server of copies that a process can have."""
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -187,7 +190,9 @@ class _Copy(subprocess.Popen[bytes]):
     def _execute_child(self, command: list[str], *_: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, but none of a worker's
-            kept = os.dup(self._descriptor)  # ipc closes its own in every fork
+            # ipc closes its own in every fork. libuv, in the copy of a process that used it, closes two descriptors by
+            # the small numbers that its pipe once had, and opens another pipe.
+            kept = fcntl.fcntl(self._descriptor, fcntl.F_DUPFD, _FIRST_KEPT)
             self.pid = os.fork()
         if self.pid:
             os.close(kept)

@@ -82,12 +82,14 @@ def run(rig: Rig, point: Point) -> Run:
     trigger = rig.trigger(point)
     if point.cause != "kill":
         trigger.touch()
-    with flying(works) as futures:
+    with _stopped(before["decoder"] if point.name == "at work" else []), flying(works) as futures:
+        if point.name == "at work":
+            rig.wait_for_items()
         _bring_about(point, before, rig)
         seen = _wait_for_death(trigger, before, rig, found)
         died = time.monotonic()
         everybody = point.role == "api" or point.cause == "stop"
-        gone = [process for role, process in seen if everybody or role == point.role]
+        gone = [process for role, process in seen if everybody or role in _DYING.get(point.role, [point.role])]
         _look(rig, point, gone, died, found)
         found.outcomes = [future.result() for future in futures]
     _judge(point, found)
@@ -95,15 +97,36 @@ def run(rig: Rig, point: Point) -> Run:
     return found
 
 
+_DYING = {"tokenizer": ("tokenizer", "nursery", "decoder"), "nursery": ("nursery", "decoder")}
+"""Who ends with whom."""
+
+
+@contextmanager
+def _stopped(decoders: Sequence[psutil.Process]) -> Iterator[None]:
+    """Stop decoders, so that items stay with them until they are killed."""
+    for decoder in decoders:
+        decoder.suspend()
+    try:
+        yield
+    finally:
+        for decoder in decoders:
+            with suppress(psutil.NoSuchProcess):
+                decoder.resume()
+
+
 def _wait_for_death(
-    trigger: Path, before: dict[str, psutil.Process], rig: Rig, found: Run
+    trigger: Path, before: dict[str, list[psutil.Process]], rig: Rig, found: Run
 ) -> set[tuple[str, psutil.Process]]:
-    """Returns once the trigger is gone, with the processes that were seen until then."""
-    seen = set(before.items())
+    """Returns once the trigger is gone, with the processes that were seen until then.
+
+    While a nursery has no trigger to remove, only those of `before` are known to die.
+    """
+    seen = set(_by_role(before))
 
     def gone() -> bool:
-        with suppress(psutil.NoSuchProcess):  # the service itself, which may be the one to die
-            seen.update(rig.processes().items())
+        if trigger.exists():
+            with suppress(psutil.NoSuchProcess):  # the service itself, which may be the one to die
+                seen.update(_by_role(rig.processes()))
         return not trigger.exists()
 
     if wait_until(gone, DEADLINE_S) is None:
@@ -112,15 +135,24 @@ def _wait_for_death(
     return seen
 
 
-def _bring_about(point: Point, before: dict[str, psutil.Process], rig: Rig) -> None:
+def _by_role(processes: dict[str, list[psutil.Process]]) -> Iterator[tuple[str, psutil.Process]]:
+    return ((role, process) for role, several in processes.items() for process in several)
+
+
+def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig) -> None:
+    victims: list[psutil.Process] = []
     if point.name == "everything":
-        for process in before.values():
-            process.kill()
+        victims = [process for _, process in _by_role(before)]
     elif point.cause == "kill":
-        before[point.role].kill()
+        victims = before[point.role]
     elif point.cause.startswith("lose "):
-        before[point.cause.removeprefix("lose ")].kill()
-    elif point.cause == "stop":
+        victims = before[point.cause.removeprefix("lose ")]
+    for victim in victims:
+        with suppress(psutil.NoSuchProcess):  # it has ended with its parent
+            victim.kill()
+    if victims:
+        return
+    if point.cause == "stop":
         rig.service.process.send_signal(signal.SIGTERM)
 
 
@@ -211,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("build/fault_matrix.jsonl"))
-    parser.add_argument("--role", choices=("api", "tokenizer", "engine"))
+    parser.add_argument("--role", choices=("api", "tokenizer", "nursery", "decoder", "engine"))
     parser.add_argument("--point")
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)

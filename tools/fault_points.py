@@ -10,13 +10,14 @@ class Point:
     """A place where a process dies, and what makes it come there."""
 
     role: str
-    """api, tokenizer or engine: who dies."""
+    """api, tokenizer, nursery, decoder or engine: who dies."""
     name: str
-    """A point of `mindie_mm.faults`; or `at rest` and `everything`, which are signals from outside."""
+    """A point of `mindie_mm.faults`; or `at rest`, `at work` and `everything`, which are signals from outside."""
     cause: str = "ask"
     """`ask`: requests alone; `preempt`: answers that preempt each other, too; `leave`: a client goes; `stop`: SIGTERM
-    to the service; `start`: the service is started; `lose engine`, `lose tokenizer`: that process
-    is killed; `kill`: it is itself."""
+    to the service; `start`: the service is started; `lose engine`, `lose tokenizer`, `lose nursery`: that process is
+    killed; `kill`: it is itself. A locked-in decoder cannot see trigger files, so decoders are killed from outside;
+    `at work` all of them have items, which they have not begun."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.name}"
@@ -35,6 +36,11 @@ POINTS = (
     Point("tokenizer", "arena-made", "lose tokenizer"),
     Point("tokenizer", "stopping", "stop"),
     Point("tokenizer", "at rest", "kill"),
+    Point("nursery", "starting", "lose nursery"),
+    Point("nursery", "at rest", "kill"),
+    Point("nursery", "at work", "kill"),
+    Point("decoder", "at rest", "kill"),
+    Point("decoder", "at work", "kill"),
     *_points(
         "engine",
         "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "

@@ -21,8 +21,10 @@ from tools.serving import RunningService, running_service
 
 DEADLINE_S = 240.0
 """After which a request hangs, or a process does not come back."""
+NUM_DECODERS = 2
 SETTINGS: dict[str, object] = {
     "arena_bytes": 32 << 20,
+    "decoders": NUM_DECODERS,
     "dtype": "float32",
     "kv_cache_bytes": 4 << 20,  # 2048 tokens: two answers of `Rig.preempt` preempt each other
     "encoder_cache_bytes": 0,
@@ -77,21 +79,41 @@ class Rig:
         self._stack.close()
         self._service = None
 
-    def processes(self) -> dict[str, psutil.Process]:
+    def processes(self) -> dict[str, list[psutil.Process]]:
         """The service's processes by role."""
         api = psutil.Process(self.service.process.pid)
-        found = {"api": api}
+        found = {"api": [api]}
         for child in api.children():
             with suppress(psutil.NoSuchProcess):
                 command = child.cmdline()
-                found |= {role: child for role, module in MODULES.items() if module in command}
+                found |= {role: [child] for role, module in MODULES.items() if module in command}
+        with suppress(KeyError, psutil.NoSuchProcess):
+            for nursery in found["tokenizer"][0].children():
+                found |= {"nursery": [nursery], "decoder": nursery.children()}
         return found
 
-    def whole(self) -> dict[str, psutil.Process]:
-        """The same, once all three are there and /health says so."""
+    def wait_for_items(self) -> None:
+        """Wait until the tokenizer has as many open files of the spool as there are decoders.
+
+        It hands a file to a decoder, or into the decoders' queue, in the moment in which it opens the file.
+        """
+        (tokenizer,) = self.processes()["tokenizer"]
+
+        def handed_out() -> bool:
+            return sum(file.path.startswith(f"{self.spool}/") for file in tokenizer.open_files()) >= NUM_DECODERS
+
+        if wait_until(handed_out, DEADLINE_S) is None:
+            raise TimeoutError("the tokenizer opens no files")
+
+    def whole(self) -> dict[str, list[psutil.Process]]:
+        """The same, once all are there and /health says so."""
         url = f"{self.service.url}/health"
-        well = wait_until(lambda: httpx2.get(url).status_code == 200 and len(self.processes()) == 3, DEADLINE_S)
-        if well is None:
+        number = 4 + NUM_DECODERS  # with api, tokenizer, nursery and engine
+
+        def well() -> bool:
+            return httpx2.get(url).status_code == 200 and sum(map(len, self.processes().values())) == number
+
+        if wait_until(well, DEADLINE_S) is None:
             raise TimeoutError("a process does not come back")
         return self.processes()
 

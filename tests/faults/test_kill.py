@@ -19,6 +19,9 @@ from tools.fault_rig import DEADLINE_S, Rig
 SLICE = (
     "tokenizer.mid-fill",  # died over the request
     "tokenizer.after-reply",  # its blocks may go before the engine has attached them
+    "nursery.starting",  # items wait for the next one
+    "nursery.at work",  # the decoders die with it
+    "decoder.at work",  # its item is decoded again
     "engine.attached",  # no output yet: sent again
     "engine.consumed",  # its blocks are about to be freed
     "engine.mid-decode",  # output: fails
@@ -39,7 +42,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Rig]:
 def test_kill(rig: Rig, point: Point) -> None:
     found = run(rig, point)
     assert found.troubles == [], found
-    if point.role == "tokenizer":
+    if point.role in ("tokenizer", "nursery", "decoder"):
         assert found.outcomes == ["right"] * 3
     if point.name == "mid-decode":
         assert found.outcomes[1:] == ["right"] * 2, "they are answered whole: their clients had nothing yet"
