@@ -35,6 +35,21 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of `works`, in order. Of several failures the first in order is raised, and later works end.
+
+    Which failure is raised does not depend on how fast each work is.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return [await task for task in tasks]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) -> T:
     """Run `work` in a new thread and return its result. The caller may be inside an event loop, and `work` may run one.
 

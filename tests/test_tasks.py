@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mindie_mm.errors import SharedMemoryError
-from mindie_mm.tasks import gather, in_thread
+from mindie_mm.tasks import gather, gather_in_order, in_thread
 
 
 async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> None:
@@ -77,3 +77,25 @@ async def test_the_first_failure_ends_the_others_and_keeps_its_cause() -> None:
         await gather([wait(), fail()])
     assert isinstance(caught.value.__cause__, OSError)
     assert forever.is_set()
+
+
+async def test_the_first_failure_in_order_is_raised_however_late_it_comes():
+    later_has_failed, ended = asyncio.Event(), []
+
+    async def late() -> None:
+        await later_has_failed.wait()
+        raise ValueError("first in order")
+
+    async def early() -> None:
+        later_has_failed.set()
+        raise KeyError("earlier in time")
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("last")
+
+    with pytest.raises(ValueError, match="first in order"):
+        await gather_in_order([late(), early(), endless()])
+    assert ended == ["last"]

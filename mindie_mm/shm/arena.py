@@ -140,9 +140,13 @@ class Arena:
         """
         request = _absolute(path_file)
         plans = [BlockPlan.of(specs, request) for specs in all_specs]
-        self._require(plans, request)
+        total = self._require(plans, request)
         blocks: list[Block] = []
         with self._mutex:
+            self._file.require_found(time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+            self._inventory.sweep()
+            if total > self.capacity_bytes - self._inventory.used_bytes:
+                return None
             try:
                 for plan in plans:
                     block = self._take(plan, request, 0)

@@ -21,7 +21,7 @@ from mindie_mm.media import cancellation
 from mindie_mm.media.caps import Work, decodes_to_count, under
 from mindie_mm.nn.splice import ITEM
 from mindie_mm.shm import Block
-from mindie_mm.tasks import gather, in_thread, off_loop
+from mindie_mm.tasks import gather_in_order, in_thread, off_loop
 from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
@@ -65,7 +65,7 @@ class _PromptMedia(PromptMedia):
     async def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
         counts = self._stage.planner.counts(media)
         self._group.keeps_decoder = len(media) == 1
-        found = await gather([self._plan_item(item, index, counts) for index, item in enumerate(media)])
+        found = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
         of_prompt = Work(self._stage.caps)
         for item, pixels in found:
             with naming(item.name):
@@ -83,7 +83,7 @@ class _PromptMedia(PromptMedia):
             blocks = await room.take(all_specs, path_file)
         try:
             faults.point("allocated")
-            await gather([self._fill(*pair, salt) for pair in zip(items, blocks, strict=True)])
+            await gather_in_order([self._fill(*pair, salt) for pair in zip(items, blocks, strict=True)])
         except BaseException:
             for block in blocks:
                 room.arena.discard(block)
