@@ -239,7 +239,12 @@ class Decoders:
         process.channel.send_with(self._encoder.encode(message), descriptors)
 
     async def _receive(self, process: _Process, starter: Starter) -> None:
-        """Pass replies to their callers until the process dies."""
+        """Pass replies to their callers until the process dies.
+
+        Raises:
+            ValueError: The process sends what no decoder sends. It may have been taken over by an item.
+
+        """
         while True:
             try:
                 reply = self._decoder.decode(await process.channel.recv())
@@ -247,10 +252,12 @@ class Decoders:
                 return
             starter.proved()
             job = process.job
-            assert job is not None, "a decoder answers what it was asked"
+            is_plan = isinstance(reply, Facts)
+            if job is None or (not isinstance(reply, Refused) and is_plan != (job.layout is None)):
+                raise ValueError(f"decoder {process.pid} gave an answer to nothing that it was asked")
             if not isinstance(reply, Written) or job.reply.done():  # else `write` copies the arrays first
                 process.job = None
-            if isinstance(reply, Facts):
+            if is_plan:
                 process.planned = job.item
                 process.kept_for = job.group if job.group.keeps_decoder else None
             if not job.reply.done():
@@ -269,8 +276,9 @@ class Decoders:
             process = await starter.again(self._fork)
 
     async def _bury(self, process: _Process) -> None:
-        """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
+        """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
+        self._nursery.kill(process.pid)  # nothing, if it has ended
         status = await process.status
         await process.channel.close()
         if process.killed:
