@@ -271,6 +271,7 @@ class Decoders:
     async def _bury(self, process: _Process) -> None:
         """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
         self._processes.remove(process)
+        self._nursery.expect(process.status)
         status = await process.status
         await process.channel.close()
         if process.killed:
