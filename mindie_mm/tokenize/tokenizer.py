@@ -80,7 +80,8 @@ class Tokenizer:
             family: As in `family_of`.
             caps: Limits on media items.
             content_format: Form in which the chat template gets the content of messages.
-            decoders: Number of processes that decode the items of a prompt in parallel. 0: decode in this process.
+            decoders: Number of processes that decode the items of a prompt in parallel. 0: decode in this process,
+                where `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
 
         Raises:
             InputError: The arguments do not go together.
